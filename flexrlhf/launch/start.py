@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from flexrlhf.display.captured import is_terminal
-from flexrlhf.display.live_display import live_display
+from flexrlhf.display.live_display import is_terminal, live_display
 from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
 from flexrlhf.launch.agent import RankAgent
 from flexrlhf.launch.failures import Failure, FailureReporter

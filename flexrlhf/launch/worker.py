@@ -44,7 +44,7 @@ from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, wr
 from flexrlhf.runs.run_files import RunFiles, open_run_files
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.memory_meter import MemoryMeter
-from flexrlhf.trainer.starting_point import choose_start
+from flexrlhf.trainer.restoration import choose_start
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.trainer import Trainer
 

@@ -23,10 +23,10 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.controller_states import make_controller_states
-from flexrlhf.trainer.external_scores import ExternalScorers
-from flexrlhf.trainer.finite_guard import FiniteGuard
 from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.operator_guards import FiniteGuard
 from flexrlhf.trainer.run_operator import OperatorContext, OperatorRun, run_operator
+from flexrlhf.trainer.text_operators import ExternalScorers
 
 NO_TOKEN = -1
 """An end token that no response contains."""

@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 
 from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.display.captured import is_terminal
-from flexrlhf.display.live_display import live_display
+from flexrlhf.display.live_display import is_terminal, live_display
 from flexrlhf.engines.capabilities import check_device, check_packages
 from flexrlhf.guideline.costs.measurements import Measurements, are_measurements, read_measurements, write_measurements
 from flexrlhf.launch import start as launch

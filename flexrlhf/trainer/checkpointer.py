@@ -35,11 +35,10 @@ from flexrlhf.runs.manifest import (
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
 from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.timeline import Timeline
+from flexrlhf.trainer.checkpoint_pieces import RowFile, follower_pieces, rows_in_flight, trained_pieces
 from flexrlhf.trainer.controller_states import ControllerStates
-from flexrlhf.trainer.model_pieces import follower_pieces, trained_pieces
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
-from flexrlhf.trainer.rows_in_flight import RowFile, rows_in_flight
 from flexrlhf.trainer.step_inputs import StepRows
 
 Value = TypeVar("Value")

@@ -1,26 +1,117 @@
-"""Set the state of a trainer to that of a checkpoint, whatever placement, engines and ZeRO stages wrote it."""
+"""The checkpoint that a run goes on from, whatever placement, engines and ZeRO stages wrote it.
+
+Each rank verifies some of its files and rank 0 prepares the directory of the run; then every rank loads its part.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 
-from torch import Tensor
+import torch.distributed as dist
 
+from flexrlhf.comm.world import World
 from flexrlhf.engines.base import WEIGHTS
-from flexrlhf.errors import UserError
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.plan.inputs import RunData, data_digest
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.manifest import Manifest, damage, read_manifest
+from flexrlhf.runs.run_directory import RunStatus, set_aside_checkpoints, trim_lines, write_status
+from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import checkpointed_models
+from flexrlhf.trainer.checkpoint_pieces import load_rows, part_of
 from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.trainer.model_pieces import part_of
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.trainer.rows_in_flight import load_rows
-from flexrlhf.trainer.starting_point import StartingPoint
 from flexrlhf.trainer.weight_syncs import WeightSyncs
 from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.shards import Parts, trained_parts
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Checkpoint that a run goes on from.
+
+    checkpoint:  its directory.
+    manifest:    its numbers.
+    """
+
+    checkpoint: Path
+    manifest: Manifest
+
+    @property
+    def next_step(self) -> int:
+        return self.manifest.progress.next_step
+
+
+def choose_start(
+    plan: Plan, world: World, data: RunData, files: RunFiles, candidates: Sequence[Path]
+) -> StartingPoint | None:
+    """Return the first of ``candidates`` whose files are all as written; None without any: the run begins anew.
+
+    All ranks call this with the same candidates. Rank 0 then prepares the run's directory, and every rank waits for it.
+    A machine with directories of its own gets a copy of the checkpoint.
+    Raises RunStopped where all are damaged, and UserError where the data has changed since.
+    """
+    store = dist.PrefixStore(f"start/{plan.spec.name}", world.store)
+    for candidate in candidates:
+        place = files.received_checkpoint(candidate, plan, world)
+        try:
+            manifest = read_manifest(place)
+        except UserError as error:
+            _print_unused(world, str(error))
+            continue
+        problems = _verified(place, manifest, world, store, plan.spec.timeout_seconds)
+        if not problems:
+            if manifest.data != data_digest(data):
+                raise UserError(
+                    f"checkpoint {candidate}: the training examples are others than those it was written with; "
+                    f"restore the data and the tokenizer, or start a new run under another name"
+                )
+            _prepare(plan, world, store, files, manifest.progress.next_step)
+            return StartingPoint(place, manifest)
+        _print_unused(world, f"checkpoint {candidate}: {problems[0]}")
+    if candidates:
+        raise RunStopped(f"{plan.spec.name}: every checkpoint is damaged; remove {candidates[0].parent} to begin anew")
+    _prepare(plan, world, store, files, 0)
+    return None
+
+
+def _print_unused(world: World, problem: str) -> None:
+    if world.rank == 0:
+        print(f"flexrlhf: {problem}; an earlier one is tried", file=sys.stderr, flush=True)
+
+
+def _verified(
+    checkpoint: Path, manifest: Manifest, world: World, store: dist.Store, timeout_seconds: float
+) -> list[str]:
+    """Return the problems of the files of a checkpoint, of which each rank reads its share."""
+    mine = sorted(manifest.files.items())[world.rank :: world.size]
+    problems = [problem for name, entry in mine if (problem := damage(checkpoint, name, entry)) is not None]
+    store.set(f"{checkpoint.name}/{world.rank}", "\n".join(problems))
+    keys = {f"{checkpoint.name}/{rank}": f"rank {rank}" for rank in range(world.size)}
+    world.wait_for(store, keys, f"the verification of {checkpoint}", timeout_seconds)
+    return [line for key in keys for line in store.get(key).decode().splitlines()]
+
+
+def _prepare(plan: Plan, world: World, store: dist.Store, files: RunFiles, next_step: int) -> None:
+    """Remove the records of ``next_step`` and later steps of an interrupted run; all ranks wait for rank 0."""
+    if files.keeps:
+        directory = plan.spec.directory
+        set_aside_checkpoints(directory, next_step + 1)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            trim_lines(directory / name, "step", next_step)
+        for path in (directory / "timeline").glob("*.jsonl"):
+            trim_lines(path, "next_step", next_step + 1)
+        write_status(directory, RunStatus("running", next_step, plan.spec.steps))
+    if world.rank == 0:
+        store.set("prepared", "yes")
+    world.wait_for(store, {"prepared": "rank 0"}, "the start of the run", plan.spec.timeout_seconds)
 
 
 def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
@@ -50,12 +141,14 @@ def _restore(model: LoadedModel, context: RankContext, start: StartingPoint) -> 
     plan, name = context.plan, model.placed.name
     reader, size = PieceReader(start.checkpoint, name), plan.spec.sync.bucket_bytes
     if model.placed.trained:
-        _check_numbers(name, start)
+        numbers = start.manifest.progress.numbers
+        if name not in numbers:
+            raise UserError(f"checkpoint {start.checkpoint}: it has no {name}; it has {', '.join(numbers)}")
         with model.on_device():
-            restore_trained(model, reader, start.manifest.progress.numbers[name], context.rank, size)
+            restore_trained(model, reader, numbers[name], context.rank, size)
     elif model.placed.follows and name in checkpointed_models(plan.placement, plan.spec):
         with model.on_device():
-            _restore_follower(model, reader, context.rank, size)
+            _load_weights(model, reader, trained_parts(model.placed, model.shape, context.rank), size)
 
 
 def restore_trained(
@@ -63,8 +156,7 @@ def restore_trained(
 ) -> None:
     """Load weights, moments and numbers of a trained model on ``rank``. Raises UserError where the files lack some."""
     parts = trained_parts(model.placed, model.shape, rank)
-    for names in bucket_names(parts, 4, bucket_bytes):
-        model.engine.load_weights(_read(reader, parts, names, model))
+    _load_weights(model, reader, parts, bucket_bytes)
     for kind, tensors in model.engine.training_state().tensors.items():
         for name, tensor in tensors.items():
             values = reader.read(piece_key(kind, name), part_of(tensor, parts, name))
@@ -72,16 +164,12 @@ def restore_trained(
     model.engine.load_numbers(numbers)
 
 
-def _restore_follower(model: LoadedModel, reader: PieceReader, rank: int, bucket_bytes: int) -> None:
-    parts = trained_parts(model.placed, model.shape, rank)
+def _load_weights(model: LoadedModel, reader: PieceReader, parts: Parts, bucket_bytes: int) -> None:
     for names in bucket_names(parts, 4, bucket_bytes):
-        model.engine.load_weights(_read(reader, parts, names, model))
-
-
-def _read(reader: PieceReader, parts: Parts, names: Sequence[str], model: LoadedModel) -> dict[str, Tensor]:
-    """Return this rank's parts of the weights ``names``, on the device of the model."""
-    live = model.engine.weights()
-    return {name: reader.read(piece_key(WEIGHTS, name), parts[name]).to(live[name].device) for name in names}
+        live = model.engine.weights()
+        model.engine.load_weights(
+            {name: reader.read(piece_key(WEIGHTS, name), parts[name]).to(live[name].device) for name in names}
+        )
 
 
 def _sync_others(state: RunState, syncs: WeightSyncs, next_step: int) -> None:
@@ -94,9 +182,3 @@ def _sync_others(state: RunState, syncs: WeightSyncs, next_step: int) -> None:
                 for name in {sync.source, sync.destination} & models.keys():
                     used.enter_context(models[name].on_device())
                 syncs.run(sync, next_step - 1)
-
-
-def _check_numbers(name: str, start: StartingPoint) -> None:
-    if name not in start.manifest.progress.numbers:
-        known = ", ".join(start.manifest.progress.numbers)
-        raise UserError(f"checkpoint {start.checkpoint}: it has no {name}; it has {known}")

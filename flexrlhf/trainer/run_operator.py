@@ -17,18 +17,15 @@ from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.base import Batch, Loss, Moments, Sampling, add_moments, moments
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.functions import settings_of
-from flexrlhf.objectives.own_functions import check_returned, combine_of, make_loss
+from flexrlhf.objectives.functions import check_returned, combine_of, make_loss, settings_of
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.operators.columns import column_of, plain
 from flexrlhf.operators.compared_texts import compares_texts
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.trainer.external_scores import ExternalScorers
-from flexrlhf.trainer.finite_guard import FiniteGuard
 from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.trainer.retokenized_columns import retokenized
-from flexrlhf.trainer.sampled_check import SampledCheck
+from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck
+from flexrlhf.trainer.text_operators import ExternalScorers, retokenized
 
 _SCORES = ("scores", "token_scores")
 

@@ -1,14 +1,17 @@
-"""Warnings of a run's metrics, by rank 0: a KL that explodes, losses and norms that jump, equal scores, truncation."""
+"""Warnings of a run on stderr, each kind once in so many steps.
+
+Rank 0 warns of metrics: a KL that explodes, losses and norms that jump, equal scores, truncation.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from statistics import median
 
 from flexrlhf.config.guards import GuardsSpec
-from flexrlhf.trainer.finite_guard import RareWarnings
 
 WINDOW, LEAST = 20, 5
 """Steps before, of which the median is taken: at most, and at least."""
@@ -22,6 +25,21 @@ FLOORS = {**dict.fromkeys((*NATS, *NORMS), 1.0), "value_loss": 0.0, "cost_value_
 LOOK = "samples.jsonl shows some of them"
 EQUAL = 1e-7
 """Standard deviation over mean, up to which scores are the same but for rounding."""
+
+
+class RareWarnings:
+    """Writer of lines to stderr, of each kind once in so many steps."""
+
+    INTERVAL_STEPS = 20
+
+    def __init__(self) -> None:
+        self._next: dict[str, int] = {}
+
+    def __call__(self, kind: str, step: int, text: str) -> None:
+        """Write ``text``, unless there was a line of this kind in the last steps."""
+        if step >= self._next.get(kind, step):
+            self._next[kind] = step + self.INTERVAL_STEPS
+            print(f"flexrlhf: {text}", file=sys.stderr, flush=True)
 
 
 class StepWarnings:

@@ -47,23 +47,20 @@ from flexrlhf.trainer.column_files import record_arrivals, record_columns
 from flexrlhf.trainer.controller_states import make_controller_states
 from flexrlhf.trainer.evaluator import Evaluator
 from flexrlhf.trainer.experiences import Experiences, PromptBatch, first_training, is_training
-from flexrlhf.trainer.external_scores import make_external_scorers
-from flexrlhf.trainer.finite_guard import make_finite_guard
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
 from flexrlhf.trainer.memory_meter import MemoryMeter
 from flexrlhf.trainer.model_saver import ModelSaver
+from flexrlhf.trainer.operator_guards import make_finite_guard, make_sampled_check
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Outlets, Recorder
-from flexrlhf.trainer.restoration import restore
-from flexrlhf.trainer.retokenized_columns import make_text_encoders
+from flexrlhf.trainer.restoration import StartingPoint, restore
 from flexrlhf.trainer.run_operator import OperatorContext, OperatorRun, run_operator
-from flexrlhf.trainer.sampled_check import make_sampled_check
 from flexrlhf.trainer.samples import Part, collect_samples
 from flexrlhf.trainer.sampling_settings import step_sampling
-from flexrlhf.trainer.starting_point import StartingPoint
 from flexrlhf.trainer.step_inputs import StepInputs, StepRows
 from flexrlhf.trainer.stop_requests import StopRequests
+from flexrlhf.trainer.text_operators import make_external_scorers, make_text_encoders
 from flexrlhf.trainer.weight_syncs import WeightSyncs
 from flexrlhf.trainer.work_time import WorkTime
 

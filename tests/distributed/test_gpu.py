@@ -24,7 +24,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.timeline import Timeline
-from flexrlhf.trainer.device_clock import DeviceClock
+from flexrlhf.trainer.flight_record import DeviceClock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 EQUAL = [

@@ -31,7 +31,7 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.trainer.model_pieces import part_of
+from flexrlhf.trainer.checkpoint_pieces import part_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Parts, parts_on
 

@@ -24,7 +24,8 @@ from flexrlhf.engines.non_finite import (
     forbid_update,
 )
 from flexrlhf.errors import RunStopped
-from flexrlhf.trainer.finite_guard import FiniteGuard, RareWarnings
+from flexrlhf.trainer.operator_guards import FiniteGuard
+from flexrlhf.trainer.step_warnings import RareWarnings
 
 ROWS = torch.tensor([7, 3, 9, 5])
 WRONG = (math.nan, math.inf, -math.inf)

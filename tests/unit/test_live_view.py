@@ -82,7 +82,7 @@ def test_what_is_rare_and_takes_long_stays() -> None:
 SCRIPT = """
 import os, subprocess, sys
 from pathlib import Path
-from flexrlhf.display.captured import is_terminal
+from flexrlhf.display.live_display import is_terminal
 from flexrlhf.display.events import EventFile, RunBegins, RunEnds, StepDone
 from flexrlhf.display.live_display import live_display
 assert is_terminal()

@@ -29,9 +29,9 @@ from flexrlhf.config.algorithms import (
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import LOSSES
-from flexrlhf.objectives.importance import importance_weights
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import aggregate
+from flexrlhf.objectives.surrogates import importance_weights
 from flexrlhf.operators.compared_texts import PAIR_LOSSES
 from flexrlhf.operators.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
 

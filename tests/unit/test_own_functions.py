@@ -11,7 +11,7 @@ import torch
 from flexrlhf.config.algorithms import GrpoSpec
 from flexrlhf.engines.base import Batch, moments
 from flexrlhf.errors import UserError
-from flexrlhf.objectives.own_functions import check_returned, combine_of, make_loss
+from flexrlhf.objectives.functions import check_returned, combine_of, make_loss
 from flexrlhf.operators.graph import Operator
 
 OPERATOR = Operator("advantages", "combine", "actor", ("scores",), ("loss_mask", "advantages"), "own.py:compared")

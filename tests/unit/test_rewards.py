@@ -28,7 +28,7 @@ from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.trainer.external_scores import make_external_scorers
+from flexrlhf.trainer.text_operators import make_external_scorers
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 

@@ -6,7 +6,7 @@ import pytest
 from small_runs import RECOMPUTE, plan_of
 
 from flexrlhf.config.spec import ModelSpec, ShadowSpec
-from flexrlhf.trainer.sampled_check import default_limit, make_sampled_check
+from flexrlhf.trainer.operator_guards import default_limit, make_sampled_check
 
 SIX = [0.5] * 6
 

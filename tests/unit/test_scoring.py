@@ -21,7 +21,7 @@ from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
 from flexrlhf.operators.registry import make_graph
-from flexrlhf.trainer.external_scores import ExternalScorers, make_external_scorers
+from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 TRL_FUNCTIONS = Path(__file__).with_name("trl_reward_functions.py")

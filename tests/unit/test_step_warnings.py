@@ -9,8 +9,7 @@ import pytest
 
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.metrics import evaluate
-from flexrlhf.trainer.finite_guard import RareWarnings
-from flexrlhf.trainer.step_warnings import LEAST, StepWarnings
+from flexrlhf.trainer.step_warnings import LEAST, RareWarnings, StepWarnings
 
 Rows = list[dict[str, float]]
 

@@ -17,7 +17,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES
-from flexrlhf.objectives.importance import importance_weights
+from flexrlhf.objectives.surrogates import importance_weights
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.rollout import with_rollout

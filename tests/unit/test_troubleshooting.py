@@ -32,7 +32,7 @@ from flexrlhf.runs.run_directory import RunStatus, moved_run, prepare_directory,
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Span
 from flexrlhf.trainer.controller_states import make_controller_states
-from flexrlhf.trainer.finite_guard import FiniteGuard
+from flexrlhf.trainer.operator_guards import FiniteGuard
 from flexrlhf.trainer.step_warnings import StepWarnings
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"

@@ -1,4 +1,8 @@
-"""Scores of this rank's responses from outside the models: functions, services and rules."""
+"""Operators on this rank's responses as text: scores from outside the models, and tokens of another tokenizer.
+
+Functions, services and rules score from outside the models. A model with another tokenizer than the policy receives
+prompts and responses in its own tokens, which the ranks of the responses compute.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,19 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.reward_sources import ModelSource, RewardSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
+from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.sources import STEP_ENDS
+from flexrlhf.placement.names import ModelName
+from flexrlhf.plan.inputs import text_encoder
+from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.steps import end_tokens, ends_of, split_steps
+from flexrlhf.trainer.loaded_models import LoadedModel
 
 _DTYPES = {"scores": torch.float32, "token_scores": torch.float32, STEP_ENDS: torch.uint8}
 Decode = Callable[[Sequence[int]], str]
@@ -147,3 +156,57 @@ def _fill(tokens: Tensor, mask: Tensor, scores: Scores) -> None:
     for row, values in enumerate(scores.tokens or []):
         places = mask[row].cpu()
         tokens[row, places] = torch.tensor(values, dtype=torch.float32) if values else float("nan")
+
+
+def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> dict[str, TextEncoder]:
+    """Return the encoder for each role that operators on ``models``, those of this rank, encode texts for."""
+    here = {model.placed.role for model in models.values()}
+    operators = [each for each in (*plan.graph.operators, *plan.graph.evaluation) if each.kind == "retokenize"]
+    return {role: text_encoder(plan, role) for role in {each.function for each in operators if each.role in here}}
+
+
+def retokenized(
+    operator: Operator, batch: Batch, examples: Sequence[Example], encoder: TextEncoder, decode: Callable[..., str]
+) -> tuple[Columns, Moments]:
+    """Return the columns that ``operator`` writes, left-padded, and the share of texts that were cut off.
+
+    examples:  one for each row of ``batch``.
+    decode:    tokens of the policy to text.
+    """
+    texts = [
+        encoder.encode(example, _response(tokens, () if example.turns else prompt, decode), finished)
+        for example, (prompt, tokens, finished) in zip(examples, _rows(batch), strict=True)
+    ]
+    ids = torch.zeros(len(texts), encoder.limit, dtype=torch.int32)
+    mask = torch.zeros_like(ids, dtype=torch.uint8)
+    for row, (tokens, _) in enumerate(texts):
+        ids[row, -len(tokens) :] = torch.tensor(tokens, dtype=torch.int32)
+        mask[row, -len(tokens) :] = 1
+    columns = {"tokens": ids, "attention_mask": mask}
+    device = batch.rows.device
+    cut = torch.tensor([is_cut for _, is_cut in texts], dtype=torch.float32, device=device)
+    written = [name.removesuffix(operator.suffix) for name in operator.writes]
+    return {name: columns[name.partition(".")[0]].to(device) for name in written}, {"text_cut": moments(cut)}
+
+
+def _rows(batch: Batch) -> list[tuple[list[int], list[int], bool]]:
+    """Return the prompt, the response and whether that is finished, of each row."""
+    tokens, text = batch["tokens"].cpu(), batch["attention_mask"].bool().cpu()
+    response, width = batch["response_mask"].bool().cpu(), batch["tokens"].shape[1] - batch["response_mask"].shape[1]
+    finished = batch["finished"].tolist()
+    return [
+        (_masked(tokens[row, :width], text[row, :width]), _masked(tokens[row, width:], response[row]), bool(done))
+        for row, done in enumerate(finished)
+    ]
+
+
+def _masked(tokens: Tensor, mask: Tensor) -> list[int]:
+    found: list[int] = tokens[mask].tolist()
+    return found
+
+
+def _response(tokens: Sequence[int], prompt: Sequence[int], decode: Callable[..., str]) -> str:
+    """Return a response as text, as it stands behind ``prompt``: some tokenizers drop a space in front of a text."""
+    before = decode(prompt, skip_special_tokens=True)
+    both: str = decode([*prompt, *tokens], skip_special_tokens=True)
+    return both[len(before) :] if both.startswith(before) else decode(tokens, skip_special_tokens=True)

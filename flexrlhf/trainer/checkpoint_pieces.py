@@ -1,18 +1,57 @@
-"""Rows that are generated at the end of a step but not trained on (``schedule.lag``), into a checkpoint and back."""
+"""Tensors of a rank in a checkpoint, copied to host memory: pieces of loaded models, and rows in flight.
+
+Rows in flight are generated at the end of a step but not trained on (``schedule.lag``).
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from flexrlhf.engines.base import WEIGHTS, StateTensor
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.tensor_files import Piece, piece_key
 from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.step_inputs import StepRows
+from flexrlhf.weights.pieces import written_names
+from flexrlhf.weights.shards import Part, Parts, trained_parts
+
+
+def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
+    """Return the weights and moments of a trained model that ``rank`` writes."""
+    parts, mine = trained_parts(model.placed, model.shape, rank), written_names(model.placed, model.shape, rank)
+    pieces: dict[str, Piece] = {}
+    for kind, tensors in model.engine.training_state().tensors.items():
+        for name, tensor in tensors.items():
+            # ranks with a range of their own each write theirs
+            if tensor.values.numel() and (tensor.flat is not None or name in mine):
+                pieces[piece_key(kind, name)] = Piece(_copied(tensor.values), part_of(tensor, parts, name))
+    return pieces
+
+
+def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
+    """Return the weights that ``rank`` writes of a copy which may be behind its trained model."""
+    parts, live = trained_parts(model.placed, model.shape, rank), model.engine.weights()
+    names = [name for name in written_names(model.placed, model.shape, rank) if live[name].numel()]
+    return {piece_key(WEIGHTS, name): Piece(_copied(live[name]), parts[name]) for name in sorted(names)}
+
+
+def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:
+    """Return the part of the parameter ``name`` that ``tensor`` is; ``parts``: what this rank stores."""
+    part = parts[name]
+    return part if tensor.flat is None else replace(part, flat=tensor.flat)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
 
 RowFile = dict[str, Tensor]
 """``<step>/<column>`` → values, and ``<step>/<column>/rows`` → their row numbers, int64."""
