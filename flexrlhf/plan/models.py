@@ -20,7 +20,6 @@ from flexrlhf.config.spec import (
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.operators.sources import SECTIONS
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -65,22 +64,23 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     return spec.model_copy(update={"models": spec.models.model_copy(update={**filled, "all": None})})
 
 
-def with_shared_reference(spec: Spec) -> Spec:
-    """Return ``spec`` with the actor without its adapters as the reference, where nothing is said of a reference.
-
-    Its numbers are those of a copy of its own, which would be as large as the actor.
-    """
+def shares_reference(spec: Spec, graph: Graph) -> bool:
+    """Whether the actor without its adapters is the reference: where the YAML has none, neither model nor place."""
     actor, placement = spec.models.actor, spec.placement
     if isinstance(placement, PlacementMap):
         is_placed = placement.operators is not None or any(name.split(".")[0] == "ref" for name in placement.models)
     else:
         is_placed = placement not in (None, "auto")
-    if actor is None or actor.lora is None or spec.models.ref is not None or is_placed:
-        return spec
-    if "ref" not in make_graph(spec).roles:
-        return spec
-    models = spec.models.model_copy(update={"ref": ModelSpec(share="actor")})
-    return spec.model_copy(update={"models": models})
+    has_adapters = actor is not None and actor.lora is not None
+    return has_adapters and spec.models.ref is None and not is_placed and "ref" in graph.roles
+
+
+def with_shared_reference(spec: Spec) -> Spec:
+    """Return ``spec`` with the actor without its adapters as the reference.
+
+    Its log-probs are those of a copy of its own, which would be as large as the actor.
+    """
+    return spec.model_copy(update={"models": spec.models.model_copy(update={"ref": ModelSpec(share="actor")})})
 
 
 def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:

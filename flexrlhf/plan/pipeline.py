@@ -8,7 +8,7 @@ All of it is pure: the same spec gives the same plan on every rank, and no plan 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
@@ -18,7 +18,9 @@ from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.evaluation import check_evaluation
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.registry import make_graph
+from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.dtypes import with_placed_dtypes
 from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.per_operator import place_operators
@@ -29,12 +31,12 @@ from flexrlhf.plan.hub_names import with_snapshots
 from flexrlhf.plan.models import (
     model_shapes,
     resolve_models,
+    shares_reference,
     with_device_sizes,
     with_parity_limits,
     with_shared_reference,
 )
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_graph import run_graph
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.choice import STRATEGIES, choose_strategy
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
@@ -71,8 +73,26 @@ class ResolvedSpec:
         if not isinstance(self.spec.placement, PlacementMap) or self.spec.placement.operators is None:
             return place(self.spec, self.roles, self.graph.can_shadow, self.cluster)
         # copies of operators are no shadows, so the graph that runs is that without further copies
-        calls = [operator for operator in run_graph(self.spec, Placement((), 0)).operators if operator.call is not None]
+        operators = run_graph(self.graph, self.spec, Placement((), 0)).operators
+        calls = [operator for operator in operators if operator.call is not None]
         return place_operators(self.spec, calls, self.roles, self.cluster)
+
+
+def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
+    """Return the algorithm's ``graph`` as it runs under ``placement``: changed for shared weights, copies and rollout
+    engines. Every rewrite of a graph is a line here or in ``make_graph``, which makes the graph that is placed.
+
+    Raises UserError for settings of rollouts that do not go with the algorithm.
+    """
+    shadowed, spec = {model.role for model in placement.shadows}, with_placed_dtypes(spec, placement)
+    # both copies store the same weights without a lag, and with a sync of unrounded weights after every step
+    if not spec.schedule.lag and spec.sync.every == 1 and spec.sync.dtype is None:
+        operators = (
+            replace(each, on_trained=each.on_trained or (each.either_copy and each.role in shadowed))
+            for each in graph.operators
+        )
+        graph = replace(graph, operators=tuple(operators))
+    return with_rollout(graph, spec, is_remote=graph.generated in shadowed)
 
 
 def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:
@@ -80,8 +100,11 @@ def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacl
 
     ``pending``, ``obstacle``: as of ``make_plan``. Raises UserError for models and settings that do not go with it.
     """
-    spec = with_shared_reference(with_snapshots(spec))
+    spec = with_snapshots(spec)
     graph = make_graph(spec)
+    if shares_reference(spec, graph):
+        spec = with_shared_reference(spec)
+        graph = make_graph(spec)
     check_evaluation(graph, spec)
     cluster = make_cluster(spec.cluster)
     spec = with_device_sizes(resolve_models(spec, graph), cluster)
@@ -93,7 +116,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     """Return the plan of ``resolved`` under ``placement``. Raises UserError for what strategy or engines refuse."""
     spec = resolved.spec
     strategy = choose_strategy(spec, placement)
-    graph = run_graph(spec, placement)
+    graph = run_graph(resolved.graph, spec, placement)
     check_engines(graph, placement, is_evaluated=spec.eval is not None)
     check_models(placement, shapes, resolved.cluster, Lengths.of(spec))
     batch = BatchShape.of(spec)

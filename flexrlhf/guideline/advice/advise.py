@@ -35,7 +35,6 @@ from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import TextLengths
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
@@ -170,7 +169,7 @@ def advise(
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
     if not feasible and (last := last_resort(base)) is not None:
         feasible, _ = ranked([last])
-    if not feasible and (other := _on_deepspeed(spec)) is not spec:
+    if not feasible and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
         try:
             found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, explains=False)
         except UserError:
@@ -186,10 +185,10 @@ def advise(
     return _with_checked_choice(advice)
 
 
-def _on_deepspeed(spec: Spec) -> Spec:
+def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
     """Return ``spec`` with the engine whose optimizer states can be in host memory, for trained models whose engine is
     not written; itself where there is none, and on devices that are no GPUs of known classes."""
-    of_all, trained = spec.models.all, make_graph(spec).trained
+    of_all = spec.models.all
     models = {role: spec.models.of(role) or of_all or ModelSpec() for role in trained}
     opened = {role: model for role, model in models.items() if "engine" not in model.model_fields_set}
     is_written = of_all is not None and "engine" in of_all.model_fields_set

@@ -50,8 +50,7 @@ from flexrlhf.placement.ratios import Roles
 from flexrlhf.placement.relation import Relation
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.plan.models import model_shapes
-from flexrlhf.plan.pipeline import resolve
-from flexrlhf.plan.run_graph import run_graph
+from flexrlhf.plan.pipeline import resolve, run_graph
 from flexrlhf.strategies import disaggregated, schedule
 from flexrlhf.strategies.schedule import make_tasks, syncs_overlap
 from flexrlhf.weights.shapes import ModelShape
@@ -175,7 +174,7 @@ class Space:
     @cached_property
     def whole_graph(self) -> Graph:
         """Graph that runs, with the operators of the rollout engine."""
-        return run_graph(self.spec, self.sketch)
+        return run_graph(self.graph, self.spec, self.sketch)
 
     @cached_property
     def steps(self) -> tuple[tuple[schedule.OperatorTask, int], ...]:
