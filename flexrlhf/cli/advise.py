@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.completion import complete_config
-from flexrlhf.cli.options import ConfigOption, Overrides, Profile
-from flexrlhf.cli.specs import chosen_config
+from flexrlhf.cli.options import ConfigOption, Overrides, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.output_path import check_output
 from flexrlhf.errors import UserError
@@ -100,7 +98,7 @@ def advise(
 
     if per_operator and tie is not None:
         raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
-    config = chosen_config(config, config_option)
+    config = RunOptions(None if config is None else [config], config_option).only_path
     options = AdviceOptions(
         algorithm=algorithm,
         model=model,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import typer
 
 from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.options import ConfigOption, Configs, Overrides
+from flexrlhf.cli.options import ConfigOption, Configs, Overrides, RunOptions
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import chosen_configs, load_specs
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection
@@ -25,9 +24,9 @@ def data(configs: Configs = None, config: ConfigOption = None, set_: Overrides =
     The files of each run, how many rows its limits drop or cut, and some rows as it has them. Exit code 0, or 2 where
     a row or file cannot be used.
     """
-    paths = chosen_configs(configs, config)
-    plans = plan_runs(load_specs(paths, None, None, set_))
-    if not paths:
+    runs = RunOptions(configs, config, set_=set_)
+    plans = plan_runs(runs.specs())
+    if not runs.paths:
         prepare_corpus()
     problems = [problem for index, plan in enumerate(plans) for problem in _report(plan, plans[:index])]
     if problems:

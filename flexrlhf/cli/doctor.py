@@ -7,20 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import (
-    ActorModelPath,
-    ConfigOption,
-    Configs,
-    CriticModelPath,
-    Devices,
-    Nnodes,
-    NodeRank,
-    Overrides,
-    PlacementRatio,
-    RdzvEndpoint,
-)
+from flexrlhf.cli.options import Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import RunStopped
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
@@ -32,14 +20,9 @@ Timeout = Annotated[
 ]
 
 
+@with_run_options
 def doctor(
-    configs: Configs = None,
-    config: ConfigOption = None,
-    actor_model_path: ActorModelPath = None,
-    critic_model_path: CriticModelPath = None,
-    placement_ratio: PlacementRatio = None,
-    devices: Devices = None,
-    set_: Overrides = None,
+    runs: RunOptions,
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
     rdzv_endpoint: RdzvEndpoint = "",
@@ -49,14 +32,12 @@ def doctor(
 
     Before a run, on every machine of it. Exit code 0, or 1 where a check fails.
     """
-    paths = chosen_configs(configs, config)
-    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
-    specs = load_specs(paths, placement_ratio, devices, settings, nnodes)
+    specs = runs.specs(nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
     hosts.check_cluster(plans[0].cluster)
-    if not paths:
+    if not runs.paths:
         prepare_corpus()
     with starting_factory(is_copied=True) as factory:
         run_preflight(plans, hosts, None, timeout, timeout, factory)

@@ -1,13 +1,36 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have, their completion in a shell, and the specs that they give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from flexrlhf.cli.completion import complete_config, complete_setting
+from flexrlhf.config.ratio_vector import vector_of_option
+from flexrlhf.config.setting_search import keys_from
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import SpecFile, check_scopes, path_settings, split_scope
+from flexrlhf.config.user_paths import is_yaml
+from flexrlhf.data.quickstart import config_paths
+from flexrlhf.errors import UserError
+from flexrlhf.operators.registry import make_graph
+from flexrlhf.placement.hosts import equal_nodes
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Return the YAML files and the directories that ``incomplete`` may go on to."""
+    folder, slash, start = incomplete.rpartition("/")
+    directory = Path(folder + slash or ".")
+    if not directory.is_dir():
+        return []
+    entries = [each for each in sorted(directory.iterdir()) if each.name.startswith(start) and each.name[:1] != "."]
+    return [f"{folder}{slash}{each.name}{'/' * each.is_dir()}" for each in entries if each.is_dir() or is_yaml(each)]
+
 
 Configs = Annotated[
     list[Path] | None,
@@ -42,7 +65,7 @@ Overrides = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="override a setting; NAME:KEY=VALUE for one run",
-        autocompletion=complete_setting,
+        autocompletion=lambda incomplete: list(keys_from(incomplete)),
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="continue although the plan exceeds the memory of the devices")]
@@ -55,3 +78,100 @@ Launcher = Annotated[
     Literal["auto", "local", "torchrun", "slurm", "ray"],
     typer.Option(help="what starts the ranks: this command, torchrun, srun or a Ray cluster; auto: by the environment"),
 ]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Arguments and options of a command on runs: their YAMLs, and what replaces settings in them."""
+
+    configs: Configs = None
+    config: ConfigOption = None
+    actor_model_path: ActorModelPath = None
+    critic_model_path: CriticModelPath = None
+    placement_ratio: PlacementRatio = None
+    devices: Devices = None
+    set_: Overrides = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """YAMLs, which are given as words or by ``--config``; none: the quick start's."""
+        return [*(self.config or ()), *(self.configs or ())]
+
+    @property
+    def only_path(self) -> Path | None:
+        """YAML of a command that takes one. Raises UserError for several."""
+        if len(self.paths) > 1:
+            first, second = self.paths[:2]
+            raise UserError(f"--config {first}: this command takes one config, and {second} is given, too")
+        return self.paths[0] if self.paths else None
+
+    @property
+    def settings(self) -> list[str]:
+        """Overrides, of which the paths of models win."""
+        paths = {"actor": self.actor_model_path, "critic": self.critic_model_path}
+        return [*(self.set_ or ()), *path_settings(paths)]
+
+    def specs(self, nnodes: int = 1) -> list[Spec]:
+        """Return the spec of each YAML; ``placement: auto`` stays as it is. Raises UserError.
+
+        A setting of a model is for the runs that have the model, a vector for those with that number of models. Without
+        ``cluster.nodes`` the devices are on ``nnodes`` equal nodes.
+        """
+        settings = self.settings + ([f"cluster.devices={self.devices}"] if self.devices is not None else [])
+        vector = None if self.placement_ratio is None else vector_of_option(self.placement_ratio)
+        files = [SpecFile(path) for path in self.paths or config_paths()]
+        check_scopes(settings, [file.name for file in files])
+        by_run = _settings_by_run(files, settings)
+        specs = []
+        for file, own, placement in zip(files, by_run, _vectors_by_run(files, by_run, vector), strict=True):
+            spec = file.spec(own, placement)
+            if nnodes > 1 and not spec.cluster.nodes:
+                nodes = equal_nodes(spec.cluster.devices or 1, nnodes)
+                spec = file.spec([*own, f"cluster.nodes={nodes}"], placement)
+            specs.append(spec)
+        return specs
+
+
+def _settings_by_run(files: Sequence[SpecFile], settings: Sequence[str]) -> list[Sequence[str]]:
+    """Return the settings of each run: all but those of models that it lacks and another run has."""
+    if len(files) == 1 or not any(map(_role_of, settings)):
+        return [settings] * len(files)
+    general = [setting for setting in settings if _role_of(setting) is None]
+    roles = [make_graph(file.spec(general)).roles for file in files]
+    every = {role for own in roles for role in own}
+    return [[setting for setting in settings if _role_of(setting) not in every.difference(own)] for own in roles]
+
+
+def _role_of(override: str) -> str | None:
+    """Return ``actor`` for ``models.actor.zero=3``, which applies to every run that has that model."""
+    scope, setting = split_scope(override)
+    section, _, rest = setting.partition("=")[0].partition(".")
+    return rest.partition(".")[0] if scope is None and section == "models" and rest else None
+
+
+def _vectors_by_run(
+    files: Sequence[SpecFile], by_run: Sequence[Sequence[str]], vector: Sequence[Any] | None
+) -> list[Sequence[Any] | None]:
+    """Return the vector of each run: ``vector`` where it has as many models. If none has, the first run takes it, whose
+    error lists the vectors that there are."""
+    if vector is None or len(files) == 1:
+        return [vector] * len(files)
+    graphs = [make_graph(file.spec(own)) for file, own in zip(files, by_run, strict=True)]
+    sizes = [(len(each.roles), len(each.roles) + len(each.trained) * each.can_shadow) for each in graphs]
+    found = [vector if len(vector) in able else None for able in sizes]
+    return found if any(found) else [vector, *found[1:]]
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with the fields of ``RunOptions`` as options in the place of its first parameter."""
+    fields = signature(RunOptions, eval_str=True).parameters
+    _, *others = signature(command, eval_str=True).parameters.values()
+
+    @wraps(command)
+    def call(**options: Any) -> None:
+        command(RunOptions(**{name: options.pop(name) for name in fields}), **options)
+
+    parameters = [*fields.values(), *others]
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    return call

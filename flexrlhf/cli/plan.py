@@ -8,18 +8,8 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import (
-    ActorModelPath,
-    ConfigOption,
-    Configs,
-    CriticModelPath,
-    Devices,
-    Force,
-    Overrides,
-    PlacementRatio,
-)
+from flexrlhf.cli.options import Force, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
-from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.cli.working import working
 from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
@@ -40,31 +30,20 @@ Output = Annotated[
 WRITTEN = "# every setting of"
 
 
-def plan(
-    configs: Configs = None,
-    config: ConfigOption = None,
-    actor_model_path: ActorModelPath = None,
-    critic_model_path: CriticModelPath = None,
-    placement_ratio: PlacementRatio = None,
-    devices: Devices = None,
-    set_: Overrides = None,
-    force: Force = False,
-    html: Html = None,
-    output: Output = None,
-) -> None:
+@with_run_options
+def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Output = None) -> None:
     """Print placement, schedule and memory of each run.
 
     Transfers and process groups, too. Data that exists is checked. Starts nothing.
     """
-    paths = chosen_configs(configs, config)
-    settings = with_model_paths(set_, actor_model_path, critic_model_path)
+    paths = runs.paths
     if html is not None:
         from flexrlhf.report.command import check_page_path
 
-        check_page_path(html, "--html", paths or ())
+        check_page_path(html, "--html", paths)
     if output is not None:
-        check_output(output, "--output", "full.yaml", lambda text: text.startswith(WRITTEN), paths or ())
-    plans = plan_runs(load_specs(paths, placement_ratio, devices, settings))
+        check_output(output, "--output", "full.yaml", lambda text: text.startswith(WRITTEN), paths)
+    plans = plan_runs(runs.specs())
     if output is not None and len(plans) > 1:
         raise UserError(f"--output: goes with one config, found {len(plans)}")
     if paths:

@@ -11,7 +11,6 @@ from flexrlhf.cli.working import working
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
-from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.data_lines import absent_line, data_line, data_warnings
 from flexrlhf.plan.data_sources import DataSource
 from flexrlhf.plan.plan import Plan
@@ -24,11 +23,10 @@ def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
     from flexrlhf.guideline.advice.auto import planned
 
     with working("planning"):
-        found = planned(specs)
-    for _, text in found:
-        if text and Hosts().is_first:
-            typer.echo(text + "\n")
-    return [plan for plan, _ in found]
+        plans, choices = planned(specs)
+    for text in choices:
+        typer.echo(text + "\n")
+    return plans
 
 
 def check_memory(plans: Sequence[Plan], force: bool) -> None:

@@ -7,10 +7,17 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.completion import complete_config
-from flexrlhf.cli.options import ConfigOption, Devices, Nnodes, NodeRank, Overrides, RdzvEndpoint
+from flexrlhf.cli.options import (
+    ConfigOption,
+    Devices,
+    Nnodes,
+    NodeRank,
+    Overrides,
+    RdzvEndpoint,
+    RunOptions,
+    complete_config,
+)
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import chosen_configs, load_specs
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
@@ -41,9 +48,9 @@ def profile(
     The times that they predict from: of its calls, and of the links between several machines. Takes a minute
     and trains nothing. With several nodes node 0 measures its calls and writes the file.
     """
-    paths = chosen_configs(configs, config)
+    runs = RunOptions(configs, config, devices=devices, set_=set_)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
-    plans = plan_runs(load_specs(paths, None, devices, set_, nnodes))
+    plans = plan_runs(runs.specs(nnodes))
     hosts.check_cluster(plans[0].cluster)
     network = None
     if nnodes > 1:
@@ -55,11 +62,11 @@ def profile(
     from flexrlhf.measure.profile_text import format_measurements
 
     measured_plans = plans
-    if not paths:
+    if not runs.paths:
         prepare_corpus()
         # PPO alone: it has the models of the stages before it
         measured_plans = plans[-1:]
-    measurements = profile(measured_plans, plans, seconds, output, paths, network)
+    measurements = profile(measured_plans, plans, seconds, output, runs.paths, network)
     typer.echo(f"\n{format_measurements(measurements)}\n\nwritten to {output}")
 
 

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.options import (
-    ActorModelPath,
-    ConfigOption,
-    Configs,
-    CriticModelPath,
-    Devices,
-    Force,
-    Launcher,
-    Nnodes,
-    NodeRank,
-    Overrides,
-    PlacementRatio,
-    RdzvEndpoint,
-)
+from flexrlhf.cli.options import Force, Launcher, Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
-from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.cli.working import working
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
@@ -61,14 +46,9 @@ PREFLIGHT_SECONDS = 60.0
 """Longest wait of a preflight for a rank."""
 
 
+@with_run_options
 def run(
-    configs: Configs = None,
-    config: ConfigOption = None,
-    actor_model_path: ActorModelPath = None,
-    critic_model_path: CriticModelPath = None,
-    placement_ratio: PlacementRatio = None,
-    devices: Devices = None,
-    set_: Overrides = None,
+    runs: RunOptions,
     dry_run: DryRun = False,
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
@@ -84,31 +64,29 @@ def run(
 
     Starts one process for each device of this node; under torchrun it is one of the ranks.
     """
-    paths = chosen_configs(configs, config)
-    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     hosts = hosts_of(launcher, Hosts(nnodes, node_rank, rdzv_endpoint), os.environ)
-    under_ray = launcher == "ray"
+    under_ray, is_quickstart = launcher == "ray", not runs.paths
     if preflight and under_ray:
         raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
     check_restarts(max_restarts)
-    _check_fresh(fresh, paths, resume)
+    _check_fresh(fresh, is_quickstart, resume)
     if (notice := rank_notice()) is not None:
         print_error(notice)
-    specs = load_specs(paths, placement_ratio, devices, settings, hosts.nnodes)
+    specs = runs.specs(hosts.nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
     check_memory(plans, force)
     hosts.check_cluster(plans[0].cluster)
     if dry_run:
-        _check(plans, resume, is_quickstart=not paths)
+        _check(plans, resume, is_quickstart)
         return
     with starting_factory(not under_ray, is_copied=True) as factory:
         from flexrlhf.launch.job import prepare_job
 
         if preflight:
-            _preflight(plans, hosts, is_quickstart=not paths, resume=resume, factory=factory)
+            _preflight(plans, hosts, is_quickstart=is_quickstart, resume=resume, factory=factory)
         with working("checking models and data"):
-            job = prepare_job(plans, hosts, not paths, resume, under_ray, keeps=not (paths or fresh))
+            job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps=is_quickstart and not fresh)
         if hosts.is_first:
             _print_plans(plans, job.plans, is_resumed=resume is not None)
         job.start(max_restarts, factory)
@@ -116,10 +94,10 @@ def run(
         _print_summaries(job.plans)
 
 
-def _check_fresh(fresh: bool, configs: Sequence[Path] | None, resume: str | None) -> None:
+def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:
     if fresh and resume is not None:
         raise UserError("--fresh and --resume exclude each other: remove one")
-    if fresh and configs:
+    if fresh and not is_quickstart:
         raise UserError("--fresh: goes with the quick start; a config of your own begins anew without it, so remove it")
 
 

@@ -7,8 +7,15 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.completion import complete_settings_text
-from flexrlhf.config.setting_search import find_settings, format_sections
+from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.setting_search import find_settings, format_sections, keys_from
+
+
+def complete_settings_text(incomplete: str) -> list[str]:
+    """Return the keys and the algorithms that begin as ``incomplete``."""
+    keys = [key.removesuffix("=") for key in keys_from(incomplete)]
+    return [*keys, *(name for name in ALGORITHMS if name.startswith(incomplete))]
+
 
 Text = Annotated[
     str | None,

@@ -7,18 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import (
-    ActorModelPath,
-    ConfigOption,
-    Configs,
-    CriticModelPath,
-    Devices,
-    Overrides,
-    PlacementRatio,
-    Profile,
-)
+from flexrlhf.cli.options import Profile, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.cli.specs import chosen_configs, load_specs, with_model_paths
 from flexrlhf.config.output_path import check_output
 from flexrlhf.errors import UserError
 
@@ -34,14 +24,9 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the t
 Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
 
 
+@with_run_options
 def simulate(
-    configs: Configs = None,
-    config: ConfigOption = None,
-    actor_model_path: ActorModelPath = None,
-    critic_model_path: CriticModelPath = None,
-    placement_ratio: PlacementRatio = None,
-    devices: Devices = None,
-    set_: Overrides = None,
+    runs: RunOptions,
     response_tokens: ResponseTokens = None,
     mean_response: MeanResponse = None,
     profile: Profile = None,
@@ -58,12 +43,10 @@ def simulate(
     from flexrlhf.guideline.simulation.simulate import is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 
-    paths = chosen_configs(configs, config)
-    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     if output is not None:
-        check_output(output, "--output", "trace.json", is_simulated, (*paths, profile, against))
+        check_output(output, "--output", "trace.json", is_simulated, (*runs.paths, profile, against))
     measured = read_run(against) if against is not None else None
-    plans = plan_runs(load_specs(paths, placement_ratio, devices, settings))
+    plans = plan_runs(runs.specs())
     if len(plans) > 1 and (against or output):
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     for plan in plans:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.completion import complete_config
 from flexrlhf.cli.options import (
     ActorModelPath,
     ConfigOption,
@@ -17,9 +16,10 @@ from flexrlhf.cli.options import (
     Force,
     Overrides,
     PlacementRatio,
+    RunOptions,
+    complete_config,
 )
 from flexrlhf.cli.planning import check_memory, plan_runs
-from flexrlhf.cli.specs import chosen_config, load_specs, with_model_paths
 from flexrlhf.config.output_path import check_output
 from flexrlhf.errors import UserError
 from flexrlhf.plan.slurm_script import slurm_script
@@ -50,18 +50,18 @@ def slurm(
 
     A task on each node of the plan, which saves and is requeued before its time.
     """
-    config = chosen_config(config, config_option)
-    if config is None:
+    paths = None if config is None else [config]
+    run = RunOptions(paths, config_option, actor_model_path, critic_model_path, placement_ratio, devices, set_)
+    if (config := run.only_path) is None:
         raise UserError("slurm: missing config; give the YAML file of the run")
-    settings = with_model_paths(set_, actor_model_path, critic_model_path)
     if output is not None:
         check_output(output, "--output", "job.sbatch", is_script, (config,))
-    (spec,) = load_specs([config], placement_ratio, devices, settings)
-    (plan,) = plan_runs([spec])
+    (plan,) = plan_runs(run.specs())
     check_memory([plan], force)
-    given = [("--placement-ratio", placement_ratio), ("--devices", devices), *(("--set", each) for each in settings)]
-    options = [word for name, value in given if value is not None for word in (name, str(value))]
-    command = shlex.join(["flexrlhf", "run", str(config), *options, "--resume", "auto"])
+    given = [("--placement-ratio", placement_ratio), ("--devices", devices)]
+    given += [("--set", setting) for setting in run.settings]
+    words = [word for option, value in given if value is not None for word in (option, str(value))]
+    command = shlex.join(["flexrlhf", "run", str(config), *words, "--resume", "auto"])
     text = slurm_script(plan, command, directive or (), save_seconds)
     if output is None:
         typer.echo(text, nl=False)

@@ -11,12 +11,10 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.completion import complete_config
-from flexrlhf.cli.options import ConfigOption, Devices, Force, Overrides, PlacementRatio
+from flexrlhf.cli.options import ConfigOption, Devices, Force, Overrides, PlacementRatio, RunOptions, complete_config
 from flexrlhf.cli.planning import check_memory, plan_runs
-from flexrlhf.cli.specs import chosen_config, load_specs
 from flexrlhf.config.output_path import check_output_directory
-from flexrlhf.config.run_arguments import read_vector
+from flexrlhf.config.ratio_vector import read_vector
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
 from flexrlhf.errors import UserError
@@ -78,7 +76,7 @@ def verify(
 
     Exit code 0: the same; 1: they part.
     """
-    config = chosen_config(config, config_option)
+    config = RunOptions(None if config is None else [config], config_option).only_path
     common = (*([f"cluster.devices={devices}"] if devices is not None else []), *(set_ or ()))
     first = _load(config, placement_ratio, common)
     sides = [Side("--determinism", "repeated", first, is_repeated=True)] if determinism else []
@@ -112,7 +110,7 @@ def _load(config: Path | None, placement_ratio: str | None, settings: Sequence[s
     """Load one side; the quick start's PPO has random weights where the models before it are not trained yet."""
     path = config or config_paths()[-1]
     overrides = (*(random_weights() if config is None else ()), *settings)
-    return load_specs([path], placement_ratio, None, overrides)[0]
+    return RunOptions([path], placement_ratio=placement_ratio, set_=[*overrides]).specs()[0]
 
 
 def _other_side(config: Path | None, other: str, settings: Sequence[str]) -> Side:

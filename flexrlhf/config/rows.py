@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from flexrlhf.config.strict_model import Exact, StrictModel
+from flexrlhf.config.ratio_vector import Exact
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 
 

@@ -28,10 +28,10 @@ from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.loggers import LoggerSpec
 from flexrlhf.config.model_names import find_model
 from flexrlhf.config.presets.filling import filled_models
+from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
-from flexrlhf.config.run_arguments import read_vector
-from flexrlhf.config.strict_model import Exact, StrictModel
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, either, nearest, shown
 
@@ -785,11 +785,6 @@ MAX_ROWS = 1_000_000
 """Most rows of a step: a plan lists which row goes where."""
 
 
-def _vector_text(schema: dict[str, Any]) -> None:
-    """Allow in a JSON Schema a vector without brackets."""
-    schema["anyOf"].append({"type": "string", "pattern": r"^[-+.\d].*,"})
-
-
 class Spec(StrictModel):
     """One run."""
 
@@ -806,7 +801,7 @@ class Spec(StrictModel):
         None,
         description="null: every model on all devices; auto, or where it is left out: the first choice of "
         "`flexrlhf advise`; a vector such as 1,1,0.5,0.5 of ratios; or ratios, ranks and more by model, or by operator",
-        json_schema_extra=_vector_text,
+        json_schema_extra=vector_schema,
     )
     schedule: ScheduleSpec = ScheduleSpec()
     sync: SyncSpec = SyncSpec()

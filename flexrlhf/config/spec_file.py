@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from pydantic_core import ErrorDetails
 from flexrlhf.config.algorithms import ALGORITHMS, PolicySpec
 from flexrlhf.config.loggers import LOGGERS
 from flexrlhf.config.presets.filling import trained_roles
+from flexrlhf.config.ratio_vector import RATIO_FORM
 from flexrlhf.config.reward_sources import KINDS
-from flexrlhf.config.run_arguments import RATIO_FORM, read_vector
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import ModelsSpec, PlacementMap, Spec
 from flexrlhf.config.strict_model import StrictModel
@@ -40,14 +42,36 @@ _EXPECTED = {
 }
 
 
-def load_spec(path: str | Path, overrides: tuple[str, ...] = ()) -> Spec:
-    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError with one sentence."""
-    raw = _read_mapping(Path(in_home(str(path))))
-    scoped = [(override, *split_scope(override)) for override in overrides]
-    applied = [(override, setting) for override, scope, setting in scoped if scope in (None, raw.get("name"))]
-    for _, setting in applied:
-        apply_override(raw, setting)
-    return parse_spec(raw, str(path), applied)
+def load_spec(path: str | Path, overrides: Sequence[str] = (), placement: Sequence[Any] | str | None = None) -> Spec:
+    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises UserError with one sentence.
+
+    placement:  a vector, or its text, in the place of the file's.
+    """
+    return SpecFile(path).spec(overrides, placement)
+
+
+class SpecFile:
+    """A YAML file, read once for all specs that are made of it. Raises UserError where it is no mapping."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self._raw = _read_mapping(Path(in_home(self.path)))
+
+    @property
+    def name(self) -> str:
+        """Name of its run."""
+        return str(self._raw.get("name"))
+
+    def spec(self, overrides: Sequence[str] = (), placement: Sequence[Any] | str | None = None) -> Spec:
+        """Return the validated spec with ``overrides`` and ``placement``, as of ``load_spec``."""
+        raw = deepcopy(self._raw)
+        scoped = [(override, *split_scope(override)) for override in overrides]
+        applied = [(override, setting) for override, scope, setting in scoped if scope in (None, raw.get("name"))]
+        for _, setting in applied:
+            apply_override(raw, setting)
+        if placement is not None:
+            raw["placement"] = placement if isinstance(placement, str) else list(placement)
+        return parse_spec(raw, self.path, applied)
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -87,9 +111,8 @@ def split_scope(override: str) -> tuple[str | None, str]:
     return (scope if colon else None), name + equals + value
 
 
-def check_scopes(overrides: tuple[str, ...], specs: list[Spec]) -> None:
-    """Raise UserError for an override of a run that the command does not have."""
-    names = [spec.name for spec in specs]
+def check_scopes(overrides: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UserError for an override of a run that the command does not have. ``names``: of its runs."""
     for override in overrides:
         scope, _ = split_scope(override)
         if scope is not None and scope not in names:
@@ -98,13 +121,12 @@ def check_scopes(overrides: tuple[str, ...], specs: list[Spec]) -> None:
             )
 
 
-def parse_vector(text: str) -> list[Any]:
-    """Read ``1,1,0.5,0.5``, or the same in brackets; its numbers are checked with the spec."""
-    vector = read_vector(text)
-    if vector is None:
-        spaces = " in one word, without spaces or in quotes" if re.match(r"\s*[\[\d.]", text) else ""
-        raise UserError(f"--placement-ratio {text}: expected a vector such as 1,1,0.5,0.5{spaces}")
-    return vector
+def path_settings(paths: Mapping[str, str | Path | None]) -> Iterator[str]:
+    """Yield the overrides that give models these directories or names, by role (Fig. 5); JSON is YAML."""
+    for role, path in paths.items():
+        if path is not None:
+            yield f"models.{role}.init=null"
+            yield f"models.{role}.path={json.dumps(str(path))}"
 
 
 def parse_spec(raw: dict[str, Any], origin: str = "config", applied: Sequence[tuple[str, str]] = ()) -> Spec:

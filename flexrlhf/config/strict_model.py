@@ -1,26 +1,15 @@
-"""Base of every section of the YAML, and exact fractions."""
+"""Base of every section of the YAML."""
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    GetJsonSchemaHandler,
-    PlainSerializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from flexrlhf.config.descriptions import meaning, plain_text
-from flexrlhf.errors import nearest, shown
-
-_LARGE_EXPONENT = re.compile(r"[eE][-+]?[0-9_]{4}")
+from flexrlhf.errors import nearest
 
 
 class StrictModel(BaseModel):
@@ -57,29 +46,3 @@ class StrictModel(BaseModel):
     @classmethod
     def _is_known(cls, key: str) -> bool:
         return key in cls._keys()
-
-
-def _exact(value: Any) -> Any:
-    """Read 0.375 as 3/8, not as the nearest binary float; ``"1/3"`` is valid, too."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
-        raise ValueError(f"expected a number such as 0.5 or '1/3', found {shown(value)}")
-    text = str(value)
-    try:
-        # Fraction computes all digits of 1e999999999
-        if _LARGE_EXPONENT.search(text):
-            raise ValueError
-        exact = Fraction(text)
-        float(exact)
-        return exact
-    except (ValueError, ArithmeticError):
-        raise ValueError(f"expected a number such as 0.5 or '1/3', found {shown(value)}") from None
-
-
-def _written(value: Fraction) -> float | int | str:
-    """Write a fraction so that reading it gives the same fraction back."""
-    if value.denominator == 1:
-        return int(value)
-    return float(value) if Fraction(str(float(value))) == value else str(value)
-
-
-Exact = Annotated[Fraction, BeforeValidator(_exact, json_schema_input_type=float | str), PlainSerializer(_written)]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.run_arguments import argument_settings
-from flexrlhf.config.spec_file import load_spec
+from flexrlhf.config.spec_file import load_spec, path_settings
 from flexrlhf.launch.job import prepare_job
 from flexrlhf.launch.rank_factory import starting_factory
 from flexrlhf.placement.hosts import Hosts, check_single_planner
@@ -60,15 +59,15 @@ class ExecutionEngine:
         force:            whether a plan may exceed the memory of its devices
         resume:           ``auto``, or the directory of a run or a checkpoint: go on from there
         """
-        paths = {"actor": actor_model_path, "critic": critic_model_path}
-        settings = (*overrides, *argument_settings(paths, placement_ratio, devices))
-        spec = load_spec(config_path, settings)
+        settings = [*overrides, *path_settings({"actor": actor_model_path, "critic": critic_model_path})]
+        settings += [f"cluster.devices={devices}"] if devices is not None else []
+        spec = load_spec(config_path, settings, placement_ratio)
         check_single_planner([spec], Hosts())
         self._resume = None if resume is None else str(resume)
         from flexrlhf.guideline.advice.auto import planned
 
-        ((self.plan, text),) = planned([spec])
-        if text and Hosts().is_first:
+        (self.plan,), choices = planned([spec])
+        for text in choices:
             print(text)
         if not force:
             check_fits(self.plan)

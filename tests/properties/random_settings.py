@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from flexrlhf.config.strict_model import Exact, StrictModel
+from flexrlhf.config.ratio_vector import Exact
+from flexrlhf.config.strict_model import StrictModel
 
 Raw = dict[str, Any]
 Examples = Mapping[str, tuple[Any, ...]]

@@ -21,9 +21,9 @@ SFT, REWARD, PPO = "quickstart-sft", "quickstart-reward", "quickstart-ppo"
 
 def plans_of(*overrides: str) -> list[Plan]:
     """Plans of the quick start; ``NAME:KEY=VALUE`` is for one of its runs."""
-    from flexrlhf.cli.specs import load_specs
+    from flexrlhf.cli.options import RunOptions
 
-    return make_plans(load_specs(None, None, None, overrides))
+    return make_plans(RunOptions(set_=list(overrides)).specs())
 
 
 def finish(plans: Sequence[Plan]) -> None:

@@ -12,8 +12,9 @@ import yaml
 from small_runs import PPO, spec_of
 
 from flexrlhf.config.algorithms import ALGORITHMS, PpoSpec
+from flexrlhf.config.ratio_vector import vector_of_option
 from flexrlhf.config.spec import ModelSpec, PlacementEntry, PlacementMap
-from flexrlhf.config.spec_file import check_scopes, dump_spec, load_spec, parse_spec, parse_vector
+from flexrlhf.config.spec_file import check_scopes, dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.registry import GRAPHS
@@ -476,11 +477,10 @@ def test_a_scoped_override_is_for_the_run_of_that_name(tmp_path: Path) -> None:
     assert [(spec.steps, spec.seed) for spec in specs] == [(7, 5), (3, 5)]
 
 
-def test_an_override_for_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    specs = [load_spec(written(tmp_path / "a.yaml", name="first"))]
-    check_scopes(("first:steps=7", "steps=7"), specs)
+def test_an_override_for_a_run_that_is_not_there_is_refused() -> None:
+    check_scopes(("first:steps=7", "steps=7"), ["first"])
     with pytest.raises(UserError, match=r"--set fist:steps=7.*'fist'.*did you mean 'first'"):
-        check_scopes(("fist:steps=7",), specs)
+        check_scopes(("fist:steps=7",), ["first"])
 
 
 @pytest.mark.parametrize(
@@ -572,12 +572,12 @@ def test_a_missing_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
 
 
 def test_a_ratio_vector_of_the_command_line() -> None:
-    assert parse_vector("[1,1,0.5,1/2]") == [1, 1, 0.5, "1/2"]
-    assert parse_vector("1, 1,0.5 ,1/2") == parse_vector("[1, 1, 0.5, 1/2]")
-    assert parse_vector("0.5") == [0.5]
+    assert vector_of_option("[1,1,0.5,1/2]") == [1, 1, 0.5, "1/2"]
+    assert vector_of_option("1, 1,0.5 ,1/2") == vector_of_option("[1, 1, 0.5, 1/2]")
+    assert vector_of_option("0.5") == [0.5]
     for text in ("half", "1,", "[1", "{a: 1}", "a.yaml", "/a/b.yaml,1"):
         with pytest.raises(UserError, match="--placement-ratio.*expected a vector"):
-            parse_vector(text)
+            vector_of_option(text)
 
 
 # --- rollouts

@@ -13,7 +13,7 @@ from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
-from flexrlhf.placement.hosts import has_nvidia_driver
+from flexrlhf.placement.hosts import Hosts, has_nvidia_driver
 from flexrlhf.plan.fitting import fitted
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
@@ -39,8 +39,9 @@ SETTINGS = (
 """Settings of models that a search chooses."""
 
 
-def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
-    """Plan the runs of a command, with what their YAMLs leave out chosen: each with a text that says so, or none.
+def planned(specs: Sequence[Spec]) -> tuple[list[Plan], list[str]]:
+    """Plan the runs of a command, and choose settings that their YAMLs leave out. Returns the plans, and a text on each
+    choice, which the first rank prints: there are none on the others.
 
     Raises UserError as ``make_plans``, and where ``placement: auto`` finds nothing that fits.
     """
@@ -50,11 +51,12 @@ def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
         chosen.append(_with_placement(spec, pending, obstacle))
         return chosen[-1][0]
 
-    fitting = [fitted(spec, plan) for plan, (spec, _) in zip(make_plans(specs, choose), chosen, strict=True)]
-    return [
-        (plan, "\n".join(filter(None, (searched, sentence))))
-        for (plan, sentence), (_, searched) in zip(fitting, chosen, strict=True)
-    ]
+    plans, texts = [], []
+    for plan, (spec, searched) in zip(make_plans(specs, choose), chosen, strict=True):
+        suited, sentence = fitted(spec, plan)
+        plans.append(suited)
+        texts.append("\n".join(filter(None, (searched, sentence))))
+    return plans, [text for text in texts if text and Hosts().is_first]
 
 
 def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
@@ -80,15 +82,16 @@ def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str
 def _is_on_cpu(spec: Spec) -> bool:
     """Whether several models share several CPU ranks of one machine, in an engine and with settings that are
     measured."""
-    cluster, roles = make_cluster(spec.cluster), make_graph(spec).roles
-    is_cpu = spec.cluster.device == "cpu" or (spec.cluster.device == "auto" and not has_nvidia_driver())
-    models = [model for _, model in spec.models if model is not None]
-    is_measured = spec.rollout.engine in ("auto", "transformers") and all(map(_is_plain, models))
-    return is_cpu and is_measured and len(cluster.devices) > 1 and cluster.num_nodes == 1 and len(roles) > 1
-
-
-def _is_plain(model: ModelSpec) -> bool:
-    return (model.engine, model.tp, model.pp, model.zero) == ("torch", 1, 1, 0)
+    cluster, models = make_cluster(spec.cluster), [model for _, model in spec.models if model is not None]
+    is_plain = [(each.engine, each.tp, each.pp, each.zero) == ("torch", 1, 1, 0) for each in models]
+    return (
+        (spec.cluster.device == "cpu" or (spec.cluster.device == "auto" and not has_nvidia_driver()))
+        and spec.rollout.engine in ("auto", "transformers")
+        and all(is_plain)
+        and len(cluster.devices) > 1
+        and cluster.num_nodes == 1
+        and len(make_graph(spec).roles) > 1
+    )
 
 
 def _searched(
