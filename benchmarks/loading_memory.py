@@ -126,7 +126,7 @@ def rank_main(arguments: Mapping[str, Any]) -> None:
         context = _context(case, directory, world, groups)
         _import_libraries(case)
         before = begin()
-        from flexrlhf.engines.factory import make_engine
+        from flexrlhf.engines.base import make_engine
 
         engine = make_engine(context)
         loading = peak_bytes() - before

@@ -22,8 +22,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.sync import SyncChannel, WeightMover
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
-from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
-from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling, make_engine
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group

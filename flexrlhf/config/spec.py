@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.descriptions import plain_text
+from flexrlhf.config.engines import ENGINES, facts_of
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.loggers import LoggerSpec
 from flexrlhf.config.model_names import find_model
@@ -704,12 +705,22 @@ class RolloutSpec(StrictModel):
     @model_validator(mode="after")
     def _settings_of_the_engine(self) -> Self:
         if surplus := self.surplus(self.engine):
-            engines = "vllm" if surplus[0] not in _ROLLOUT_SETTINGS["torch"] else "torch or vllm"
+            engines = [name for name, facts in ENGINES.items() if surplus[0] in facts.rollout_settings]
             raise ValueError(
-                f"{surplus[0]} goes with engine {engines}; {self.engine} generates with the settings of models.actor: "
-                f"remove {', '.join(surplus)}"
+                f"{surplus[0]} goes with engine {' or '.join(engines)}; {self.engine} generates with the settings of "
+                f"models.actor: remove {', '.join(surplus)}"
             )
         return self
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the engine has a copy of the actor's weights; transformers generates with the weights themselves."""
+        return self.engine != "transformers"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the engine generates on the ranks that train the actor alone."""
+        return facts_of(self.engine).on_trained_ranks
 
     @property
     def as_written(self) -> Self:
@@ -719,15 +730,9 @@ class RolloutSpec(StrictModel):
     def surplus(self, engine: str) -> list[str]:
         """Return the settings that are not their defaults and that ``engine`` does not have."""
         plain, fields = type(self).model_construct(), type(self).model_fields
-        allowed = ("engine", "logprobs", *_ROLLOUT_SETTINGS.get(engine, fields))
+        has = {"auto": tuple(fields), "transformers": ("parity",)}
+        allowed = ("engine", "logprobs", *has.get(engine, facts_of(engine).rollout_settings))
         return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
-
-
-_ROLLOUT_SETTINGS: dict[str, tuple[str, ...]] = {
-    "transformers": ("parity",),
-    "torch": ("tp", "dtype", "kv_tokens", "sleep", "parity"),
-}
-"""Settings of ``RolloutSpec`` by engine; vllm has all, and auto until planning has chosen."""
 
 
 class SaveSpec(StrictModel):

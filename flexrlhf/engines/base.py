@@ -1,7 +1,7 @@
 """Contract of an engine, the object that computes one placed model on this rank.
 
-A new engine is a class with the methods of ``Engine``, constructed from an ``EngineContext``; a line in
-``engines/factory.py`` constructs it and a line in ``engines/capabilities.py`` declares what it supports.
+A new engine is a class with the methods of ``Engine``, constructed from an ``EngineContext``; ``config/engines.py``
+describes it and names the class.
 
 Shapes: n rows of this rank, P prompt positions (left-padded), R response positions (right-padded). Rows may differ from
 one data-parallel rank to the next and be none; the ranks of a replica, of its tensor-parallel parts and pipeline
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
@@ -372,3 +373,10 @@ def add_moments(total: Moments, part: Moments) -> None:
     """Add ``part`` to ``total``, in place; names that ``total`` lacks are new."""
     for name, value in part.items():
         total[name] = total[name] + value if name in total else value
+
+
+def make_engine(context: EngineContext) -> Engine:
+    """Construct the engine of a placed model on this rank; all ranks of the model call it."""
+    module, _, name = context.placed.facts.constructor.rpartition(".")
+    engine: Engine = getattr(import_module(module), name)(context)
+    return engine

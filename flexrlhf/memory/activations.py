@@ -51,7 +51,7 @@ class Blocks:
 
     item:      bytes of a number.
     adapters:  whether linear layers have low-rank adapters.
-    megatron:  whether they are Megatron-Core's.
+    fused:     whether query, key and value are one linear layer, gate and up another, as Megatron-Core has them.
     sharers:   ranks that share the hidden states between layers (sequence parallelism).
     pp:        pipeline stages.
     stage:     number of the stage.
@@ -61,7 +61,7 @@ class Blocks:
     item: int
     tp: int = 1
     adapters: bool = False
-    megatron: bool = False
+    fused: bool = False
     sharers: int = 1
     pp: int = 1
     stage: int = 0
@@ -89,17 +89,17 @@ class Blocks:
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
         attention = (item * self._saved_by_attention + 4 * sizes.heads) // tp + item * width
-        if self.megatron:
+        if self.fused:
             attention += 4 * item * sizes.head_dim
         heads = ((4 + item) * (self._query + self._key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
-        mlp = (4 + self.megatron) * item * sizes.ffn // tp
+        mlp = (4 + self.fused) * item * sizes.ffn // tp
         return norms + attention + mlp + (heads if sizes.family == "qwen3" else 0)
 
     @property
     def _saved_by_attention(self) -> int:
         """Numbers per token that attention keeps, on all tensor-parallel ranks."""
         query, key = self._query, self._key
-        return max(4 * query, 3 * query + 3 * key) if self.megatron else 4 * query
+        return max(4 * query, 3 * query + 3 * key) if self.fused else 4 * query
 
     def saved_outside_layers(self) -> int:
         """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
@@ -113,10 +113,10 @@ class Blocks:
         An adapter's output exists in addition to that of its linear layer.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
-        mlp = item * ((3 + self.adapters + 2 * self.megatron) * sizes.ffn // tp + 4 * sizes.hidden)
-        heads = (6 * self._query + 3 * self._key if self.megatron else 4 * self._query + 2 * self._key) // tp
+        mlp = item * ((3 + self.adapters + 2 * self.fused) * sizes.ffn // tp + 4 * sizes.hidden)
+        heads = (6 * self._query + 3 * self._key if self.fused else 4 * self._query + 2 * self._key) // tp
         attention = item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // tp
-        always = 2 * item * sizes.head_dim * (1 + self.megatron) + self._copied
+        always = 2 * item * sizes.head_dim * (1 + self.fused) + self._copied
         if packed:  # the mask is made from one of two numbers a place, before the first layer
             return tokens * (max(mlp, attention, 2 * width) + always + self._given_mask(width))
         return tokens * (max(mlp, attention + item * width) + always + width)
@@ -167,7 +167,7 @@ class Blocks:
 
         In 16 bits the last norm computes its own in float32, before any layer is computed again.
         """
-        widest = self.item * max(self.sizes.ffn * (1 + self.megatron), self._query) // self.tp
+        widest = self.item * max(self.sizes.ffn * (1 + self.fused), self._query) // self.tp
         if recompute:
             return 2 * widest + self.item * width + self._copied
         return self._copied + (2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden)

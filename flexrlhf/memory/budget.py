@@ -291,8 +291,8 @@ def blocks_of(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         item_bytes(model),
         settings.tp,
         settings.lora is not None,
-        megatron=model.engine == "megatron",
-        sharers=settings.tp if model.engine == "megatron" and settings.sequence_parallel else 1,
+        fused=model.facts.fused_layers,
+        sharers=settings.tp if model.facts.sequence_parallel and settings.sequence_parallel else 1,
         pp=layout.pp,
         stage=layout.stage(rank),
     )

@@ -14,7 +14,6 @@ from functools import lru_cache
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import KV_BLOCK_TOKENS
 from flexrlhf.weights.lora import as_vllm_allocates
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.weights.shards import last_words, parts_of, shape_on
@@ -134,7 +133,7 @@ def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
 def bytes_per_parameter(model: PlacedModel) -> PerParameter:
     """Return the bytes per trained parameter: weights, float32 gradients, moments and master weights."""
     item, moments = item_bytes(model), 4 * num_moments(model.settings.optimizer)
-    if model.engine != "deepspeed" and model.split != "whole":
+    if model.split == "rows":
         return PerParameter(4, 4, moments)  # the float32 shards of FSDP2 are their own master weights
     has_master = item < 4 or (model.engine == "deepspeed" and model.settings.zero >= 1)
     return PerParameter(item, 4, moments + 4 * has_master)
@@ -288,8 +287,7 @@ def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
     One block more is counted: vLLM never allocates its first one.
     """
     assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
-    blocks = -(-model.settings.generate_tokens // KV_BLOCK_TOKENS) + 1
-    settings = model.settings
+    settings, block = model.settings, model.facts.cache_block
     blocks_of_stage = Blocks(shape.sizes, DTYPE_BYTES[settings.dtype], settings.tp, False, pp=settings.pp)
     per_token = blocks_of_stage.kv_bytes_per_token()
-    return blocks * KV_BLOCK_TOKENS * per_token
+    return (-(-settings.generate_tokens // block) + 1) * block * per_token

@@ -101,7 +101,7 @@ def writing_bytes(model: PlacedModel, shape: ModelShape) -> int:
 def is_loaded_whole(model: PlacedModel, shape: ModelShape) -> bool:
     """Whether every rank loads all of a model, in float32, before it is sharded; vLLM may."""
     family = "" if shape.sizes is None else shape.sizes.family
-    return model.engine == "vllm" or not is_read_in_parts(model.settings, family)
+    return model.facts.loads_whole or not is_read_in_parts(model.settings, family)
 
 
 def loading_bytes(model: PlacedModel, shape: ModelShape) -> int:
@@ -113,7 +113,7 @@ def loading_bytes(model: PlacedModel, shape: ModelShape) -> int:
         return 4 * count_elements(shape.parameters)
     largest = max((math.prod(size) for _, size in shape.parameters), default=0)
     block = min(BLOCK_BYTES, 4 * largest)
-    return block + (item_bytes(model) * largest if (model.engine, model.settings.zero) == ("deepspeed", 3) else 0)
+    return block + (item_bytes(model) * largest if model.facts.split(model.settings.zero) == "flat" else 0)
 
 
 def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
@@ -127,7 +127,7 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
         return item_bytes(model) * part_elements(parts, sorted(written_names(model, shape, rank)))
     settings = model.settings
     item = 4 * (1 + num_moments(settings.optimizer))
-    if model.engine in ("deepspeed", "megatron") and settings.zero in (1, 2):
+    if settings.zero in (1, 2) and model.facts.split(settings.zero) == "whole":
         # each replica copies the elements that it updates
         return item * -(-part_elements(parts, list(parts)) // model.layout.dp)
     return item * part_elements(parts, sorted(written_names(model, shape, rank)))

@@ -42,7 +42,7 @@ def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> LogprobSource:
     ``graph`` is that of importance correction, if the algorithm has it. Raises UserError for a setting that cannot be.
     """
     setting, importance = spec.rollout.logprobs, _importance(spec)
-    if is_remote and spec.rollout.engine != "transformers" and importance is None:
+    if is_remote and spec.rollout.has_copy and importance is None:
         if recomputes_next_to_generation(spec):
             raise UserError(
                 f"rollout.logprobs: recompute needs a copy of the actor next to {spec.rollout.engine}, which is on "
@@ -125,7 +125,7 @@ def _samples_by_the_same_function(graph: Graph, spec: Spec, is_remote: bool) -> 
     assert model is not None, f"{graph.producers[COLUMN].role} is resolved"
     is_compared = spec.guards.sampled_logprobs == "stop" and spec.debug.replay is None
     dtype = (model.of_shadow if is_remote else model).dtype
-    return spec.rollout.engine == "transformers" and is_compared and dtype == "float32"
+    return not spec.rollout.has_copy and is_compared and dtype == "float32"
 
 
 def from_generation(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
@@ -181,4 +181,4 @@ def _left_out(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
 def _is_compared(spec: Spec) -> bool:
     """Whether log-probs as transformers sampled the tokens are compared with those of whole texts."""
     is_cut = isinstance(spec.algorithm, SampledSpec) and spec.algorithm.is_cut
-    return spec.rollout.engine == "transformers" and spec.guards.sampled_logprobs != "off" and not is_cut
+    return not spec.rollout.has_copy and spec.guards.sampled_logprobs != "off" and not is_cut

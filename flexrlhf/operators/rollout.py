@@ -11,15 +11,13 @@ from dataclasses import replace
 from math import lcm
 
 from flexrlhf.config.algorithms import ImportanceSpec, SampledSpec
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import ParitySpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.old_logprobs import also_writing, check_setting, from_generation, from_training, logprob_source
 from flexrlhf.operators.policy import after
-
-LEAST_TEMPERATURE = 0.01
-"""vLLM silently raises smaller temperatures other than 0 to this one."""
 
 
 def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
@@ -32,7 +30,6 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
         return graph
     algorithm, rollout = spec.algorithm, spec.rollout
     importance = algorithm.importance if isinstance(algorithm, SampledSpec) else None
-    is_separate = rollout.engine != "transformers"
     if importance is not None:
         graph = _corrected_graph(graph, importance)
     source = logprob_source(graph, spec, is_remote)
@@ -41,13 +38,13 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
             graph = from_generation(graph, source, spec)
         case "training":
             graph = from_training(graph, source, spec)
-        case "forward" if is_separate and importance is None:
+        case "forward" if rollout.has_copy and importance is None:
             graph = replace(graph, operators=also_writing(graph.operators, "rollout_logprobs"))
     rounds = is_remote and spec.sync.dtype is not None
-    if rollout.parity is not None and (is_separate or rounds):
-        graph = _with_parity(graph, rollout.parity, spec, of_copy=rounds and not is_separate)
-    is_late = spec.schedule.lag > 0 and (is_separate or importance is not None)
-    return _after_late_forwards(graph, is_separate and is_remote) if is_late else graph
+    if rollout.parity is not None and (rollout.has_copy or rounds):
+        graph = _with_parity(graph, rollout.parity, spec, of_copy=rounds and not rollout.has_copy)
+    is_late = spec.schedule.lag > 0 and (rollout.has_copy or importance is not None)
+    return _after_late_forwards(graph, rollout.has_copy and is_remote) if is_late else graph
 
 
 def check_rollout(graph: Graph, spec: Spec) -> None:
@@ -57,22 +54,23 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
     if spec.eval is not None and spec.eval.temperature is not None and not generates:
         raise UserError(f"eval.temperature: evaluations of {algorithm.name} generate nothing; remove it")
     check_setting(graph, spec)
-    if rollout.engine == "transformers":
+    if not rollout.has_copy:
         if rollout.parity != ParitySpec() and spec.sync.dtype is None:
             raise UserError(
                 "rollout.parity: transformers generates with the actor's weights unless sync.dtype rounds them; remove "
                 "it, or give guards.sampled_logprobs"
             )
         return
-    if rollout.engine == "torch" and spec.schedule.lag:
+    if rollout.is_hybrid and spec.schedule.lag:
         raise UserError(
-            "schedule.lag: 1 needs shadows, and rollout.engine torch generates on the ranks that train the actor; use "
-            "lag 0, or rollout.engine: transformers"
+            f"schedule.lag: 1 needs shadows, and rollout.engine {rollout.engine} generates on the ranks that train the "
+            "actor; use lag 0, or rollout.engine: transformers"
         )
-    if rollout.engine == "vllm" and isinstance(algorithm, SampledSpec) and algorithm.temperature < LEAST_TEMPERATURE:
+    least = facts_of(rollout.engine).least_temperature
+    if isinstance(algorithm, SampledSpec) and algorithm.temperature < least:
         raise UserError(
-            f"algorithm.temperature: {rollout.engine} raises what is below {LEAST_TEMPERATURE} to it, found "
-            f"{algorithm.temperature:g}; use at least {LEAST_TEMPERATURE}, or rollout.engine: transformers"
+            f"algorithm.temperature: {rollout.engine} raises what is below {least} to it, found "
+            f"{algorithm.temperature:g}; use at least {least}, or rollout.engine: transformers"
         )
     if graph.generated is None:
         raise UserError(

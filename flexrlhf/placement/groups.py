@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
 
-WITH_GROUPS_OF_ONE = ("deepspeed", "megatron")
-"""Engines whose libraries require a group where a rank is alone."""
 SHARD, COPIES = "shard", "copies"
 """Purposes of groups inside a data-parallel group: ranks that store different parts, ranks that store the same one."""
 
@@ -46,10 +44,10 @@ def compute_groups(model: PlacedModel) -> list[Group]:
         *(ends_of(ranks) for ranks in pipelines),
         *((replica_purpose(layout), ranks) for ranks in layout.replica_sets),
     ]
-    if has_model_group(model):
+    if model.facts.model_group:
         purposes.append((model_purpose(layout), layout.ranks))
     groups = [Group(f"{purpose} {model.name}", ranks) for purpose, ranks in dict.fromkeys(purposes)]
-    if model.engine in WITH_GROUPS_OF_ONE:
+    if model.facts.groups_of_one:
         groups += [Group("alone", (rank,), alone=True) for rank in model.ranks]
     return groups
 
@@ -66,11 +64,6 @@ def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
 def is_sharded_in_nodes(model: PlacedModel) -> bool:
     """Whether parts of a data-parallel group, such as the ranks of a node, each store all of the model's state."""
     return 1 < model.num_shards < model.layout.dp
-
-
-def has_model_group(model: PlacedModel) -> bool:
-    """Whether an engine has a group of all ranks of the model."""
-    return model.engine == "megatron"
 
 
 def ends_of(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:

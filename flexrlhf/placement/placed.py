@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Protocol
 
+from flexrlhf.config.engines import EngineFacts, Split, facts_of
 from flexrlhf.config.spec import Head, ModelSpec, OperatorPlacement, RolloutSpec, ShadowSpec
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
-
-Split = Literal["whole", "rows", "flat"]
-_SPLITS: dict[tuple[str, int], Split] = {("torch", 2): "rows", ("torch", 3): "rows", ("deepspeed", 3): "flat"}
-"""How replicas split weights between passes, by engine and ZeRO stage: FSDP2 by rows of a tensor, ZeRO-3 flat."""
 
 
 class PlacedOperator(Protocol):
@@ -66,9 +63,13 @@ class PlacedModel:
         return self.settings.engine
 
     @property
+    def facts(self) -> EngineFacts:
+        return facts_of(self.engine)
+
+    @property
     def split(self) -> Split:
         """Split of the weights over replicas between passes."""
-        return "whole" if self.layout.dp == 1 else _SPLITS.get((self.engine, self.settings.zero), "whole")
+        return "whole" if self.layout.dp == 1 else self.facts.split(self.settings.zero)
 
     @property
     def num_shards(self) -> int:
@@ -126,7 +127,7 @@ class PlacedModel:
     @property
     def has_cache(self) -> bool:
         """Whether keys and values have memory of their own between calls; else a call allocates them."""
-        return self.rollout is not None and self.rollout.engine == "vllm"
+        return self.rollout is not None and self.facts.cache_block > 0
 
     def key(self, setting: str) -> str:
         """Return the YAML key of ``setting``; a copy takes from its role what its own section does not have."""

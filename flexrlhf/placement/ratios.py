@@ -77,7 +77,7 @@ def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cl
     if (spec.rollout.tp, spec.rollout.pp) == (trained.layout.tp, trained.layout.pp) and trained.layout.row_shares:
         entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
     model = _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
-    if spec.rollout.engine == "torch" and spec.rollout.sleep:
+    if spec.rollout.is_hybrid and spec.rollout.sleep:
         # adapters alone would be sent, and the weights that they do not change would be lost
         model = replace(model, is_hybrid=trained.settings.lora is None)
     training, own = trained.layout, model.layout
@@ -111,11 +111,11 @@ def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
 def _check_hybrid(spec: Spec, has_shadows: bool) -> None:
     """Raise UserError for a shadow next to a copy that generates on the trained copy's ranks."""
     rollout = spec.rollout
-    if rollout.engine == "torch" and has_shadows:
+    if rollout.is_hybrid and has_shadows:
         raise UserError(
-            f"rollout.engine: torch generates on the ranks that train the actor, and with shadows its shadow "
-            f"generates; use transformers with models.actor.shadow: {{engine: torch, tp: {rollout.tp}}}, or a "
-            f"placement without shadows"
+            f"rollout.engine: {rollout.engine} generates on the ranks that train the actor, and with shadows its "
+            f"shadow generates; use transformers with models.actor.shadow: {{engine: {rollout.engine}, tp: "
+            f"{rollout.tp}}}, or a placement without shadows"
         )
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from flexrlhf.config.engines import VLLM, facts_of
 from flexrlhf.config.spec import LoraSpec, ModelSpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import BatchShape, Layout
 
 _OF_MODULES = ("trust_remote_code", "attention", "liger", "compile", "share_prompts")
-KV_BLOCK_TOKENS = 32
-"""Tokens of a block of vLLM's cache, a size that its attention supports on CPUs and on GPUs."""
 PREFILL_TOKENS = 8192
 """Most tokens of one step of vLLM, unless one prompt is longer or there are more rows."""
 
 
 def padded_row(spec: Spec) -> int:
-    """Return the tokens of the longest prompt and response; in vLLM's cache those of whole blocks."""
+    """Return the tokens of the longest prompt and response, in whole blocks of an engine's own cache."""
     width = spec.data.max_prompt_tokens + spec.data.max_response_tokens
-    return width if spec.rollout.engine == "torch" else -(-width // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    block = facts_of(spec.rollout.engine).cache_block
+    return -(-width // block) * block if block else width
 
 
 def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
@@ -28,8 +28,8 @@ def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
     Since one begins when another ends, half is what they occupy on average; where more is, vLLM puts the last rows back
     and begins them again.
     """
-    blocks_of_row = -(-(prompt + response // 2) // KV_BLOCK_TOKENS)
-    return max(1, generate_tokens // KV_BLOCK_TOKENS // blocks_of_row)
+    blocks_of_row = -(-(prompt + response // 2) // VLLM.cache_block)
+    return max(1, generate_tokens // VLLM.cache_block // blocks_of_row)
 
 
 def most_step_tokens(generate_tokens: int, prompt: int, response: int) -> int:
@@ -44,9 +44,9 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     ``generate_tokens``: capacity of its cache, at most all rows of a step on one rank. Raises UserError for a cache
     smaller than one row.
     """
-    rollout, row = spec.rollout, padded_row(spec)
+    rollout, row, facts = spec.rollout, padded_row(spec), facts_of(spec.rollout.engine)
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
-        blocks = "" if rollout.engine == "torch" else f", in blocks of {KV_BLOCK_TOKENS}"
+        blocks = f", in blocks of {facts.cache_block}" if facts.cache_block else ""
         raise UserError(
             f"rollout.kv_tokens: {rollout.kv_tokens} are less than one row of {row} tokens (prompt and response"
             f"{blocks}); use at least {row}"
@@ -62,7 +62,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
         dtype=rollout.dtype or model.dtype,
         generate_tokens=min(tokens, row * _most_rows(layout, spec)),
     )
-    return settings if rollout.engine == "vllm" else settings.model_copy(update=_kept(model))
+    return settings.model_copy(update=_kept(model)) if facts.own_modules else settings
 
 
 def own_adapters(model: ModelSpec, rollout: RolloutSpec) -> LoraSpec | None:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from os.path import realpath
 from pathlib import Path
 
+from flexrlhf.config.engines import VLLM
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import ModelSpec, ParitySpec, PlacementMap, RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.graph import Graph
 from flexrlhf.operators.old_logprobs import recomputes_next_to_generation
-from flexrlhf.operators.rollout import LEAST_TEMPERATURE, compares_cut_logprobs
+from flexrlhf.operators.rollout import compares_cut_logprobs
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.placement.names import SHADOW, ModelName
@@ -59,8 +60,8 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
         "placement.operators has a place for generation": (
             isinstance(placement, PlacementMap) and placement.operators is not None
         ),
-        f"vllm samples at a temperature of at least {LEAST_TEMPERATURE}": (
-            getattr(spec.algorithm, "temperature", 1.0) < LEAST_TEMPERATURE
+        f"vllm samples at a temperature of at least {VLLM.least_temperature}": (
+            getattr(spec.algorithm, "temperature", 1.0) < VLLM.least_temperature
         ),
         "top_p, top_k or min_response_tokens cut the distribution that rollout.parity compares (null: it does not)": (
             compares_cut_logprobs(spec)

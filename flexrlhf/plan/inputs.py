@@ -19,12 +19,12 @@ from flexrlhf.data.examples import Example, LoadedExamples, load_examples, read_
 from flexrlhf.data.files import is_present, json_type
 from flexrlhf.data.order import SourceShare
 from flexrlhf.data.retokenized import TextEncoder
-from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.architectures import check_architecture
 from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.end_tokens import end_tokens
+from flexrlhf.plan.model_checks import check_packages
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.tokenizers import tokenizer_of

@@ -8,6 +8,7 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import (
     OF_TRAINING,
     SMALL_BUCKET_MB,
@@ -98,7 +99,7 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
     models = {
         # DeepSpeed has no float32 gradients of 16-bit weights at stage 0
         role: model.model_copy(
-            update={"dtype": "float32" if (model.engine, model.zero) == ("deepspeed", 0) else "bfloat16"}
+            update={"dtype": "bfloat16" if model.zero >= facts_of(model.engine).least_16_bit_zero else "float32"}
         )
         for role, model in spec.models
         if model is not None and model.share is None and "dtype" not in model.model_fields_set
@@ -167,7 +168,7 @@ def with_parity_limits(spec: Spec) -> Spec:
     sides."""
     rollout, actor, sent = spec.rollout, spec.models.actor, spec.sync.dtype
     parity = rollout.parity
-    if (rollout.engine == "transformers" and sent is None) or actor is None or parity is None:
+    if (not rollout.has_copy and sent is None) or actor is None or parity is None:
         return spec
     is_exact = (rollout.dtype or actor.dtype) == actor.dtype == "float32" and sent is None
     limits = (

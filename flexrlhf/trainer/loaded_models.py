@@ -11,15 +11,13 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, ShardRanks, StageRanks
-from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, ShardRanks, StageRanks, make_engine
 from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import (
     COPIES,
     SHARD,
     ends_of,
-    has_model_group,
     is_sharded_in_nodes,
     model_purpose,
     replica_purpose,
@@ -125,7 +123,7 @@ def load_model_on_rank(
 
     tp_ranks = next(ranks for ranks in layout.tp_sets if rank in ranks)
     dp, tp = ranks_of("compute", layout.dp_set(rank)), ranks_of("tp", tp_ranks)
-    stages = stage_ranks(layout, rank, ranks_of, has_all=has_model_group(model))
+    stages = stage_ranks(layout, rank, ranks_of, has_all=model.facts.model_group)
     engine = make_engine(
         EngineContext(
             placed=model,

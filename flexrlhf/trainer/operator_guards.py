@@ -205,7 +205,7 @@ def default_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = 
 def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> SampledCheck | None:
     """Return the check of a run; None where nothing is sampled by transformers from the policy itself."""
     guards, algorithm = plan.spec.guards, plan.spec.algorithm
-    if guards.sampled_logprobs == "off" or plan.spec.rollout.engine != "transformers":
+    if guards.sampled_logprobs == "off" or plan.spec.rollout.has_copy:
         return None
     if not isinstance(algorithm, SampledSpec) or algorithm.is_cut:
         return None

@@ -78,7 +78,7 @@ def limits_for(models: Iterable[PlacedModel], sent: Iterable[Dtype | None] = ())
         return BFLOAT16
     if "float16" in types:
         return FLOAT16
-    return DEEPSPEED if any(model.engine == "deepspeed" for model in placed) else FLOAT32
+    return DEEPSPEED if any(model.facts.averages_gradients for model in placed) else FLOAT32
 
 
 def _types(model: PlacedModel) -> set[str]:

@@ -16,5 +16,5 @@ def saved_type(model: PlacedModel, shape: ModelShape) -> Dtype:
     settings = model.settings
     if settings.save_dtype != "auto":
         return settings.save_dtype
-    exposed: Dtype = settings.dtype if model.engine == "deepspeed" else "float32"
+    exposed: Dtype = "float32" if model.facts.exposes_masters else settings.dtype
     return exposed if exposed != "float32" or settings.lora is not None else shape.stored

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-from flexrlhf.placement.placed import PlacedModel, Split
+from flexrlhf.config.engines import Split
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import shape_of, without_adapter
 from flexrlhf.weights.shapes import ModelShape, Parameters
 from flexrlhf.weights.stages import shape_of_stage
@@ -21,10 +22,7 @@ COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
 """Linear layers that tensor parallelism splits along their outputs, and along their inputs (Shoeybi et al. 2019)."""
 VOCABULARY = (".embed_tokens.weight", ".lm_head.weight")
-VOCABULARY_MULTIPLE = 64
-"""vLLM splits these along the vocabulary, which it first pads to a multiple of so many rows."""
-_VOCABULARY_MULTIPLES = {"vllm": VOCABULARY_MULTIPLE, "megatron": 1}
-"""Engines that split these, by what they pad the vocabulary to a multiple of."""
+"""Tensors that some engines split along the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
 def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
     """Return the part on ``rank`` of each of ``parameters``, which are in the pipeline stage of the rank, by name."""
     layout, num_shards = model.layout, model.num_shards
-    shard, multiple = layout.replica(rank) % num_shards, _VOCABULARY_MULTIPLES.get(model.engine, 0)
+    shard, multiple = layout.replica(rank) % num_shards, model.facts.vocabulary_multiple
     position = _Position(model.split, num_shards, layout.tp, shard, layout.tp_index(rank), multiple)
     return _parts(position, parameters)
 

@@ -29,7 +29,7 @@ from symbolic import (
     written,
 )
 
-from flexrlhf.placement.groups import COPIES, SHARD, WITH_GROUPS_OF_ONE, Group, ends_of, is_sharded_in_nodes
+from flexrlhf.placement.groups import COPIES, SHARD, Group, ends_of, is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import Plan
@@ -474,7 +474,7 @@ class Rank:
         So all of them must come, with parts of the same weights; those of one replica with the same rows.
         """
         layout, weights = model.layout, self._weights(model.name)
-        if model.engine in WITH_GROUPS_OF_ONE:
+        if model.facts.groups_of_one:
             assert Group("alone", (self.number,), alone=True) in self._plan.groups, f"no group of {self.number} alone"
         if layout.tp > 1:
             ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)

@@ -17,8 +17,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import ModelSpec
-from flexrlhf.engines.base import Engine, EngineContext
-from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.base import Engine, EngineContext, make_engine
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName

@@ -23,8 +23,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import cut
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import LoraSpec, ModelSpec
-from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext
-from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext, make_engine
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.placement.groups import Group

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, World, open_world
-from flexrlhf.engines.base import Engine, EngineContext
-from flexrlhf.engines.factory import make_engine
+from flexrlhf.engines.base import Engine, EngineContext, make_engine
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.placement.groups import compute_groups
 from flexrlhf.placement.names import ModelName

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from flexrlhf.config.engines import ENGINES
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import Advice, advise, write_advised
 from flexrlhf.guideline.advice.request import AdviceOptions
@@ -213,7 +213,7 @@ def leanest(spec: Spec) -> Iterator[Spec]:
         for role in graph.roles:
             model = spec.models.of(role)
             assert model is not None
-            trained, engine = role in graph.trained, CAPABILITIES[model.engine]
+            trained, engine = role in graph.trained, ENGINES[model.engine]
             lean = {
                 "zero": max(engine.zero),
                 "tp": tp if engine.tp and (model.lora is None or not trained) else 1,

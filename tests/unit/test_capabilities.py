@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,13 @@ import torch
 from safetensors.torch import save_file
 from small_runs import plan_of
 
-from flexrlhf.engines import capabilities
-from flexrlhf.engines.capabilities import CAPABILITIES, check_device, check_packages
-from flexrlhf.engines.factory import ENGINES
+import flexrlhf
+from flexrlhf.config.engines import ENGINES, EngineFacts
+from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
 from flexrlhf.placement.dtypes import with_placed_dtypes
+from flexrlhf.plan import model_checks
+from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.plan import Plan
 
 SIX = [0.5] * 6
@@ -76,7 +80,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             (DEEPSPEED, "models.actor.dtype=bfloat16"),
-            "models.actor.zero: 0 in bfloat16 has no float32 gradients in DeepSpeed; use zero 1, 2 or 3, "
+            "models.actor.zero: 0 in bfloat16 has no float32 gradients in deepspeed; use zero 1, 2 or 3, "
             "dtype float32, or engine torch",
         ),
         (
@@ -361,7 +365,7 @@ def test_kernels_of_gpus_are_refused_on_cpus(setting: str, sentence: str) -> Non
 
 
 def test_a_missing_library_of_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "find_spec", lacking("flash_attn", "liger_kernel"))
+    monkeypatch.setattr(model_checks, "find_spec", lacking("flash_attn", "liger_kernel"))
     flash = plan_of(None, 2, "models.actor.attention=flash_attention_2", "models.actor.dtype=bfloat16")
     assert sentence_of(lambda: check_packages(flash.placement)) == (
         "models.actor: attention flash_attention_2 needs the package flash_attn, which is not installed; pip install "
@@ -486,27 +490,34 @@ LORA = ("models.critic.lora={}",)
 def test_a_missing_package_names_the_extra(
     module: str, overrides: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capabilities, "find_spec", lacking(module))
+    monkeypatch.setattr(model_checks, "find_spec", lacking(module))
     plan = plan_of(None, 2, *overrides)
     assert sentence_of(lambda: check_packages(plan.placement)) == sentence
 
 
 def test_a_run_needs_the_packages_of_its_own_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "find_spec", lacking("deepspeed", "peft"))
+    monkeypatch.setattr(model_checks, "find_spec", lacking("deepspeed", "peft"))
     check_packages(plan_of(None, 2).placement)
 
 
 def test_planning_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "find_spec", lacking("deepspeed", "peft"))
+    monkeypatch.setattr(model_checks, "find_spec", lacking("deepspeed", "peft"))
     assert isinstance(plan_of(None, 2, DEEPSPEED, *LORA), Plan)
 
 
 # --- the table of engines
 
 
-def test_every_engine_has_a_constructor_and_capabilities() -> None:
-    assert set(CAPABILITIES) == set(ENGINES)
-    assert all(engine.kinds and 0 in engine.zero for engine in CAPABILITIES.values())
+@pytest.mark.parametrize("facts", ENGINES.values(), ids=ENGINES)
+def test_every_engine_has_a_constructor_with_all_methods(facts: EngineFacts) -> None:
+    module, _, name = facts.constructor.rpartition(".")
+    file = Path(flexrlhf.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    source = ast.parse(file.read_text())
+    engine = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = {node.name for node in engine.body if isinstance(node, ast.FunctionDef)}
+    contract = {name for name, value in vars(Engine).items() if isfunction(value) and not name.startswith("_")}
+    assert contract <= methods
+    assert facts.kinds and 0 in facts.zero
 
 
 # --- rollout engines
@@ -635,7 +646,7 @@ def test_settings_of_a_rollout_engine_that_work(placement: object, overrides: tu
 
 
 def test_a_missing_vllm_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "find_spec", lacking("vllm"))
+    monkeypatch.setattr(model_checks, "find_spec", lacking("vllm"))
     plan = plan_of(None, 2, VLLM)
     assert sentence_of(lambda: check_packages(plan.placement)) == (
         "rollout: engine vllm needs the package vllm, which is not installed; pip install 'flexrlhf[vllm]', "
@@ -645,9 +656,9 @@ def test_a_missing_vllm_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_adapters_are_merged_into_an_engine_so_it_needs_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "find_spec", lacking("peft"))
+    monkeypatch.setattr(model_checks, "find_spec", lacking("peft"))
     plan = plan_of(SIX, 2, VLLM, "models.actor.lora={}")
     engine = [model for model in plan.placement.models if model.rollout is not None]
-    monkeypatch.setattr(capabilities, "find_spec", lacking("peft"))
+    monkeypatch.setattr(model_checks, "find_spec", lacking("peft"))
     assert sentence_of(lambda: check_packages(plan.placement)).startswith("models.actor: lora needs")
     assert [model.settings.lora for model in engine] == [None]

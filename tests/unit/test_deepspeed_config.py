@@ -13,9 +13,10 @@ import torch
 from small_runs import plan_of
 
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
-from flexrlhf.engines.deepspeed.config import OWNED, check_deepspeed_config, clips_itself, deepspeed_config
+from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
 from flexrlhf.engines.deepspeed.engine import device_of_local_rank
 from flexrlhf.errors import UserError
+from flexrlhf.plan.engine_settings import OWNED, check_deepspeed_config
 
 Raw = dict[str, Any]
 

@@ -12,14 +12,14 @@ from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.engines import capabilities
-from flexrlhf.engines.capabilities import check_packages
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise, write_advised
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.operator_space import advise_operators
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.placement.hosts import with_device
+from flexrlhf.plan import model_checks
+from flexrlhf.plan.model_checks import check_packages
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -185,7 +185,7 @@ def test_the_gate_stays_a_setting_of_transformers_with_rounded_weights() -> None
 
 def test_a_choice_does_not_depend_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM a run is refused, and says what could be written."""
-    monkeypatch.setattr(capabilities, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_checks, "find_spec", lambda name: None)
     plan = plan_of(None, 2, A100)
     with pytest.raises(UserError) as caught:
         check_packages(plan.placement)

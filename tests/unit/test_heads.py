@@ -9,7 +9,6 @@ import pytest
 from small_runs import TINY, placed_model, plan_of, spec_of
 
 from flexrlhf.config.spec import ClusterSpec, Head, LoraSpec, ModelSpec, RolloutSpec, SyncSpec
-from flexrlhf.engines.capabilities import check_models
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.pricing import synced_weights, transformer_of_shape
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
@@ -21,6 +20,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.model_checks import check_models
 from flexrlhf.weights.lora import shape_of, with_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD
 from flexrlhf.weights.shapes import ModelShape, Sizes, model_shape

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from small_runs import TINY, plan_of
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.measured import OWN_DECODING
 from flexrlhf.guideline.simulation.pricing import Pricer, engine_of, longest_lengths, reads_prompts_once
 from flexrlhf.memory.budget import Phase
 from flexrlhf.placement.generation_order import received_share
@@ -125,7 +125,7 @@ def test_the_copy_computes_as_the_actor_does() -> None:
     plan = plan_of(None, 2, HYBRID, "models.actor.attention=eager", "models.actor.share_prompts=false")
     copy = plan.placement["actor.rollout"]
     assert (copy.settings.attention, reads_prompts_once(copy)) == ("eager", False)
-    assert engine_of(copy) in OWN_DECODING
+    assert facts_of(engine_of(copy)).own_modules
 
 
 CUDA = "cluster={nodes: [{count: 1, devices: 4, class: A100-80G}]}"

@@ -11,9 +11,9 @@ import pytest
 from small_runs import TINY, plan_of
 
 from flexrlhf.config.spec import ModelSpec, ShadowSpec
-from flexrlhf.engines import capabilities, megatron_checks
-from flexrlhf.engines.capabilities import check_device, check_packages
 from flexrlhf.errors import UserError
+from flexrlhf.plan import model_checks
+from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.weights.shapes import rope_type
 
 CRITIC, VLLM = "models.critic.engine=megatron", "rollout.engine=vllm"
@@ -109,7 +109,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             (*critic(), "models.critic.zero=1", "models.critic.optimizer.name=sgd"),
-            "models.critic.zero: 1, Megatron's distributed optimizer, has no sgd; use 0, or optimizer.name adamw",
+            "models.critic.zero: 1 of engine megatron has no sgd; use 0, or optimizer.name adamw",
         ),
         (
             (*critic(), "models.critic.offload_optimizer=true"),
@@ -191,9 +191,9 @@ def with_or_without(module: str, there: bool) -> Callable[[str], ModuleSpec | No
 def test_cpu_ranks_need_what_stands_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(None, 2, *critic())
     check_device(plan.placement, plan.shapes, "cuda")
-    monkeypatch.setattr(megatron_checks, "find_spec", with_or_without("megatron_cpu", there=True))
+    monkeypatch.setattr(model_checks, "find_spec", with_or_without("megatron_cpu", there=True))
     check_device(plan.placement, plan.shapes, "cpu")
-    monkeypatch.setattr(megatron_checks, "find_spec", with_or_without("megatron_cpu", there=False))
+    monkeypatch.setattr(model_checks, "find_spec", with_or_without("megatron_cpu", there=False))
     with pytest.raises(UserError) as caught:
         check_device(plan.placement, plan.shapes, "cpu")
     assert str(caught.value) == (
@@ -209,7 +209,7 @@ def test_a_missing_megatron_names_the_extra(has_parent: bool, monkeypatch: pytes
             raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
         return None if name == "megatron.core" else find_spec(name)
 
-    monkeypatch.setattr(capabilities, "find_spec", found)
+    monkeypatch.setattr(model_checks, "find_spec", found)
     with pytest.raises(UserError) as caught:
         check_packages(plan_of(None, 2, *critic()).placement)
     assert str(caught.value) == (

@@ -23,7 +23,7 @@ TORCH = ("comm", "engines", "launch", "measure", "objectives", "runs", "trainer"
 ARRAYS = ("guideline/advice", "guideline/search", "report")
 """Folders whose modules may load numpy."""
 PURE = (
-    *("engines/capabilities", "runs/run_directory", "runs/resume", "launch/job", "launch/execution_engine"),
+    *("runs/run_directory", "runs/resume", "launch/job", "launch/execution_engine"),
     *("report/comparison", "report/metric_differences", "report/recorded_steps"),
 )
 """Modules of folders above that load neither: commands begin with them."""

@@ -11,8 +11,9 @@ import pytest
 import torch
 from small_runs import TINY, placed_model
 
+from flexrlhf.config.engines import Split
 from flexrlhf.config.spec import ModelSpec, RolloutSpec
-from flexrlhf.placement.placed import PlacedModel, Split
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import Part, parts_on, tensor_parallel_dim, whole
 

@@ -205,7 +205,7 @@ def test_stages_exchange_hidden_states(kind: str) -> None:
 def test_tensor_parallel_ranks_share_the_norms() -> None:
     sizes = shape_of().sizes
     assert sizes is not None
-    whole, shared = (Blocks(sizes, 2, tp=2, megatron=True, sharers=number).saved_by_layer(0) for number in (1, 2))
+    whole, shared = (Blocks(sizes, 2, tp=2, fused=True, sharers=number).saved_by_layer(0) for number in (1, 2))
     assert whole - shared == 8 * HIDDEN + 4  # half of two norms of 4 + 2b bytes a feature
     models = placed(1, 2, 1), placed(1, 2, 1, sequence_parallel=False), placed(1, 1, 1)
     assert [blocks_of(each, sizes, 0).sharers for each in models] == [2, 1, 1]

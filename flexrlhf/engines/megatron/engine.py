@@ -13,9 +13,11 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from flexrlhf.config.engines import MEGATRON
 from flexrlhf.engines.base import (
     WEIGHTS,
     Batch,
+    Engine,
     EngineContext,
     Loss,
     MemoryUsage,
@@ -32,7 +34,6 @@ from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.process import mark_as_shard, prepare_process
 from flexrlhf.engines.megatron.stage import Stage, StageShape
 from flexrlhf.engines.megatron.update import StageUpdate
-from flexrlhf.engines.megatron_checks import CPU_MODULE
 from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.readout import Readout
@@ -44,7 +45,7 @@ from flexrlhf.weights.shapes import model_sizes
 from flexrlhf.weights.shards import whole
 
 
-class MegatronEngine:
+class MegatronEngine(Engine):
     """Stage of a model on this rank; ``Engine`` in engines/base.py documents the methods.
 
     ``weights`` of a 16-bit model are in 16 bits: with zero 1 the float32 masters are in flat ranges.
@@ -55,7 +56,7 @@ class MegatronEngine:
     def __init__(self, context: EngineContext) -> None:
         if context.device.type == "cpu":
             # Megatron-Core addresses CUDA by name; planning refuses CPUs without this module
-            import_module(CPU_MODULE).install()
+            import_module(MEGATRON.cpu_module).install()
         prepare_process(context.seed)
         placed, self._settings = context.placed, context.placed.settings
         ranks = _stage_ranks(context)

@@ -7,57 +7,9 @@ from typing import Any
 from flexrlhf.config.spec import LoraSpec
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import KV_BLOCK_TOKENS, most_rows_at_once, most_step_tokens
+from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
 from flexrlhf.weights.lora import rank_in_vllm
 from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
-
-OWN_ARGUMENTS = frozenset(
-    {
-        "additional_config",
-        "async_scheduling",
-        "block_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "disable_log_stats",
-        "distributed_executor_backend",
-        "dtype",
-        "enable_lora",
-        "enable_prefix_caching",
-        "enable_sleep_mode",
-        "enforce_eager",
-        "fully_sharded_loras",
-        "generation_config",
-        "hf_overrides",
-        "kv_cache_memory_bytes",
-        "load_format",
-        "logits_processors",
-        "logprobs_mode",
-        "lora_dtype",
-        "lora_target_modules",
-        "max_cpu_loras",
-        "max_logprobs",
-        "max_lora_rank",
-        "max_loras",
-        "max_model_len",
-        "model",
-        "model_impl",
-        "nnodes",
-        "num_gpu_blocks_override",
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "quantization",
-        "runner",
-        "seed",
-        "skip_tokenizer_init",
-        "speculative_config",
-        "tensor_parallel_size",
-        "tokenizer",
-        "use_tqdm_on_load",
-        "worker_cls",
-        "worker_extension_cls",
-    }
-)
-"""Arguments that ``rollout.config`` may not set: they follow from the placement, or must be alike on all ranks."""
 
 
 def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device: str) -> dict[str, Any]:
@@ -80,7 +32,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "tensor_parallel_size": settings.tp,
         "pipeline_parallel_size": settings.pp,
         "max_model_len": lengths.prompt + lengths.response,
-        "block_size": KV_BLOCK_TOKENS,
+        "block_size": model.facts.cache_block,
         "kv_cache_memory_bytes": kv_bytes,
         "enable_prefix_caching": rollout.prefix_caching,
         "enforce_eager": device == "cpu" or not rollout.cuda_graphs,

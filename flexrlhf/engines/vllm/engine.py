@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
+from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.value_head import saved_value_head
 from flexrlhf.engines.vllm.child import ChildProcess, RolloutProcessError, child_environment
@@ -48,7 +48,7 @@ _ENVIRONMENT = {
 _WORKER = "flexrlhf.engines.vllm.worker"
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """One rank of a rollout engine, in this process or in a child; ``Engine`` in engines/base.py documents the methods.
 
     ``num_requests``: responses that it has finished.

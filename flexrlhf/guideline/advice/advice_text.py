@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import PlacementMap
-from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import either
 from flexrlhf.guideline.advice.advise import Advice, SpaceSearch
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
@@ -116,7 +116,7 @@ def _vector(ratios: Sequence[Fraction]) -> str:
 
 def _settings(item: FeasibleCandidate) -> list[str]:
     models = item.plan.placement.models
-    has_stages = any(CAPABILITIES[model.engine].pp for model in models if model.rollout is None)
+    has_stages = any(facts_of(model.engine).pp for model in models if model.rollout is None)
     degrees = ("dp", "tp", *(("pp",) if has_stages else ()), "zero")
     head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
     rows = [head, *(_settings_of(model, item, has_stages) for model in models)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
+from flexrlhf.config.engines import OFFLOADING_ENGINE
 from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
@@ -194,7 +195,7 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
     is_written = of_all is not None and "engine" in of_all.model_fields_set
     if is_written or not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
         return spec
-    changed = {role: model.model_copy(update={"engine": "deepspeed"}) for role, model in opened.items()}
+    changed = {role: model.model_copy(update={"engine": OFFLOADING_ENGINE}) for role, model in opened.items()}
     return spec.model_copy(update={"models": spec.models.model_copy(update=changed)})
 
 

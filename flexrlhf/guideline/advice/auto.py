@@ -86,7 +86,7 @@ def _is_on_cpu(spec: Spec) -> bool:
     is_plain = [(each.engine, each.tp, each.pp, each.zero) == ("torch", 1, 1, 0) for each in models]
     return (
         (spec.cluster.device == "cpu" or (spec.cluster.device == "auto" and not has_nvidia_driver()))
-        and spec.rollout.engine in ("auto", "transformers")
+        and (spec.rollout.engine == "auto" or not spec.rollout.has_copy)
         and all(is_plain)
         and len(cluster.devices) > 1
         and cluster.num_nodes == 1

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, Self, TypeVar
 
+from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
 from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.engines.capabilities import ALL_KINDS as MODEL_CALLS
-from flexrlhf.engines.capabilities import CAPABILITIES, EngineCapabilities
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of, source_section, texts_per_row
@@ -153,7 +152,7 @@ class OptionEnumerator:
         base = self.spec.models.of(model.role)
         if base is not None and (base.dtype, base.fallback_dtype) == ("bfloat16", None) and not mesh.device.bf16:
             return ()
-        if base is not None and not MODEL_CALLS & set(model.kinds) <= self._capabilities(model, base).kinds:
+        if base is not None and not ALL_KINDS & set(model.kinds) <= self._facts(model, base).kinds:
             return ()
         if (model, mesh) not in self._options:
             self._options[model, mesh] = tuple(
@@ -194,7 +193,7 @@ class OptionEnumerator:
 
     def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int]]:
         """(ZeRO stage, tp, pp) of the ways to shard the model."""
-        serves = self._capabilities(model, base)
+        serves = self._facts(model, base)
         least = min(self._stages(model, base, serves.zero), default=0)
         for tp in self._tensor_parallel(model, mesh, base, serves.tp):
             for pp in self._pipelines(model, mesh.size // tp, base, serves.pp):
@@ -209,7 +208,7 @@ class OptionEnumerator:
         written = settings.shard if "shard" in self._fixed(model) else None
         if written != "node":
             yield settings.model_copy(update={"shard": "all"}) if settings.shard == "node" else settings
-        if CAPABILITIES[settings.engine].node and settings.zero and written != "all":
+        if facts_of(settings.engine).node and settings.zero and written != "all":
             is_of_nodes = mesh.size % mesh.per_node == 0 and mesh.per_node > layout.tp
             if is_of_nodes if mesh.size > mesh.per_node else written == "node":
                 yield settings.model_copy(update={"shard": "node"})
@@ -218,12 +217,12 @@ class OptionEnumerator:
         """Settings of where the optimizer's state is: as in the YAML, and in host memory where the engine can."""
         yield {}
         is_open = model.trained and "offload_optimizer" not in self._fixed(model)
-        if is_open and zero and self._capabilities(model, base).offload:
+        if is_open and zero and self._facts(model, base).offload:
             yield {"offload_optimizer": True}
 
-    def _capabilities(self, model: SearchModel, base: ModelSpec) -> EngineCapabilities:
+    def _facts(self, model: SearchModel, base: ModelSpec) -> EngineFacts:
         engine = self.spec.rollout.engine if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine
-        return CAPABILITIES[engine]
+        return facts_of(engine)
 
     def _pipelines(self, model: SearchModel, size: int, base: ModelSpec, can: bool) -> Iterator[int]:
         """Numbers of pipeline stages that layers and ``size`` tensor-parallel groups allow; the one in the YAML alone,
@@ -255,7 +254,7 @@ class OptionEnumerator:
     @staticmethod
     def _divides(model: SearchModel, base: ModelSpec, sizes: Sizes, tp: int) -> bool:
         """Whether ``tp`` ranks have equal parts of heads and features, and of the vocabulary where it is not padded."""
-        vocabulary = 0 if model.is_rollout or base.engine != "megatron" else sizes.vocabulary
+        vocabulary = sizes.vocabulary if not model.is_rollout and facts_of(base.engine).vocabulary_multiple == 1 else 0
         return not any(size % tp for size in (sizes.heads, sizes.kv_heads, sizes.ffn, vocabulary))
 
     def _stages(self, model: SearchModel, base: ModelSpec, stages: Sequence[int]) -> tuple[int, ...]:
@@ -265,8 +264,7 @@ class OptionEnumerator:
             return (in_yaml,)
         if not model.trained:
             return tuple(stage for stage in stages if stage in (0, 3))
-        # DeepSpeed keeps no float32 gradients at stage 0 in 16 bits
-        least = 1 if base.engine == "deepspeed" and base.dtype != "float32" else 0
+        least = facts_of(base.engine).least_16_bit_zero if base.dtype != "float32" else 0
         return tuple(stage for stage in stages if stage >= least)
 
     def _in_yaml(self, model: SearchModel, base: ModelSpec, setting: str) -> int | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
+from flexrlhf.config.engines import FULL_ENGINES, facts_of
 from flexrlhf.config.spec import ModelSpec, OperatorPlacement, PlacementMap, Spec
-from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.advice.space import GAP, Space, make_space, name_of
@@ -42,8 +42,6 @@ from flexrlhf.placement.relation import Relation
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
-GENERATOR = "torch"
-"""Engine of an operator that the engine of its role does not serve."""
 SHARED_SETTINGS = ("micro_batch_tokens", "generate_tokens", "activation_checkpointing", "offload_optimizer")
 """Settings of a role that its operators share."""
 
@@ -103,12 +101,12 @@ class OperatorSpace(Space):
         operator = self.placed_operators[part]
         settings = self.spec.models.of(operator.role)
         assert settings is not None, f"{operator.role} is resolved"
-        serves = operator.kind in CAPABILITIES[settings.engine].kinds
-        engine = settings.engine if serves else GENERATOR
+        serves = operator.kind in facts_of(settings.engine).kinds
+        engine = settings.engine if serves else FULL_ENGINES[0]
         yield self._variant(engine, None)
         follows = operator.kind != "train" and operator.role in self.roles.trained
         if serves and follows and "zero" not in settings.model_fields_set:
-            yield from (self._variant(engine, zero) for zero in (1, 2) if zero in CAPABILITIES[engine].zero)
+            yield from (self._variant(engine, zero) for zero in (1, 2) if zero in facts_of(engine).zero)
 
     def _variant(self, engine: str, zero: int | None) -> OptionEnumerator:
         """Return an enumerator of models on ``engine``. ``zero``: their stage; None: it is open."""
@@ -163,7 +161,7 @@ class OperatorSpace(Space):
             zero=settings.zero,
             shard=None if settings.shard == model.shard else settings.shard,
             tp=settings.tp,
-            pp=settings.pp if CAPABILITIES[settings.engine].pp else None,
+            pp=settings.pp if facts_of(settings.engine).pp else None,
         )
 
 
@@ -190,7 +188,7 @@ def advise_operators(
 
     Raises UserError for a rollout engine, which has a place of its own, and where nothing fits.
     """
-    if spec.rollout.engine not in ("auto", "transformers"):
+    if spec.rollout.has_copy and spec.rollout.engine != "auto":
         raise UserError(
             f"rollout.engine: {spec.rollout.engine} is placed with its model, not as an operator; use transformers"
         )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import ClusterSpec, ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
-from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
@@ -70,7 +70,7 @@ def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
         "zero",
         "shard",
         "tp",
-        *(("pp",) if CAPABILITIES[settings.engine].pp else ()),
+        *(("pp",) if facts_of(settings.engine).pp else ()),
         "micro_batch_tokens",
         "generate_tokens",
     )

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import MAX_DEVICES, ClusterSpec, LoraSpec, ModelSpec, NodeSpec, Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.engines.capabilities import CAPABILITIES
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.candidates import RejectedCandidate
 from flexrlhf.guideline.advice.last_resort import last_resort, last_spaces, least_needed
@@ -191,7 +191,7 @@ def _with_adapters(base: Space, spec: Spec) -> Iterator[Change]:
 def _with_parameters_on_host(base: Space) -> Iterator[Change]:
     """Yield the request with ZeRO-3 shards in host memory between passes, which has no price and so is not searched."""
     settings = {role: _model(base.spec, role) for role in base.roles.all}
-    able = {role: each for role, each in settings.items() if CAPABILITIES[each.engine].offload}
+    able = {role: each for role, each in settings.items() if facts_of(each.engine).offload}
     on_host = {"zero": 3, "offload_parameters": True}
     if any(not each.offload_parameters for each in able.values()):
         models = {role: each.model_copy(update=on_host) for role, each in able.items()}

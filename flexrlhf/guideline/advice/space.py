@@ -11,9 +11,9 @@ from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
 
+from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import MAX_PLANNED, Head, ModelSpec, Spec
-from flexrlhf.engines.capabilities import CAPABILITIES, FULL_ENGINES, check_engine, check_settings
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
@@ -49,6 +49,7 @@ from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.placement.relation import Relation
 from flexrlhf.placement.rollout import own_adapters
+from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import resolve, run_graph
 from flexrlhf.strategies import disaggregated, schedule
@@ -65,8 +66,6 @@ USABLE = 0.98
 """Share of a device's usable memory that the result of a search may take, whose bytes a plan counts more exactly."""
 GAP = 0.01
 """Share of its time by which the result of a search may miss the fastest plan."""
-COMMUNICATORS, COMMUNICATORS_OF_MEGATRON = 5, 12
-"""Communicators that a rank usually has, until a plan counts them; Megatron adds some."""
 SWITCHES = ("offload", "reload")
 """Tasks that move a sleeping rollout engine to host memory and back."""
 
@@ -117,8 +116,8 @@ class Space:
     def may_have_shadows(self) -> bool:
         """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy, and vLLM
         where that copy has to compute log-probs."""
-        engine, spec = self.spec.rollout.engine, self.spec
-        is_apart = engine == "transformers" or (engine == "vllm" and not recomputes_next_to_generation(spec))
+        rollout = self.spec.rollout
+        is_apart = not (rollout.is_hybrid or (rollout.has_copy and recomputes_next_to_generation(self.spec)))
         return self.graph.can_shadow and self.pool.num_devices > 1 and is_apart
 
     @property
@@ -276,8 +275,7 @@ class Space:
 
     @property
     def _communicators(self) -> int:
-        engines = {model.engine for _, model in self.spec.models if model is not None}
-        return COMMUNICATORS_OF_MEGATRON if "megatron" in engines else COMMUNICATORS
+        return max(facts_of(model.engine).communicators for _, model in self.spec.models if model is not None)
 
     @cached_property
     def pool(self) -> DevicePool:
@@ -543,14 +541,15 @@ def make_space(
 
 
 def _with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
-    """Return ``spec`` with models of DeepSpeed in bfloat16 where their type and ZeRO stage are open: of the stages only
-    0 has float32, and others are chosen."""
+    """Return ``spec`` with models in bfloat16 where their type and ZeRO stage are open and their engine trains 16 bits
+    from a later stage than 0 on, which is then chosen."""
     if not all_compute_in_bfloat16(spec.cluster, cluster):
         return spec
     changed = {}
     for role, model in spec.models:
         own = written.models.of(role) or written.models.all or ModelSpec()
-        if model is not None and model.engine == "deepspeed" and not {"zero", "dtype"} & own.model_fields_set:
+        is_open = not {"zero", "dtype"} & own.model_fields_set
+        if model is not None and facts_of(model.engine).least_16_bit_zero and is_open:
             changed[role] = model.model_copy(update={"dtype": "bfloat16"})
     return spec.model_copy(update={"models": spec.models.model_copy(update=changed)})
 
@@ -561,7 +560,7 @@ def _check_settings(spec: Spec, role: str, roles: Roles) -> None:
     assert settings is not None, f"{role} is resolved"
     is_fixed = "zero" in settings.model_fields_set
     errors = []
-    for zero in (settings.zero,) if is_fixed else CAPABILITIES[settings.engine].zero:
+    for zero in (settings.zero,) if is_fixed else facts_of(settings.engine).zero:
         chosen = settings.model_copy(update={"zero": zero})
         try:
             check_settings(
@@ -574,7 +573,7 @@ def _check_settings(spec: Spec, role: str, roles: Roles) -> None:
 
 
 def _kinds(engine: str) -> frozenset[str]:
-    return CAPABILITIES[engine].kinds if engine in CAPABILITIES else frozenset()
+    return ENGINES[engine].kinds if engine in ENGINES else frozenset()
 
 
 def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str], generated: str | None) -> None:
@@ -585,13 +584,13 @@ def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
         check_engine(f"models.{role}.engine", settings.engine)
-        if "train" not in CAPABILITIES[settings.engine].kinds:
+        if "train" not in facts_of(settings.engine).kinds:
             raise UserError(
                 f"models.{role}.engine: {settings.engine} only generates; use {either(FULL_ENGINES)} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"
             )
         serves = {name for engine in (settings.engine, settings.of_shadow.engine) for name in _kinds(engine)}
-        if role == generated and spec.rollout.engine == "transformers" and "generate" not in serves:
+        if role == generated and not spec.rollout.has_copy and "generate" not in serves:
             raise UserError(
                 f"models.{role}.engine: {settings.engine} does not support generate; set rollout.engine: vllm, or use "
                 f"{either(FULL_ENGINES)} here"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
@@ -126,10 +127,6 @@ def shrinking_batch(rows: float, responses: Sequence[float]) -> Iterator[tuple[f
         if length > done:
             yield length - done, kept
             done = length
-
-
-OWN_DECODING = frozenset({"torch", "deepspeed"})
-"""Engines that own a transformers model, which all generate by this package's decoding."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,8 @@ def _has_times(times: ModelTimes, call: Call) -> bool:
     """Whether such calls were measured."""
     match call.kind:
         case "generate":
-            return bool(times.step) and (times.engine == call.engine or {times.engine, call.engine} <= OWN_DECODING)
+            decode_alike = facts_of(times.engine).own_modules and facts_of(call.engine).own_modules
+            return bool(times.step) and (times.engine == call.engine or decode_alike)
         case "forward":
             return bool(times.forward) and times.engine == call.engine
         case "train":

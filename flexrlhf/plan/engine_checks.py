@@ -1,0 +1,247 @@
+"""Checks of operators and settings against the facts of their engines: planning refuses what an engine lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, EngineFacts
+from flexrlhf.config.spec import ModelSpec, RolloutSpec
+from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.plan.engine_settings import CONFIG_CHECKS, VLLM_ARGUMENTS
+from flexrlhf.weights.lora import rank_in_vllm
+
+
+def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False) -> None:
+    """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings.
+
+    is_evaluated: whether the operators of evaluations run, too.
+    """
+    # shadows last: the settings that they inherit from their role are then checked already
+    for model in sorted(placement.models, key=lambda model: model.follows):
+        check_engine(model.key("engine"), model.engine)
+        for operator in graph.operators:
+            if placement.copy_for(operator) == model and not _serves(model, operator):
+                raise UserError(
+                    f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}; "
+                    + _instead(model, operator)
+                )
+        for operator in graph.evaluated if is_evaluated else ():
+            if placement.copy_for(operator) == model and not _serves(model, operator):
+                raise UserError(
+                    f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}, which an "
+                    f"evaluation does on this copy; use {either(FULL_ENGINES)}, or remove eval"
+                )
+        if model.engine not in MODEL_ENGINES and model.rollout is None:
+            raise UserError(f"{model.key('engine')}: {model.engine} is for rollout.engine alone; {_elsewhere(model)}")
+        check_settings(model)
+        if model.rollout is not None:
+            _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
+
+
+def _serves(model: PlacedModel, operator: Operator) -> bool:
+    return operator.call is None or operator.kind in model.facts.kinds
+
+
+def _instead(model: PlacedModel, operator: Operator) -> str:
+    """Return what to write where an engine lacks a kind of calls: one that generates alone, or one that does not."""
+    if model.engine not in MODEL_ENGINES:
+        return _elsewhere(model)
+    if model.operator:
+        return f"use {either(FULL_ENGINES)} for {operator.name}"
+    return f"set rollout.engine: vllm, or use {either(FULL_ENGINES)} here"
+
+
+def _elsewhere(model: PlacedModel) -> str:
+    """Return what to write in place of an engine that generates alone; placed operators have no such engine."""
+    use = f"use {either(FULL_ENGINES)}"
+    return use if model.operator else f"{use} here, and rollout.engine: {model.engine} to generate with it"
+
+
+def check_engine(key: str, name: str) -> None:
+    """Raise UserError for an unknown engine. ``key``: its place in the YAML, for the message."""
+    if name not in ENGINES:
+        raise UserError(f"{key}: unknown engine {name!r}{nearest(name, ENGINES)}; known: {', '.join(MODEL_ENGINES)}")
+
+
+def check_settings(model: PlacedModel) -> None:
+    """Raise UserError for a setting that the engine of a model, its role or its dtype rules out."""
+    _check_sharding(model)
+    _check_offload(model)
+    _check_role(model)
+    _check_kernels(model)
+    if model.settings.config and not model.facts.config:
+        raise UserError(
+            f"{model.key('config')}: engine {model.engine} has no settings of its own; use {{}}"
+            + _or_engines(lambda other: other.config)
+        )
+    if model.engine in CONFIG_CHECKS:
+        CONFIG_CHECKS[model.engine](f"models.{model.role}", model.settings.config)
+    _check_computation(model)
+
+
+def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -> None:
+    """Raise UserError for settings of a rollout engine that cannot work.
+
+    ``trained``: the copy that it follows; ``is_apart``: whether the two share no rank.
+    """
+    if is_apart and trained.settings.shadow is not None:
+        raise UserError(
+            f"{trained.key('shadow')}: the rollout engine replaces this copy; set rollout instead, and remove this"
+        )
+    for name in sorted(VLLM_ARGUMENTS & set(rollout.config)):
+        raise UserError(f"rollout.config.{name}: is set by the run; remove it")
+    if rollout.adapters == "separate":
+        _check_separate(trained)
+    for name in ("tp", "pp"):
+        if rollout.process == "child" and (degree := getattr(rollout, name)) > 1:
+            raise UserError(
+                f"rollout.process: a child process serves one rank, found {name} {degree}; use inline, or {name} 1"
+            )
+    if rollout.process == "child" and not is_apart:
+        raise UserError(
+            "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement "
+            "with shadows"
+        )
+
+
+def _check_separate(trained: PlacedModel) -> None:
+    """Raise UserError where the actor has no adapters that vLLM could add by itself."""
+    lora = trained.settings.lora
+    if lora is None:
+        raise UserError(
+            f"rollout.adapters: separate sends the adapters of models.{trained.role}, which has none; set "
+            f"{trained.key('lora')}, or use merged"
+        )
+    rank_in_vllm(trained.role, lora)
+
+
+def _check_sharding(model: PlacedModel) -> None:
+    """Raise UserError for a ZeRO stage or tensor parallelism that the engine or the dtype rules out."""
+    facts, settings = model.facts, model.settings
+    # a copy may inherit a stage of training, which has no effect without an optimizer
+    if not model.follows and settings.zero not in facts.zero:
+        raise UserError(
+            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {either(facts.zero)}"
+            + _or_engines(lambda other: settings.zero in other.zero)
+        )
+    if model.trained and settings.dtype != "float32" and settings.zero < facts.least_16_bit_zero:
+        stages = [stage for stage in facts.zero if stage >= facts.least_16_bit_zero]
+        raise UserError(
+            f"{model.key('zero')}: {settings.zero} in {settings.dtype} has no float32 gradients in {model.engine}; use "
+            f"zero {either(stages)}, dtype float32" + _or_engines(lambda other: not other.least_16_bit_zero)
+        )
+    if settings.shard == "node" and not facts.node:
+        raise UserError(
+            f"{model.key('shard')}: engine {model.engine} shards over all ranks of a model, found node; use all"
+            + _or_engines(lambda other: other.node)
+        )
+    if settings.shard == "node" and settings.zero == 0 and not model.follows:
+        raise UserError(f"{model.key('shard')}: node needs zero 2 or 3, found 0; use zero 3, or shard all")
+    if settings.tp > 1 and not facts.tp:
+        raise UserError(
+            f"{model.key('tp')}: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
+            + _or_engines(lambda other: other.tp)
+        )
+    if settings.pp > 1 and not facts.pp:
+        raise UserError(
+            f"{model.key('pp')}: engine {model.engine} has no pipeline stages, found pp {settings.pp}; use 1"
+            + _or_engines(lambda other: other.pp)
+        )
+    if settings.lora is not None and not facts.lora and model.rollout is None:
+        raise UserError(
+            f"{model.key('lora')}: engine {model.engine} trains no adapters; remove it"
+            + _or_engines(lambda other: other.lora)
+        )
+    if settings.tp > 1 and settings.lora is not None and model.rollout is None:
+        raise UserError(
+            f"{model.key('tp')}: adapters (lora) go with tp 1 alone, found {settings.tp}; use 1 with zero 3"
+        )
+
+
+def _check_kernels(model: PlacedModel) -> None:
+    """Raise UserError for a kernel that has no such dtype."""
+    settings = model.settings
+    if settings.attention == "flash_attention_2" and settings.dtype == "float32":
+        raise UserError(
+            f"{model.key('attention')}: flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype "
+            f"bfloat16"
+        )
+
+
+def _check_computation(model: PlacedModel) -> None:
+    """Raise UserError for a dtype, a kernel, an optimizer or a head that the engine does not have."""
+    facts, settings = model.facts, model.settings
+    if settings.dtype == "float16" and not facts.float16:
+        raise UserError(
+            f"{model.key('dtype')}: {model.engine} computes in bfloat16 and float32 here, found float16; use bfloat16"
+            + _or_engines(lambda other: other.float16)
+        )
+    if settings.attention != "sdpa" and not facts.own_modules:
+        raise UserError(
+            f"{model.key('attention')}: engine {model.engine} has sdpa alone, found {settings.attention}; use sdpa"
+            + _or_engines(lambda other: other.own_modules)
+        )
+    for name in ("liger", "compile"):
+        if getattr(settings, name) and not facts.own_modules:
+            raise UserError(
+                f"{model.key(name)}: engine {model.engine} has none, found true; use false"
+                + _or_engines(lambda other: other.own_modules)
+            )
+    optimizers = facts.sharded_optimizers
+    if model.trained and settings.zero and optimizers and settings.optimizer.name not in optimizers:
+        raise UserError(
+            f"{model.key('zero')}: {settings.zero} of engine {model.engine} has no {settings.optimizer.name}; use 0, "
+            f"or optimizer.name {either(optimizers)}"
+        )
+    if model.head == "both" and not facts.both_heads:
+        raise UserError(
+            f"{model.key('engine')}: {model.engine} puts one head on a trunk, and {model.role} has policy and values "
+            f"on one; use {engines_with(lambda other: other.both_heads)}, or a separate critic"
+        )
+
+
+def _check_offload(model: PlacedModel) -> None:
+    settings = model.settings
+    for name in ("offload_optimizer", "offload_parameters"):
+        if getattr(settings, name) and not model.facts.offload:
+            raise UserError(
+                f"{model.key(name)}: engine {model.engine} has none, found true; use false"
+                + _or_engines(lambda other: other.offload)
+            )
+    if settings.offload_optimizer and settings.zero == 0:
+        raise UserError(f"{model.key('offload_optimizer')}: needs zero 1, 2 or 3, found 0; use zero 1")
+    if settings.offload_parameters and settings.zero != 3:
+        raise UserError(
+            f"{model.key('offload_parameters')}: needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
+        )
+
+
+def _check_role(model: PlacedModel) -> None:
+    """Raise UserError for settings of training on a model that is not trained."""
+    settings = model.settings
+    if model.trained or model.follows:
+        return
+    for name in ("optimizer", "offload_optimizer"):
+        if getattr(settings, name) != getattr(ModelSpec(), name):
+            raise UserError(f"{model.key(name)}: {model.role} is not trained, so it has no optimizer; remove it")
+    if settings.activation_checkpointing:
+        raise UserError(f"{model.key('activation_checkpointing')}: {model.role} is not trained; remove it")
+    if settings.shadow is not None:
+        raise UserError(f"{model.key('shadow')}: {model.role} is not trained, so it has no shadow; remove it")
+    if settings.lora is not None:
+        raise UserError(f"{model.key('lora')}: {model.role} is not trained, so its adapters have no effect; remove it")
+
+
+def _or_engines(supports: Callable[[EngineFacts], bool]) -> str:
+    """Return the end of a sentence that names the engines which support a setting; empty where none does."""
+    engines = engines_with(supports)
+    return f", or {engines}" if engines else ""
+
+
+def engines_with(supports: Callable[[EngineFacts], bool]) -> str:
+    """Return the engines of ``models`` that support a setting; those that do not generate where no other has it."""
+    names = [name for name in FULL_ENGINES if supports(ENGINES[name])]
+    names = names or [name for name in MODEL_ENGINES if supports(ENGINES[name])]
+    return f"engine {' or '.join(names)}" if names else ""

@@ -1,0 +1,271 @@
+"""Checks of models, devices and installed libraries: sizes and machines rule out settings that an engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from flexrlhf.config.engines import FULL_ENGINES, PEFT, Package
+from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.spec import ModelSpec
+from flexrlhf.errors import UserError, either
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.dtypes import lacks_bfloat16
+from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.plan.engine_checks import engines_with
+from flexrlhf.weights.adapter_files import has_adapters
+from flexrlhf.weights.shapes import ModelShape, Sizes
+
+FLASH = Package("flash_attn", "flash", "flash-attn")
+LIGER = Package("liger_kernel", "liger", "liger-kernel")
+ON_GPUS = ("flash_attention_2", "flex_attention")
+"""Kernels of attention that have a backward pass on GPUs alone."""
+MAPPED_ROPES = ("default", "linear", "llama3")
+MAPPED_ACTIVATION = "silu"
+"""Rotary angles and activation that engines with modules of their own compute; others compute them as transformers."""
+
+
+def check_models(
+    placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster, lengths: Lengths | None = None
+) -> None:
+    """Raise UserError where the sizes of a model or its devices rule out one of its settings.
+
+    ``lengths``: tokens of the run's texts; None: any.
+    """
+    for model in sorted(placement.models, key=lambda model: model.follows):
+        _check_dtype(model, cluster)
+        shape = shapes.get(model.role)
+        if model.rollout is not None and not model.facts.own_modules:
+            _check_served(model, shape)
+        if model.head == "both":
+            _check_shared_trunk(model, shape)
+        if model.settings.liger and model.rollout is None:
+            _check_liger(model, shape)
+        if model.rollout is None and not model.facts.own_modules:
+            _check_mapped(model, shape, 0 if lengths is None else lengths.of_role(model.role).total)
+        if shape is None:
+            _check_unknown_shape(model)
+        else:
+            _check_split(model, shape)
+
+
+def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
+    """Raise UserError for a model whose weights cannot be mapped to the fused tensors of a rollout engine."""
+    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
+        raise UserError(
+            f"rollout.engine: {model.engine} supports only {', '.join(LLAMA_LIKE)} models here, and "
+            f"models.{model.role} is of another family; use transformers"
+        )
+    multiple = model.facts.vocabulary_multiple
+    padded = -(-shape.sizes.vocabulary // multiple) * multiple
+    if padded % model.settings.tp:
+        raise UserError(
+            f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role}, padded by "
+            f"{model.engine} to {padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
+        )
+
+
+def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) -> None:
+    """Raise UserError for a model that an engine with modules of its own does not compute.
+
+    ``longest``: tokens of a text that it reads.
+    """
+    others = engines_with(lambda other: other.own_modules)
+    found = _other_family(shape)
+    if shape is None or found is not None:
+        raise UserError(
+            f"{model.key('engine')}: {model.engine} maps {', '.join(LLAMA_LIKE)} models, found {found}; use {others}"
+        )
+    unmapped = _unmapped(shape, longest)
+    if unmapped:
+        raise UserError(f"{model.key('engine')}: {model.engine} has no {unmapped}; use {others}")
+
+
+def _unmapped(shape: ModelShape, longest: int) -> str:
+    """Return what a model of a mapped family has that the engine does not compute; empty where it computes all."""
+    if shape.window is not None and shape.window < longest:
+        return f"sliding attention, of {shape.window} tokens in this model, whose texts have up to {longest}"
+    if shape.rope not in MAPPED_ROPES:
+        return f"rotary embeddings of type {shape.rope}, only {either(MAPPED_ROPES)}"
+    if shape.activation != MAPPED_ACTIVATION:
+        return f"MLPs with {shape.activation}, only {MAPPED_ACTIVATION}"
+    return _biases(shape)
+
+
+def _biases(shape: ModelShape) -> str:
+    """Return the biases that are not mapped, by the setting of the config; queries, keys and values of qwen2 are."""
+    assert shape.sizes is not None, "the family is known"
+    biases = [name for name, _ in shape.parameters if name.endswith(".bias")]
+    if any(".mlp." in name for name in biases):
+        return "biases in MLPs (mlp_bias)"
+    if shape.sizes.family != "qwen2" and any(".self_attn." in name for name in biases):
+        return "biases in attention (attention_bias)"
+    return ""
+
+
+def _other_family(shape: ModelShape | None) -> str | None:
+    """Return the family of a model that is not built as Llama is; None of one that is."""
+    if shape is None or shape.sizes is None:
+        return "an unknown family"
+    return None if shape.sizes.family in LLAMA_LIKE else shape.sizes.family
+
+
+def _check_liger(model: PlacedModel, shape: ModelShape | None) -> None:
+    """Raise UserError for Liger's kernels of a family that is not among those checked here."""
+    found = _other_family(shape)
+    if found is not None:
+        raise UserError(
+            f"{model.key('liger')}: only {', '.join(LLAMA_LIKE)} models have these kernels here, found {found}; "
+            f"use false"
+        )
+
+
+def _check_shared_trunk(model: PlacedModel, shape: ModelShape | None) -> None:
+    """Raise UserError for policy and values on one trunk of a family whose language head may do more than multiply."""
+    found = _other_family(shape)
+    if found is not None:
+        raise UserError(
+            f"models.{model.role}: only {', '.join(LLAMA_LIKE)} models can share a trunk between policy and values, "
+            f"found {found}; use one of these, or a separate critic"
+        )
+
+
+def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
+    """Raise UserError for bfloat16 on a device class without it."""
+    if model.settings.dtype != "bfloat16":
+        return
+    for rank in model.ranks:
+        if (figures := lacks_bfloat16(rank, cluster)) is not None:
+            raise UserError(
+                f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, there "
+                f"alone with models.{model.role}.fallback_dtype, or place "
+                f"{model.role if model.rollout else model.name} on another class with `on:`"
+            )
+
+
+def _check_unknown_shape(model: PlacedModel) -> None:
+    """Raise UserError for settings that need parameter shapes, where the architecture has none known."""
+    settings = model.settings
+    for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("lora", None)):
+        if getattr(settings, name) != default:
+            raise UserError(
+                f"{model.key(name)}: needs parameter shapes before loading, which are unknown for this architecture; "
+                f"set a path with safetensors weights, or use a model of {', '.join(LLAMA_LIKE)}"
+            )
+
+
+def _check_split(model: PlacedModel, shape: ModelShape) -> None:
+    """Raise UserError for a split of the model that its sizes do not allow."""
+    settings, sizes = model.settings, shape.sizes
+    if settings.tp > 1:
+        _check_heads(model, shape)
+    if settings.pp > 1 and sizes is not None and sizes.layers % settings.pp:
+        stages = [n for n in range(1, sizes.layers + 1) if sizes.layers % n == 0]
+        raise UserError(
+            f"{model.key('pp')}: {settings.pp} does not divide its {sizes.layers} layers; use {either(stages)}"
+        )
+
+
+def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
+    """Raise UserError where tensor-parallel ranks would split a head, or query heads from their keys, or would have
+    unequal parts of the vocabulary in an engine that splits it.
+    """
+    tp, sizes = model.settings.tp, shape.sizes
+    if sizes is None or sizes.family not in LLAMA_LIKE:
+        raise UserError(f"{model.key('tp')}: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
+    fits = [n for n in range(1, sizes.heads + 1) if not (sizes.heads % n or sizes.kv_heads % n or sizes.ffn % n)]
+    if tp not in fits:
+        raise UserError(
+            f"{model.key('tp')}: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
+            f"and {sizes.ffn} MLP features; use {either(fits)}"
+        )
+    if model.facts.vocabulary_multiple == 1 and sizes.vocabulary % tp:
+        even = [n for n in fits if sizes.vocabulary % n == 0]
+        raise UserError(
+            f"{model.key('tp')}: {tp} does not divide its vocabulary of {sizes.vocabulary}, which is not padded here; "
+            f"use {either(even)}"
+        )
+
+
+def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device: str) -> None:
+    """Raise UserError for a setting that an engine does not support on ``device``, ``cpu`` or ``cuda``."""
+    if device != "cpu":
+        return
+    for model in placement.models:
+        shape = shapes.get(model.role)
+        if shape is not None and shape.sizes is not None:
+            _check_cpu_heads(model, shape.sizes)
+        module = model.facts.cpu_module
+        if module and find_spec(module) is None:
+            raise UserError(
+                f"{model.key('engine')}: {model.engine} runs on GPUs; on CPUs it needs the module {module} of this "
+                f"repository's tests/{model.engine}_on_cpu on PYTHONPATH; use {either(FULL_ENGINES)}"
+            )
+        if model.settings.dtype == "float16" and not model.facts.cpu_float16:
+            raise UserError(
+                f"{model.key('dtype')}: {model.engine} has no float16 on CPU ranks; use bfloat16, float32 or "
+                + engines_with(lambda other: other.cpu_float16)
+            )
+        _check_cpu_kernels(model)
+
+
+def _check_cpu_kernels(model: PlacedModel) -> None:
+    """Raise UserError for kernels of GPUs."""
+    settings = model.settings
+    if settings.attention in ON_GPUS:
+        raise UserError(
+            f"{model.key('attention')}: {settings.attention} runs on GPUs alone, and the ranks are on CPUs; use sdpa"
+        )
+    for name in ("liger", "compile"):
+        if getattr(settings, name):
+            raise UserError(f"{model.key(name)}: true is for GPUs alone, and the ranks are on CPUs; use false")
+
+
+def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
+    heads = model.facts.cpu_head_dims
+    if heads and sizes.head_dim not in heads:
+        raise UserError(
+            f"rollout.engine: {model.engine} on CPU ranks has no attention for head dimension {sizes.head_dim} "
+            f"(models.{model.role}); use transformers, or a model with head dimension {either(heads)}"
+        )
+
+
+def check_packages(placement: Placement) -> None:
+    """Raise UserError for a library that the run needs and that is not installed on this machine."""
+    for model in placement.models:
+        is_choice = model.rollout is not None and "engine" not in model.rollout.model_fields_set
+        engine = f"engine {model.engine}" + (", chosen by auto," if is_choice else "")
+        packages = {engine: model.facts.package}
+        if model.settings.lora is not None:
+            packages["lora"] = PEFT
+        if has_adapters(model.settings.path):
+            packages["the adapters in its path"] = PEFT
+        packages |= _packages_of_kernels(model.settings)
+        for feature, package in packages.items():
+            if package is not None and not _is_installed(package.module):
+                section = f"models.{model.role}" if model.rollout is None else "rollout"
+                without_gpu = f", on CPUs 'flexrlhf[{package.cpu_build}]'" if package.cpu_build else ""
+                instead = ", or write rollout.engine: transformers" if is_choice and feature == engine else ""
+                raise UserError(
+                    f"{section}: {feature} needs the package {package.module}, which is not installed; "
+                    f"pip install 'flexrlhf[{package.extra}]'{without_gpu}{instead}"
+                )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be imported; of one inside a package, the package has to be there, too."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _packages_of_kernels(settings: ModelSpec) -> dict[str, Package | None]:
+    """Return the library of each kernel by the setting that needs it."""
+    packages: dict[str, Package | None] = {}
+    if settings.attention == "flash_attention_2":
+        packages["attention flash_attention_2"] = FLASH
+    if settings.liger:
+        packages["liger"] = LIGER
+    return packages
