@@ -17,7 +17,6 @@ from functools import cache
 from time import perf_counter
 
 from benchmarks.fast_walk import overlaps_of, play
-from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -35,6 +34,7 @@ from flexrlhf.guideline.search.problem import (
 )
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.search.tables import LinkTable, PartTable, Tables, tables_of
+from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.relation import Relation, mesh_relation
 

@@ -2,10 +2,10 @@
 
 import torch
 
+from flexrlhf.config.algorithms.policy import policy_graph, reference, sampled_and_scored, train_actor
 from flexrlhf.engines.base import moments
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.policy import policy_graph, reference, sampled_and_scored, train_actor
 
 
 def make_graph(spec):

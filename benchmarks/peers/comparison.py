@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Totals
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.controllers import first_state

@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.comparison import ROWS, SAMPLES, Row, Sample, apart, context, make_sample, with_gradient
-from flexrlhf.config.algorithms import (
-    DpoSpec,
-    GrpoSpec,
-    GspoSpec,
-    KlSpec,
-    PolicySpec,
-    PpoSpec,
-    ReinforceSpec,
-    RewardSpec,
-    RlooSpec,
-    SftSpec,
-)
+from flexrlhf.config.algorithms.grpo import GrpoSpec, GspoSpec, RlooSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, RewardSpec, SftSpec
 from flexrlhf.engines.base import Outputs
 from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages

@@ -28,7 +28,7 @@ from trl.chat_template_utils import get_training_chat_template
 from benchmarks.peers.chat_tokenizers import FAMILIES, build_chat_tokenizer
 from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.examples import Example, load_examples
-from flexrlhf.data.forms import Needs
+from flexrlhf.operators.graph import Needs
 
 MARKED = {
     "smollm2": (

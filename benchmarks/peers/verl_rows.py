@@ -24,16 +24,11 @@ from benchmarks.peers.comparison import (
     make_sample,
     with_gradient,
 )
-from flexrlhf.config.algorithms import (
-    GrpoSpec,
-    GspoSpec,
-    KlSpec,
-    LossAggregation,
-    PpoSpec,
-    ReinforceSpec,
-    RemaxSpec,
-    RlooSpec,
-)
+from flexrlhf.config.algorithms.base import LossAggregation
+from flexrlhf.config.algorithms.grpo import GrpoSpec, GspoSpec, RlooSpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec
 from flexrlhf.engines.base import Outputs
 from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages, remax_advantages, whiten

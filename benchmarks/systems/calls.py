@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from benchmarks.systems.meshes import ModelMeshes
 from benchmarks.systems.profiles import System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
-from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Mesh, Traffic
 from flexrlhf.guideline.costs.links import gather_seconds
+from flexrlhf.operators.graph import CallKind
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from benchmarks.systems.footprint import (
 from benchmarks.systems.meshes import ModelMeshes, state_bytes
 from benchmarks.systems.profiles import System
 from benchmarks.systems.workload import ACTOR, CRITIC, ROLLOUT, SystemPlacement, Workload
-from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.cost_model import Call
+from flexrlhf.operators.graph import CallKind
 
 RESTLESS = 0.1
 """Share of a device that an allocator without release leaves fragmented."""

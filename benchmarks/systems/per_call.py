@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.systems.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
-from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.transformer import Transformer
@@ -27,6 +26,7 @@ from flexrlhf.guideline.search.problem import (
     SearchTask,
 )
 from flexrlhf.guideline.simulation.pricing import TextLengths
+from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.relation import Relation
 

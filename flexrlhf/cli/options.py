@@ -18,8 +18,8 @@ from flexrlhf.config.spec_file import SpecFile, check_scopes, path_settings, spl
 from flexrlhf.config.user_paths import is_yaml
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.errors import UserError
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.hosts import equal_nodes
+from flexrlhf.plan.algorithm_graph import make_graph
 
 
 def complete_config(incomplete: str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.config.algorithms import AcShareSpec
+from flexrlhf.config.algorithms.ppo import AcShareSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 

@@ -12,7 +12,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flexrlhf.config import algorithms, loggers, reward_sources, spec
+from flexrlhf.config import loggers, reward_sources, spec
+from flexrlhf.config.algorithms import AnyAlgorithm
+from flexrlhf.config.algorithms.base import AlgorithmSpec, SampledSpec
+from flexrlhf.config.algorithms.grpo import GroupSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.reinforce import ReturnsSpec
+from flexrlhf.config.algorithms.supervised import PreferenceSpec
 from flexrlhf.config.descriptions import mappings, meaning, plain_text
 
 
@@ -104,18 +110,18 @@ def _section(
 
 
 _FAMILIES: Mapping[type[BaseModel], str] = {
-    algorithms.AlgorithmSpec: "all algorithms",
-    algorithms.SampledSpec: "sampling",
-    algorithms.PolicySpec: "the policy gradient",
-    algorithms.GroupSpec: "groups of samples",
-    algorithms.ReturnsSpec: "returns without a critic",
-    algorithms.PreferenceSpec: "preference pairs",
+    AlgorithmSpec: "all algorithms",
+    SampledSpec: "sampling",
+    PolicySpec: "the policy gradient",
+    GroupSpec: "groups of samples",
+    ReturnsSpec: "returns without a critic",
+    PreferenceSpec: "preference pairs",
 }
 
 
 def _algorithm() -> Iterator[SettingSection]:
     """Yield the settings that algorithms have in common, then those of each."""
-    named = get_args(algorithms.AnyAlgorithm)
+    named = get_args(AnyAlgorithm)
     seen: set[type[BaseModel]] = set()
     for kind in (*_common(named), *named):
         own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
@@ -134,7 +140,7 @@ def _algorithm() -> Iterator[SettingSection]:
 
 def _common(named: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
     """Return the classes that algorithms extend and that are none themselves, general ones first."""
-    extended = {base for kind in named for base in kind.__mro__ if issubclass(base, algorithms.AlgorithmSpec)}
+    extended = {base for kind in named for base in kind.__mro__ if issubclass(base, AlgorithmSpec)}
     assert extended - {*named} == {*_FAMILIES}, "_FAMILIES has a title for each of them"
     return list(_FAMILIES)
 

@@ -35,6 +35,7 @@ from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, Sour
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, either, nearest, shown
+from flexrlhf.operators.columns import LONGER, Lengths
 
 
 class SamplesSpec(StrictModel):
@@ -98,8 +99,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
 Shard = Literal["all", "node"]
-CallKind = Literal["generate", "forward", "train"]
-"""Kind of a model's call: what it computes."""
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
 
@@ -909,3 +908,11 @@ class Spec(StrictModel):
     def directory(self) -> Path:
         """Directory of the run's results."""
         return Path(self.runs) / self.name
+
+    @property
+    def lengths(self) -> Lengths:
+        """Padded lengths of prompts and responses, and of texts for models with a tokenizer of their own."""
+        prompt, response = self.data.max_prompt_tokens, self.data.max_response_tokens
+        own = ((role, model) for role, model in self.models if model is not None and model.retokenize)
+        texts = tuple((role, model.max_text_tokens or LONGER * (prompt + response)) for role, model in own)
+        return Lengths(prompt, response, texts)

@@ -13,7 +13,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from flexrlhf.config.algorithms import ALGORITHMS, PolicySpec
+from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.loggers import LOGGERS
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.ratio_vector import RATIO_FORM

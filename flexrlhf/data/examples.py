@@ -19,17 +19,10 @@ from flexrlhf.data.columns import RowLayout
 from flexrlhf.data.data_counts import DataCounts, TokenLimits
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
 from flexrlhf.data.files import Row, read_rows
-from flexrlhf.data.forms import (
-    PLAIN,
-    Needs,
-    TextExample,
-    check_form,
-    check_layout,
-    detect_form,
-    needed_text,
-)
+from flexrlhf.data.forms import PLAIN, TextExample, check_form, check_layout, detect_form, needed_text
 from flexrlhf.data.messages import Chat
 from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Needs
 
 
 @dataclass(frozen=True)

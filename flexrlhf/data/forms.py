@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from flexrlhf.config.rows import Form
 from flexrlhf.data.columns import RowLayout, absent_columns, keys, missing, text_column
@@ -37,9 +37,8 @@ from flexrlhf.data.messages import (
 )
 from flexrlhf.data.messages import Message as Message
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.operators.graph import Needs
 
-Needs = Literal["prompts", "responses", "pairs"]
-"""Responses that an algorithm needs with each prompt: none, one, or a chosen and a rejected one."""
 FORMS: tuple[str, ...] = get_args(Form)
 NUM_RESPONSES: dict[Needs, int] = {"prompts": 0, "responses": 1, "pairs": 2}
 OR_TEXT: dict[Needs, str] = {"prompts": "", "responses": ", or 'text'", "pairs": ""}

@@ -12,8 +12,9 @@ from flexrlhf.data.data_counts import DataCounts, TokenLimits
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
 from flexrlhf.data.examples import found_form, truncated
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import Needs, needed_text
+from flexrlhf.data.forms import needed_text
 from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Needs
 
 NUM_SAMPLES = 3
 

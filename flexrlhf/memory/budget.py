@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import CallKind, SyncSpec
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes, model_state
@@ -28,6 +28,7 @@ from flexrlhf.memory.transfers import (
     writing_bytes,
 )
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
+from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import PpoSpec, ReinforceSpec, RemaxSpec, ReturnsSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec, ReturnsSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 from flexrlhf.objectives.group_advantages import centre_in_groups

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from flexrlhf.config.algorithms import KlSpec, LagrangeSpec, PolicySpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import LagrangeSpec, SafeRlhfSpec
 from flexrlhf.metrics import Triple
 
 State = dict[str, float]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexrlhf.config.algorithms import AlgorithmSpec
+from flexrlhf.config.algorithms.base import AlgorithmSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.user_code.loading import load_function
 from flexrlhf.engines.base import Batch, Loss, Moments
@@ -42,8 +42,7 @@ from flexrlhf.objectives.preferences import (
 from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.objectives.surrogates import covariant_tokens, rejection
 from flexrlhf.operators.columns import Width, column_of
-from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.own_graph import is_own
+from flexrlhf.operators.graph import Operator, is_own
 
 LOSSES: dict[str, Callable[[Any], Loss]] = {
     "kto_loss": kto_loss,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import GroupSpec, RaftSpec
+from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.kl_penalty import kl_penalty, penalty_to_go

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import KlSpec, PolicySpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 
 LOG_RATIO_CLAMP = 20.0

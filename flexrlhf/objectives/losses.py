@@ -12,18 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import (
-    AcShareSpec,
-    LossAggregation,
-    PolicySpec,
-    PpoSpec,
-    RewardSpec,
-    SftSpec,
-)
+from flexrlhf.config.algorithms.base import LossAggregation
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
+from flexrlhf.config.algorithms.supervised import RewardSpec, SftSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
 from flexrlhf.objectives.kl_penalty import kl_estimate, measured_kl
 from flexrlhf.objectives.surrogates import surrogate_losses
-from flexrlhf.operators.old_logprobs import reports_kl
 
 
 def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Totals) -> Tensor:
@@ -131,7 +126,7 @@ def on_policy_shared_loss(spec: AcShareSpec) -> Loss:
 
 def _on_policy(spec: PolicySpec, loss: Loss) -> Loss:
     """Return ``loss`` with the log-probs of its own pass in place of the column ``logprobs``."""
-    reports = reports_kl(spec)
+    reports = spec.reports_kl
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         own = outputs.quantity.detach()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from flexrlhf.config.algorithms import DpoSpec, KtoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.losses import pairs_of

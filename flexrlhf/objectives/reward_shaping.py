@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import PolicySpec, TruncationPenalty
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.policy_sections import TruncationPenalty
 from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.columns import plain
-from flexrlhf.operators.sources import CALLED, STEP_ENDS
+from flexrlhf.operators.columns import CALLED, STEP_ENDS, plain
 
 
 @dataclass(frozen=True)

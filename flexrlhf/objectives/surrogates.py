@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import ImportanceSpec, PolicySpec
+from flexrlhf.config.algorithms.base import ImportanceSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Outputs, moments
 from flexrlhf.engines.hashing import mixed, place_hash, shift_right
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer

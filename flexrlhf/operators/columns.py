@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Self
-
-from flexrlhf.config.spec import Spec
+from typing import Literal
 
 Width = Literal["row", "prompt", "response", "response+1", "sequence"]
 DType = Literal["int32", "uint8", "float32"]
@@ -62,10 +60,15 @@ COLUMNS = {
 }
 
 
-LONGER = 2
-"""How much longer than a row of the policy's tokens a text may be in those of another tokenizer, by default."""
 TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
+STEP_ENDS = "step_ends"
+"""Column of the tokens that end a step."""
+CALLED, GENERATED, MISMATCHED, PTX = "called", "drawn", "mismatched", "ptx"
+"""Qualifiers of columns: that functions, services and rules write; that are generated where the data set has responses,
+too; of responses to other prompts than their own; of pretraining texts."""
+LONGER = 2
+"""How many times longer than a row of the policy's tokens a text may be in another tokenizer's, by default."""
 
 
 def column_of(name: str) -> Column:
@@ -96,14 +99,6 @@ class Lengths:
     response: int
     texts: tuple[tuple[str, int], ...] = ()
 
-    @classmethod
-    def of(cls, spec: Spec) -> Self:
-        """Return the lengths of ``spec``."""
-        prompt, response = spec.data.max_prompt_tokens, spec.data.max_response_tokens
-        own = ((role, model) for role, model in spec.models if model is not None and model.retokenize)
-        texts = tuple((role, model.max_text_tokens or LONGER * (prompt + response)) for role, model in own)
-        return cls(prompt, response, texts)
-
     @property
     def total(self) -> int:
         """Tokens of a prompt and a response."""
@@ -115,16 +110,15 @@ class Lengths:
         return self if length is None else Lengths(length - 1, 1)
 
     def width(self, column: Column) -> int | None:
-        """Return the numbers per row; None for a column without a second dim."""
+        """Return the numbers per row; None for a column without a second dim.
+
+        The first qualifier of a whole text's column may be a role with texts of its own.
+        """
         if column.width == "sequence":
-            return self._sequence(column.name)
+            _, _, qualifiers = column.name.partition(".")
+            return dict(self.texts).get(qualifiers.partition(".")[0], self.total)
         widths = {"prompt": self.prompt, "response": self.response, "response+1": self.response + 1}
         return widths.get(column.width)
-
-    def _sequence(self, name: str) -> int:
-        """Return the width of whole texts; the first qualifier of ``name`` may be a role with texts of its own."""
-        _, _, qualifiers = name.partition(".")
-        return dict(self.texts).get(qualifiers.partition(".")[0], self.prompt + self.response)
 
     def row_bytes(self, name: str) -> int:
         """Return the bytes of one row of the column ``name``."""

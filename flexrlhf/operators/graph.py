@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.spec import CallKind, Head
-from flexrlhf.data.forms import Needs
-from flexrlhf.operators.columns import Quantity, column_of
+from flexrlhf.operators.columns import Quantity
 
+CallKind = Literal["generate", "forward", "train"]
+"""Kind of a model's call: what it computes."""
+Needs = Literal["prompts", "responses", "pairs"]
+"""Responses that an algorithm needs with each prompt: none, one, or a chosen and a rejected one."""
+LOSSES: Mapping[str, bool] = {
+    **dict.fromkeys(("likelihood_loss", "policy_loss", "shared_loss", "value_loss", "ptx"), False),
+    **dict.fromkeys(("on_policy_loss", "on_policy_shared_loss"), False),
+    **dict.fromkeys(("kto_loss", "orpo_loss", "pair_loss", "preference_loss", "simpo_loss"), True),
+}
+"""Loss in ``objectives/functions.py`` → whether it compares the chosen and the rejected response to a prompt."""
+COMBINES = frozenset(
+    ("best_of_group", "covariant_tokens", "cost", "diversity", "group_advantages", "held_out_scores", "likelihood")
+    + ("pair_accuracy", "parity", "ppo_advantages", "preference_accuracy", "reference_point", "reinforce_advantages")
+    + ("rejection", "remax_advantages", "reward", "safe_advantages")
+)
+"""Combines there."""
 OperatorKind = CallKind | Literal["score", "retokenize", "combine"]
 
 
@@ -28,14 +43,13 @@ class Operator:
     function:     the mathematics of a combine, the loss of a train (objectives/functions.py), the section of the YAML
                   with the sources of a score, or the role that a retokenize encodes for.
     quantities:   what the loss of a train reads of the model.
-    compares:     whether the loss of a train compares the texts of a prompt, which are then in one pass; None: as
-                  ``operators/compared_texts.py`` has it.
+    compares:     whether the loss of a train compares the responses to a prompt; None: as ``LOSSES`` has it.
     extra_loss:   name of a second loss of a train, on further texts in the same optimizer step; their columns have
                   this name behind a dot.
     suffix:       may stand behind the names of its columns; whoever computes sees them without it.
     barrier:      needs every row of the step at once, so chunks end here, and for all that reads what it writes.
     is_greedy:    a generate that takes the likeliest tokens.
-    is_controlled: uses numbers that follow from those of the step before (objectives/controllers.py).
+    is_controlled: uses values that follow from the step before (objectives/controllers.py).
     either_copy:  may run on the trained copy, in parallel with the inference copy, while both store the same weights.
     first_step:   it does not run before this step.
     adapters:     False: computed by the base weights alone, without the low-rank adapters that are trained.
@@ -72,6 +86,16 @@ class Operator:
         return None
 
     @property
+    def compares_responses(self) -> bool:
+        """Whether all responses to a prompt are in one pass of this train, because its loss may compare them.
+
+        A loss of a user's own may, unless its operator says otherwise.
+        """
+        if self.kind != "train":
+            return False
+        return LOSSES.get(self.function, is_own(self.function)) if self.compares is None else self.compares
+
+    @property
     def is_rare(self) -> bool:
         """Whether most steps skip it."""
         return self.every > 1
@@ -84,11 +108,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A column that no operator computes by itself, since another pass does.
-
-    column: its name.
-    reason: why, in words.
-    """
+    """A column that no operator computes by itself, since another pass does; and why, in words."""
 
     column: str
     reason: str
@@ -131,18 +151,6 @@ class Graph:
         return next((operator.role for operator in self.operators if operator.kind == "generate"), None)
 
     @cached_property
-    def heads(self) -> dict[str, Head]:
-        """Head that each role's model needs for what its operators read of it."""
-        return {role: self._head(role) for role in self.roles}
-
-    def _head(self, role: str) -> Head:
-        own = [operator for operator in (*self.operators, *self.evaluation) if operator.role == role]
-        computed = {quantity for operator in own for quantity in _computed(operator)}
-        if computed <= {"logprobs"}:
-            return "causal"
-        return "both" if "logprobs" in computed else "scalar"
-
-    @cached_property
     def producers(self) -> dict[str, Operator]:
         """Operator that writes each column."""
         return {column: operator for operator in self.operators for column in operator.writes}
@@ -175,22 +183,20 @@ class Graph:
         return frozenset(names)
 
 
+def is_own(function: str) -> bool:
+    """Whether the function of an operator is one of a user's file."""
+    return ":" in function
+
+
 def reads_texts(operator: Operator) -> bool:
     """Whether ``operator`` reads the rows of the data set as text."""
     return operator.kind in ("score", "retokenize")
 
 
-def _computed(operator: Operator) -> set[Quantity]:
-    """Return the quantities that the model computes for ``operator``."""
-    match operator.kind:
-        case "generate":
-            return {"logprobs"}
-        case "forward":
-            written = {column_of(name).quantity for name in operator.writes}
-            return {quantity for quantity in written if quantity is not None}
-        case "train":
-            return set(operator.quantities)
-    return set()
+def after(operators: tuple[Operator, ...], name: str, further: Operator) -> tuple[Operator, ...]:
+    """Return ``operators`` with ``further`` behind the one called ``name``."""
+    place = [operator.name for operator in operators].index(name) + 1
+    return (*operators[:place], further, *operators[place:])
 
 
 def share_weights(graph: Graph, role: str, owner: str) -> Graph:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.rows import RowsSpec
 from flexrlhf.config.spec import DataSpec, Spec
 from flexrlhf.data.columns import RowLayout
-from flexrlhf.data.forms import Needs
 from flexrlhf.data.order import whole_parts
+from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.plan import Plan
 
 

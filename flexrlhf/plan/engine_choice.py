@@ -11,11 +11,12 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import ModelSpec, ParitySpec, PlacementMap, RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.old_logprobs import recomputes_next_to_generation
-from flexrlhf.operators.rollout import compares_cut_logprobs
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.placement.names import SHADOW, ModelName
+from flexrlhf.plan.algorithm_graph import heads_of
+from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
+from flexrlhf.plan.rollout_graph import compares_cut_logprobs
 from flexrlhf.weights.shapes import read_config
 
 
@@ -54,7 +55,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
     obstacles = {
         f"vllm serves {either(LLAMA_LIKE)} models": family not in LLAMA_LIKE,
-        f"the {role} also computes values": graph.heads[role] == "both",
+        f"the {role} also computes values": heads_of(graph)[role] == "both",
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
         f"placement has {role}.{SHADOW}": ModelName.of(role, SHADOW) in entries,
         "placement.operators has a place for generation": (

@@ -21,6 +21,7 @@ from flexrlhf.data.order import SourceShare
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import reads_texts
+from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.architectures import check_architecture
 from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.end_tokens import end_tokens
@@ -256,7 +257,7 @@ def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
     whole = base_model(role, model).path
     if whole is not None and not weight_files(f"models.{role}.path", Path(whole)):
         raise UserError(f"models.{role}.path {whole}: no weights in it (no file {SINGLE} or {INDEX})")
-    loaded = check_architecture(role, model, plan.graph.heads[role], role in plan.graph.trained or model.new_head)
+    loaded = check_architecture(role, model, heads_of(plan.graph)[role], role in plan.graph.trained or model.new_head)
     size, config = getattr(loaded.get_text_config(), "vocab_size", None), read_config(role, model)
     if model.retokenize:
         _check_text_limit(role, model, config)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from os.path import realpath
 from pathlib import Path
 
-from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import (
     OF_TRAINING,
@@ -21,10 +21,11 @@ from flexrlhf.config.spec import (
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.sources import SECTIONS
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.dtypes import all_compute_in_bfloat16
+from flexrlhf.plan.algorithm_graph import heads_of
+from flexrlhf.plan.score_sources import SECTIONS
 from flexrlhf.weights.families import check_family
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
@@ -219,8 +220,8 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
             model, new_head = pending[Path(realpath(model.path))], True
             saved = saved or (None if model.save_dtype == "auto" or model.lora else model.save_dtype)
         is_sampled = role == graph.generated and spec.guards.sampled_logprobs == "stop"
-        check_family(role, read_config(role, model), graph.heads[role], is_sampled)
-        shape = model_shape(role, model, graph.heads[role], new_head)
+        check_family(role, read_config(role, model), heads_of(graph)[role], is_sampled)
+        shape = model_shape(role, model, heads_of(graph)[role], new_head)
         if shape is not None:
             shape = shape if saved is None else replace(shape, stored=saved)
             shapes[role] = shape if lora is None else with_adapters(role, shape, lora)

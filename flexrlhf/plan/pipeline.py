@@ -14,11 +14,7 @@ from pathlib import Path
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.evaluation import check_evaluation
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.dtypes import with_placed_dtypes
 from flexrlhf.placement.groups import Group, compute_groups
@@ -26,6 +22,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.per_operator import place_operators
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
 from flexrlhf.plan.engine_checks import check_engines
 from flexrlhf.plan.engine_choice import with_rollout_engine
 from flexrlhf.plan.hub_names import with_snapshots
@@ -39,6 +36,7 @@ from flexrlhf.plan.models import (
     with_shared_reference,
 )
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.rollout_graph import with_rollout
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.choice import STRATEGIES, choose_strategy
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
@@ -68,7 +66,7 @@ class ResolvedSpec:
     def roles(self) -> Roles:
         """Roles to place; the one that generates has a rollout engine where the spec names one."""
         rollout = self.graph.generated if self.spec.rollout.has_copy else None
-        return Roles(self.graph.roles, self.graph.trained, self.graph.heads, rollout)
+        return Roles(self.graph.roles, self.graph.trained, heads_of(self.graph), rollout)
 
     def place(self) -> Placement:
         """Return the placed models. Raises UserError with the nearest placement that works."""
@@ -120,7 +118,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     strategy = choose_strategy(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
     check_engines(graph, placement, is_evaluated=spec.eval is not None)
-    check_models(placement, shapes, resolved.cluster, Lengths.of(spec))
+    check_models(placement, shapes, resolved.cluster, spec.lengths)
     batch = BatchShape.of(spec)
     instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
     plan = Plan(
@@ -131,7 +129,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
         strategy=strategy,
         schedule=Schedule(instructions, max((i.lag for i in instructions), default=0)),
         batch=batch,
-        lengths=Lengths.of(spec),
+        lengths=spec.lengths,
         shapes=shapes,
         groups=tuple(_groups(placement, instructions)),
         choice=resolved.choice,

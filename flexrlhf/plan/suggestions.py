@@ -15,10 +15,10 @@ from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Compute
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import padded_row
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Sync

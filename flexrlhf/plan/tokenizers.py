@@ -14,8 +14,8 @@ from pathlib import Path
 from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.retokenize import is_scorer
 from flexrlhf.plan.models import origins_first
+from flexrlhf.plan.score_sources import is_scorer
 from flexrlhf.plan.vocabulary import WHOLE, Vocabulary, has_tokenizer, read_vocabulary
 from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.shapes import read_config

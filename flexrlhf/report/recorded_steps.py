@@ -10,7 +10,7 @@ from typing import Any
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.report.run_contents import CONFIG, METRICS, RunContents, read_contents
 from flexrlhf.timeline import Span
 

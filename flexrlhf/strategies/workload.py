@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfers import WeightSync
-from flexrlhf.operators.compared_texts import compares_texts
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.names import ModelName
@@ -60,7 +59,7 @@ def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
     call, texts = run.operator.call, 2 if run.operator.extra_loss else 1
     if call is None:
         return ()
-    return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, compares_texts(run.operator)),)
+    return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, run.operator.compares_responses),)
 
 
 def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexrlhf.config.algorithms import AlgorithmSpec, PolicySpec
+from flexrlhf.config.algorithms.base import AlgorithmSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple, add
 from flexrlhf.objectives.controllers import State, first_state, next_state

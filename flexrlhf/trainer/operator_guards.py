@@ -20,7 +20,7 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
-from flexrlhf.config.algorithms import SampledSpec
+from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Dtype, ModelSpec, Spec
 from flexrlhf.engines.base import Batch, Loss, Moments, moments
 from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep, first_in_columns
@@ -28,8 +28,8 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.parity import LogprobDifferences, compare_logprobs
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.old_logprobs import COMPARED
 from flexrlhf.placement.names import ModelName
+from flexrlhf.plan.old_logprobs import COMPARED
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.loaded_models import LoadedModel

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.retokenized import TextEncoder
@@ -20,7 +20,6 @@ from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import check_returned, combine_of, make_loss, settings_of
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.operators.columns import column_of, plain
-from flexrlhf.operators.compared_texts import compares_texts
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.loaded_models import LoadedModel
@@ -200,7 +199,7 @@ def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
     """Make one optimizer step per mini-batch, in order, ``epochs`` times over."""
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
-    loss = replace(make_loss(operator.function, algorithm), compares=compares_texts(operator))
+    loss = replace(make_loss(operator.function, algorithm), compares=operator.compares_responses)
     extra_loss = replace(make_loss(operator.extra_loss, algorithm), compares=False) if operator.extra_loss else None
     if context.check is not None and context.sampling.step == 0:
         context.check.before_training(run.model, run.batch(store, run.rows, device))

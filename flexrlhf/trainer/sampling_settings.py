@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flexrlhf.config.algorithms import SampledSpec
+from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.engines.base import Sampling
 from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan

@@ -11,9 +11,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import mixed_indices, step_indices
-from flexrlhf.operators.columns import Lengths, plain, qualified
-from flexrlhf.operators.kto import MISMATCHED
-from flexrlhf.operators.policy import PTX
+from flexrlhf.operators.columns import MISMATCHED, PTX, Lengths, plain, qualified
 from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run

@@ -19,9 +19,8 @@ from flexrlhf.data.examples import Example
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import plain
+from flexrlhf.operators.columns import STEP_ENDS, plain
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.operators.sources import STEP_ENDS
 from flexrlhf.placement.names import ModelName
 from flexrlhf.plan.inputs import text_encoder
 from flexrlhf.plan.plan import Plan

@@ -17,7 +17,9 @@ from reference_supervised import Supervised
 from reference_terms import Metric
 from torch import Tensor
 
-from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, SampledSpec
+from flexrlhf.config.algorithms.base import SampledSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.ppo import AcShareSpec
 from flexrlhf.config.number_settings import OF_MODELS, OF_RUN
 from flexrlhf.config.spec import Spec
 from flexrlhf.metrics import TIMES

@@ -2,11 +2,11 @@
 
 import torch
 
+from flexrlhf.config.algorithms.policy import policy_graph, reference, sampled_and_scored, train_actor
 from flexrlhf.engines.base import Loss, moments
 from flexrlhf.objectives.losses import aggregate
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.policy import policy_graph, reference, sampled_and_scored, train_actor
 
 
 def make_graph(spec):

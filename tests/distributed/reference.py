@@ -24,7 +24,9 @@ from reference_terms import Metric, Terms
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from flexrlhf.config.algorithms import AcShareSpec, PolicySpec, RemaxSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.ppo import AcShareSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.reinforce import RemaxSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import step_indices

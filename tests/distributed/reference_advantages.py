@@ -10,16 +10,10 @@ from reference_experience import Controls, mean_and_deviation, on_tokens, penalt
 from reference_responses import Response
 from reference_terms import Terms
 
-from flexrlhf.config.algorithms import (
-    GroupSpec,
-    PolicySpec,
-    PpoSpec,
-    RaftSpec,
-    ReinforceSpec,
-    RemaxSpec,
-    ReturnsSpec,
-    SafeRlhfSpec,
-)
+from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec, ReturnsSpec
 
 
 def estimate_advantages(

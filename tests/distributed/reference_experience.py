@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from reference_responses import Response
 from reference_terms import Terms
 
-from flexrlhf.config.algorithms import KlSpec, PolicySpec, SafeRlhfSpec, TruncationPenalty
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec, TruncationPenalty
+from flexrlhf.config.algorithms.ppo import SafeRlhfSpec
 from flexrlhf.config.spec import Spec
 
 

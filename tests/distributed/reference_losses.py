@@ -9,7 +9,9 @@ from reference_surrogates import surrogate
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.config.algorithms import AcShareSpec, KlSpec, PolicySpec, PpoSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 

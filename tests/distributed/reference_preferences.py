@@ -8,7 +8,7 @@ import torch
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.config.algorithms import DpoSpec, KtoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from reference_responses import Response, read_examples
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.config.algorithms import SampledSpec
+from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.verify.tolerances import FLOAT32

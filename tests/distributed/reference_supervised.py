@@ -17,7 +17,7 @@ from reference_terms import Terms
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from flexrlhf.config.algorithms import DpoSpec, KtoSpec, PreferenceSpec, SftSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, PreferenceSpec, SftSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import step_indices

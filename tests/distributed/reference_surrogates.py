@@ -10,7 +10,8 @@ from reference_responses import Response
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.config.algorithms import ImportanceSpec, PolicySpec
+from flexrlhf.config.algorithms.base import ImportanceSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.hashing import mixed, place_hash
 from flexrlhf.objectives.surrogates import PURPOSE

@@ -15,7 +15,9 @@ from reference_sampling import NoTie, Sampler
 from reference_supervised import Supervised
 from torch import Tensor
 
-from flexrlhf.config.algorithms import KlSpec, LagrangeSpec, PolicySpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import LagrangeSpec
 from flexrlhf.config.spec import OptimizerSpec, Spec
 from flexrlhf.plan.pipeline import make_plan
 

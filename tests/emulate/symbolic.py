@@ -12,8 +12,8 @@ from hashlib import blake2b
 
 from flexrlhf.config.spec import PlacementMap, Spec
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.rollout import with_rollout
+from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.rollout_graph import with_rollout
 
 Value = int
 Cell = tuple[int, str, int]

@@ -13,7 +13,7 @@ from small_models import TINY, engine_for, likelihood, mini_batch, placed, squar
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexrlhf.config.algorithms import DpoSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec
 from flexrlhf.config.spec import Head, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine

@@ -21,7 +21,9 @@ from random_specs import (
     with_stages,
 )
 
-from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm, ImportanceSpec, LagrangeSpec
+from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
+from flexrlhf.config.algorithms.base import ImportanceSpec
+from flexrlhf.config.algorithms.ppo import LagrangeSpec
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
 from flexrlhf.config.rows import SourceSpec
@@ -37,7 +39,7 @@ from flexrlhf.config.spec import (
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 

@@ -6,7 +6,7 @@ import torch
 from replicas import Alone, batch_of
 from torch import Tensor
 
-from flexrlhf.config.algorithms import PolicySpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.controllers import first_state

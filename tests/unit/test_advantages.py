@@ -12,7 +12,8 @@ from replicas import Alone, Port, mask_of, on_replicas
 from scored_batches import context_of, ragged, scored_batch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import PpoSpec, RaftSpec
+from flexrlhf.config.algorithms.grpo import RaftSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.engines.base import Batch, Moments, add_moments
 from flexrlhf.objectives.advantages import gae, ppo_advantages, whiten
 from flexrlhf.objectives.context import Columns, CombineContext

@@ -18,8 +18,8 @@ from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import lengths_for
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.rollout import padded_row
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits, tightest_rank
 

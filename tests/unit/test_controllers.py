@@ -14,7 +14,8 @@ from replicas import mask_of
 from scored_batches import context_of, scored_batch
 from small_runs import plan_of
 
-from flexrlhf.config.algorithms import KlSpec, PpoSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.controllers import State, first_state, next_state

@@ -12,9 +12,10 @@ import pytest
 
 from flexrlhf.data.examples import Example, load_examples
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import ALPACA_TEMPLATES, Needs, detect_form, split_dialogues, text_of
+from flexrlhf.data.forms import ALPACA_TEMPLATES, detect_form, split_dialogues, text_of
 from flexrlhf.data.order import step_indices
 from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Needs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -21,9 +21,10 @@ from flexrlhf.data.columns import RowLayout
 from flexrlhf.data.data_counts import DataCounts, TokenLimits, quantile
 from flexrlhf.data.examples import load_examples
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import ALPACA_TEMPLATES, Needs
+from flexrlhf.data.forms import ALPACA_TEMPLATES
 from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.quickstart.corpus import build_tokenizer
+from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.data_lines import data_line, data_warnings
 from flexrlhf.plan.data_report import format_inspection
 from flexrlhf.plan.data_sources import DataSource

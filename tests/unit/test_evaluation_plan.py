@@ -16,9 +16,9 @@ from flexrlhf.guideline.simulation.pricing import Pricer, longest_lengths
 from flexrlhf.metrics import METRICS, is_better
 from flexrlhf.operators import evaluation
 from flexrlhf.operators.evaluation import evaluation_metrics
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import schedule_table

@@ -11,8 +11,9 @@ import pytest
 from flexrlhf.data.columns import RowLayout
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import Message, Needs, TextExample, as_chat, detect_form, needed_text
+from flexrlhf.data.forms import Message, TextExample, as_chat, detect_form, needed_text
 from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Needs
 
 FORMS = Path(__file__).parents[1] / "fixtures" / "forms"
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -20,6 +20,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.names import ModelName
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_models
 from flexrlhf.weights.lora import shape_of, with_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD
@@ -68,19 +69,19 @@ def writing(name: str) -> Operator:
     ],
 )
 def test_the_head_is_what_the_operators_compute(operators: tuple[Operator, ...], head: Head) -> None:
-    assert graph(*operators).heads == {"actor": head}
+    assert heads_of(graph(*operators)) == {"actor": head}
 
 
 def test_evaluations_count() -> None:
-    assert graph(VALUES, evaluation=(GENERATE,)).heads == {"actor": "both"}
+    assert heads_of(graph(VALUES, evaluation=(GENERATE,))) == {"actor": "both"}
 
 
 def test_each_role_has_its_own() -> None:
     found = plan_of([0.5] * 4, 2)
-    assert found.graph.heads == {"actor": "causal", "critic": "scalar", "ref": "causal", "reward": "scalar"}
-    assert {model.role: model.head for model in found.placement.models} == found.graph.heads
+    assert heads_of(found.graph) == {"actor": "causal", "critic": "scalar", "ref": "causal", "reward": "scalar"}
+    assert {model.role: model.head for model in found.placement.models} == heads_of(found.graph)
     assert {role: SCALAR_HEAD in shape.names for role, shape in found.shapes.items()} == {
-        role: head == "scalar" for role, head in found.graph.heads.items()
+        role: head == "scalar" for role, head in heads_of(found.graph).items()
     }
 
 

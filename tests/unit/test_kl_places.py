@@ -16,7 +16,9 @@ from scored_batches import context_of, scored_batch
 from small_runs import spec_of
 from torch import Tensor
 
-from flexrlhf.config.algorithms import GrpoSpec, KlSpec, PpoSpec, RlooSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.grpo import GrpoSpec, RlooSpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.advantages import ppo_advantages

@@ -12,28 +12,18 @@ from replicas import batch_of, mask_of
 from scored_batches import ragged
 from torch import Tensor
 
-from flexrlhf.config.algorithms import (
-    AcShareSpec,
-    DpoSpec,
-    ImportanceSpec,
-    KlSpec,
-    KtoSpec,
-    LossAggregation,
-    OrpoSpec,
-    PpoSpec,
-    PtxSpec,
-    RewardSpec,
-    SftSpec,
-    SimpoSpec,
-)
+from flexrlhf.config.algorithms.base import ImportanceSpec, LossAggregation
+from flexrlhf.config.algorithms.policy_sections import KlSpec, PtxSpec
+from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, RewardSpec, SftSpec, SimpoSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import LOSSES
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import aggregate
 from flexrlhf.objectives.surrogates import importance_weights
-from flexrlhf.operators.compared_texts import PAIR_LOSSES
-from flexrlhf.operators.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
+from flexrlhf.operators.graph import LOSSES as COMPARES
+from flexrlhf.plan.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 
@@ -143,9 +133,9 @@ def test_loss_gradient_and_statistics_add_up_over_any_parts(name: str, how: Loss
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_single_rows_add_up_unless_they_compare_two(name: str) -> None:
-    """A pass may have one text of a group for all losses but those of pairs."""
+    """A pass may have one response of a group for all losses but those of pairs."""
     case, rows = case_of(name, "token-mean"), [slice(row, row + 1) for row in range(16)]
-    if name in PAIR_LOSSES:
+    if COMPARES[name]:
         with pytest.raises(RuntimeError):
             case.contributions(rows)
         return

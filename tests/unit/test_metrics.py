@@ -10,19 +10,10 @@ import pytest
 from replicas import mask_of
 from scored_batches import context_of, scored_batch
 
-from flexrlhf.config.algorithms import (
-    AcShareSpec,
-    DpoSpec,
-    ImportanceSpec,
-    KlSpec,
-    KtoSpec,
-    OrpoSpec,
-    PpoSpec,
-    PtxSpec,
-    RewardSpec,
-    SftSpec,
-    SimpoSpec,
-)
+from flexrlhf.config.algorithms.base import ImportanceSpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec, PtxSpec
+from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, RewardSpec, SftSpec, SimpoSpec
 from flexrlhf.metrics import METRICS, Triple, add, evaluate, statistic_name
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 

@@ -11,10 +11,10 @@ from test_simulate import Fixed
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.rollout_graph import with_rollout
 from flexrlhf.strategies.instructions import Move, Run
 
 SIX = [0.5] * 6

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexrlhf.config.algorithms import GrpoSpec
+from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.engines.base import Batch, moments
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.functions import check_returned, combine_of, make_loss

@@ -9,15 +9,12 @@ import pytest
 from pydantic import TypeAdapter
 from small_runs import TINY, plan_of
 
-from flexrlhf.config.algorithms import Algorithm, AnyAlgorithm
+from flexrlhf.config.algorithms import ALGORITHMS, Algorithm, AnyAlgorithm
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.functions import COMBINES as COMBINE_FUNCTIONS
 from flexrlhf.objectives.functions import LOSSES as LOSS_FUNCTIONS
 from flexrlhf.operators.columns import TEXT
-from flexrlhf.operators.compared_texts import PAIR_LOSSES, compares_texts
-from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.own_graph import COMBINES, LOSSES
-from flexrlhf.operators.registry import GRAPHS
+from flexrlhf.operators.graph import COMBINES, LOSSES, Operator
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "cautious_rewards.py"
 SECOND = f"models.reward_second.init={TINY}"
@@ -40,7 +37,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_names_of_functions_are_those_that_there_are() -> None:
-    assert set(LOSS_FUNCTIONS) == LOSSES > PAIR_LOSSES
+    assert set(LOSS_FUNCTIONS) == set(LOSSES)
     assert set(COMBINE_FUNCTIONS) == COMBINES
 
 
@@ -53,17 +50,17 @@ def test_names_of_functions_are_those_that_there_are() -> None:
         (Operator("train_actor", "train", "actor", TEXT, function="file.py:loss", compares=False), False),
         (Operator("logprobs", "forward", "actor", TEXT, ("logprobs",)), False),
     ],
-    ids=["package's", "package's of pairs", "own", "own of single texts", "forward"],
+    ids=["package's", "package's of pairs", "own", "own of single responses", "forward"],
 )
-def test_texts_that_an_own_loss_may_compare_are_in_one_pass(operator: Operator, compares: bool) -> None:
-    assert compares_texts(operator) is compares
+def test_responses_that_an_own_loss_may_compare_are_in_one_pass(operator: Operator, compares: bool) -> None:
+    assert operator.compares_responses is compares
 
 
-def test_the_algorithms_that_compare_texts_in_training() -> None:
+def test_the_algorithms_that_compare_responses_in_training() -> None:
     settings: TypeAdapter[AnyAlgorithm] = TypeAdapter(Algorithm)
-    for name, graph_of in GRAPHS.items():
-        graph = graph_of(settings.validate_python({"name": name}))
-        compares = {compares_texts(each) for each in graph.operators if each.kind == "train"}
+    for name in ALGORITHMS:
+        graph = settings.validate_python({"name": name}).step_graph()
+        compares = {each.compares_responses for each in graph.operators if each.kind == "train"}
         assert compares == {name in ("dpo", "kto", "simpo", "orpo", "reward")}, name
 
 

@@ -8,12 +8,12 @@ import pytest
 from pydantic import TypeAdapter
 from small_runs import PPO, spec_of
 
-from flexrlhf.config.algorithms import KlSpec, PpoSpec, PtxSpec, TruncationPenalty
+from flexrlhf.config.algorithms.policy_sections import KlSpec, PtxSpec, TruncationPenalty
+from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource, Sources
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.ppo import ppo
-from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.algorithm_graph import make_graph
 
 
 def refused(override: str) -> str:
@@ -86,14 +86,14 @@ def test_a_step_is_of_all_its_rollouts() -> None:
 
 
 def operators_of(**settings: Any) -> dict[str, Operator]:
-    return {operator.name: operator for operator in ppo(PpoSpec.model_validate(settings)).operators}
+    return {operator.name: operator for operator in PpoSpec.model_validate(settings).step_graph().operators}
 
 
 def test_without_a_penalty_there_is_no_reference() -> None:
-    graph = ppo(PpoSpec(kl=None))
+    graph = PpoSpec(kl=None).step_graph()
     assert graph.roles == ("actor", "critic", "reward")
     assert "ref_logprobs" not in {name for operator in graph.operators for name in (*operator.reads, *operator.writes)}
-    assert ppo(PpoSpec()).roles == ("actor", "critic", "ref", "reward")
+    assert PpoSpec().step_graph().roles == ("actor", "critic", "ref", "reward")
 
 
 @pytest.mark.parametrize(("place", "training"), [("reward", False), ("loss", True)])
@@ -133,7 +133,7 @@ def test_several_epochs_wait_for_all_chunks() -> None:
 
 
 def test_only_the_actor_reads_pretraining_texts() -> None:
-    graph = ppo(PpoSpec(ptx=PtxSpec(path="texts.jsonl")))
+    graph = PpoSpec(ptx=PtxSpec(path="texts.jsonl")).step_graph()
     texts = ("tokens.ptx", "attention_mask.ptx", "loss_mask.ptx")
     operators = {operator.name: operator for operator in graph.operators}
     assert operators["train_actor"].extra_reads == texts and operators["train_actor"].extra_loss == "ptx"
@@ -142,7 +142,7 @@ def test_only_the_actor_reads_pretraining_texts() -> None:
 
 
 def test_a_frozen_actor_is_the_graphs_first_step() -> None:
-    graph = ppo(PpoSpec(freeze_actor_steps=3, kl=KlSpec()))
+    graph = PpoSpec(freeze_actor_steps=3, kl=KlSpec()).step_graph()
     assert (graph.first_step("actor"), graph.first_step("critic"), graph.first_step("ref")) == (3, 0, 0)
 
 

@@ -11,7 +11,7 @@ from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from flexrlhf.config.algorithms import DpoSpec, KtoSpec, OrpoSpec, SimpoSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, SimpoSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError

@@ -9,7 +9,8 @@ import pytest
 from preset_matrix import FILES, expected
 from small_runs import spec_of
 
-from flexrlhf.config.algorithms import ALGORITHMS, KlSpec
+from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.presets.filling import PEERS, trainer_of
 from flexrlhf.config.presets.table import MiniBatchesOf, WarmUp
 from flexrlhf.config.spec import Spec

@@ -12,7 +12,9 @@ import pytest
 import torch
 from scored_batches import context_of, rewards_of, scored_batch
 
-from flexrlhf.config.algorithms import GrpoSpec, PpoSpec, ReinforceSpec
+from flexrlhf.config.algorithms.grpo import GrpoSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml

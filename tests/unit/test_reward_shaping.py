@@ -13,7 +13,8 @@ from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from scored_batches import context_of, ragged, rewards_of, scored_batch
 from torch import Tensor
 
-from flexrlhf.config.algorithms import KlSpec, PpoSpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.errors import RunStopped

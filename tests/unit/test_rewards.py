@@ -21,7 +21,7 @@ from small_runs import TINY, plan_of, spec_of
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSource
 from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
-from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.inputs import check_runs
 from flexrlhf.rewards import workers
 from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch

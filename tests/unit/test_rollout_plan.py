@@ -11,14 +11,14 @@ from small_runs import RECOMPUTE, plan_of, spec_of
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.rollout import with_rollout
 from flexrlhf.placement.generation_order import received_share
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.rollout_graph import with_rollout
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk

@@ -20,7 +20,7 @@ from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")

@@ -12,8 +12,8 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT, column_of
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.sources import with_sources
+from flexrlhf.plan.algorithm_graph import heads_of, make_graph
+from flexrlhf.plan.score_sources import with_sources
 
 ANSWERED = (*TEXT, "response_mask", "finished")
 MODELS = f"models.reward_style={{init: {TINY}}}"
@@ -68,7 +68,7 @@ def test_a_model_with_a_weight_is_weighed() -> None:
         ("scores", "combine", "actor", ("scores.reward", "response_mask"), ("scores",)),
     ]
     assert graph.roles == ("actor", "critic", "ref", "reward")
-    assert graph.heads["reward"] == "scalar"
+    assert heads_of(graph)["reward"] == "scalar"
 
 
 def test_several_models_are_roles_in_their_order() -> None:
@@ -87,7 +87,7 @@ def test_several_models_are_roles_in_their_order() -> None:
     ]
     assert graph.roles == ("actor", "critic", "ref", "reward_style", "reward")
     assert added(graph)[-1].function == "reward"
-    assert {graph.heads[role] for role in ("reward_style", "reward")} == {"scalar"}
+    assert {heads_of(graph)[role] for role in ("reward_style", "reward")} == {"scalar"}
 
 
 def test_scores_of_tokens_from_outside_beside_a_model() -> None:

@@ -12,14 +12,14 @@ from scored_batches import context_of, scored_batch
 from small_runs import spec_of
 from torch import Tensor
 
-from flexrlhf.config.algorithms import GrpoSpec
+from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource
 from flexrlhf.engines.base import Batch
 from flexrlhf.errors import UserError
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer

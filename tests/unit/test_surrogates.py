@@ -10,7 +10,9 @@ from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from small_runs import spec_of
 from torch import Tensor
 
-from flexrlhf.config.algorithms import GspoSpec, ImportanceSpec, PpoSpec, RejectionSpec
+from flexrlhf.config.algorithms.base import ImportanceSpec, RejectionSpec
+from flexrlhf.config.algorithms.grpo import GspoSpec
+from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
@@ -19,8 +21,8 @@ from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.objectives.surrogates import importance_weights
 from flexrlhf.operators.graph import Graph
-from flexrlhf.operators.registry import make_graph
-from flexrlhf.operators.rollout import with_rollout
+from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.rollout_graph import with_rollout
 
 GENERATOR = torch.Generator().manual_seed(4)
 MASK = mask_of("111110", "111000", "111111", "100000")

@@ -18,7 +18,7 @@ from flexrlhf.guideline.simulation.pricing import source_section
 from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED
 from flexrlhf.operators.columns import TEXT, Lengths
 from flexrlhf.operators.graph import Operator
-from flexrlhf.operators.registry import make_graph
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.vocabulary import Vocabulary, read_vocabulary
 from flexrlhf.strategies.instructions import Move

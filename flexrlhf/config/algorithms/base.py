@@ -1,14 +1,19 @@
-"""Settings that all algorithms have."""
+"""Settings that all algorithms have, and those that generate: how responses are sampled and corrected for."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from flexrlhf.config.presets.filling import PEERS, Like, filled_algorithm
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
+from flexrlhf.operators.graph import Graph
+
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 class AlgorithmSpec(StrictModel):
@@ -39,6 +44,10 @@ class AlgorithmSpec(StrictModel):
         """Number of prompts whose rows one step trains on."""
         return self.prompts_per_step
 
+    def step_graph(self) -> Graph:
+        """Return the operators of a step, each role with a model of its own: the package's, whatever ``graph`` is."""
+        raise NotImplementedError
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
@@ -68,6 +77,82 @@ class AlgorithmSpec(StrictModel):
         return self
 
 
-LossAggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+_Text = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[tuple[_Text, ...], BeforeValidator(_as_list, json_schema_input_type=_Text | tuple[_Text, ...])]
+
+
+class RejectionSpec(StrictModel):
+    """Rejection of tokens or responses that the trained policy would have sampled much more or less often.
+
+    What has a ratio pi_old / pi_rollout outside the bounds is left out of the actor's loss and its denominators
+    (verl's ``rollout_rs``: token_k1, seq_sum_k1, seq_mean_k1, whose bounds are of the inverse ratio).
+    """
+
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "sequence",
+        description="token: each by its ratio; sequence: a response by the product of its tokens'; geometric: by their "
+        "geometric mean",
+    )
+    lower: float = Field(0.5, gt=0, lt=1, description="smallest ratio that is kept")
+    upper: float = Field(2.0, gt=1, description="largest ratio that is kept")
+
+
+class ImportanceSpec(StrictModel):
+    """Importance sampling (Ionides 2008; Espeholt et al. 2018): corrects for responses of another policy.
+
+    Ratio = pi_old / pi_rollout of each token, or of the whole response; pi_old: the weights that training of
+    the step starts from, pi_rollout: the distribution that the response was sampled from. Weight of a loss:
+    truncate: min(ratio, cap). mask: the ratio where it is in [floor, cap], else 0 (IcePop, Ling Team 2025; verl's
+    ``rollout_is_threshold: lower_upper``); tokens of weight 0 stay in the loss's denominator.
+    """
+
+    level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a response")
+    outside: Literal["truncate", "mask"] = Field("truncate", description="what becomes of a ratio beyond the bounds")
+    cap: float = Field(2.0, ge=1, description="largest weight")
+    floor: float | None = Field(
+        None, gt=0, le=1, description="smallest weight that is not 0, with outside: mask; null: no such bound"
+    )
+    reject: RejectionSpec | None = Field(None, description="null: nothing is left out")
+
+    @model_validator(mode="after")
+    def _floor_of_a_mask(self) -> Self:
+        if self.floor is not None and self.outside == "truncate":
+            raise ValueError(f"floor {self.floor:g} goes with outside: mask; use that, or remove floor")
+        return self
+
+
+class SampledSpec(AlgorithmSpec):
+    """Settings of algorithms that generate: how responses are sampled, and the correction for another policy's."""
+
+    samples_per_prompt: int = Field(1, ge=1, description="responses to each prompt")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this total probability")
+    top_k: int = Field(0, ge=0, description="sample from this many most likely tokens; 0: from all")
+    min_response_tokens: int = Field(0, ge=0, description="no end token before this many tokens")
+    stop: StopStrings = Field(
+        (), description="strings that end a response, of which they stay a part; compared without special tokens"
+    )
+    importance: ImportanceSpec | None = Field(None, description="null: no importance weights")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether responses are sampled from a part of the policy's distribution, so that their log-probs differ."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_response_tokens > 0
+
+    @model_validator(mode="after")
+    def _cuts_are_corrected(self) -> Self:
+        if self.is_cut and self.importance is None:
+            name, plain = next(
+                (name, plain)
+                for name, plain in (("top_p", 1), ("top_k", 0), ("min_response_tokens", 0))
+                if getattr(self, name) != plain
+            )
+            raise ValueError(
+                f"{name} {getattr(self, name):g} samples from another distribution than the policy's; "
+                f"use {plain}, or correct for it with importance: {{}}"
+            )
+        return self

@@ -1,12 +1,25 @@
-"""Algorithms that train on responses of the data set: SFT, reward models, and preferences."""
+"""Algorithms that train on responses of the data set: SFT, reward models, and DPO, SimPO, ORPO and KTO on pairs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
+from flexrlhf.operators.columns import MISMATCHED, TEXT, qualified
+from flexrlhf.operators.evaluation import DIVERSITY, GENERATE, next_to_data
+from flexrlhf.operators.graph import Graph, Operator
+
+READ = (*TEXT, "loss_mask")
+LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
+REF_LOGPROBS = Operator("ref_logprobs", "forward", "ref", TEXT, ("ref_logprobs",))
+ACCURACY = Operator(
+    "accuracy", "combine", "actor", ("logprobs", "ref_logprobs", "loss_mask"), function="preference_accuracy"
+)
+PLAIN_ACCURACY = replace(ACCURACY, reads=("logprobs", "loss_mask"))
+"""Of an algorithm without a reference."""
 
 
 class SftSpec(AlgorithmSpec):
@@ -16,12 +29,40 @@ class SftSpec(AlgorithmSpec):
     samples_per_prompt: Literal[1] = Field(1, description="responses to each prompt, of the data")
     loss_aggregation: LossAggregation = Field("token-mean", description="from the losses of tokens to that of a batch")
 
+    def step_graph(self) -> Graph:
+        train = Operator("train_actor", "train", "actor", READ, function="likelihood_loss", barrier=self.epochs > 1)
+        return Graph(
+            operators=(train,),
+            roles=("actor",),
+            data="responses",
+            inputs=("prompts", "prompt_mask", *READ),
+            evaluation=(
+                LOGPROBS,
+                Operator("perplexity", "combine", "actor", ("logprobs", "loss_mask"), function="likelihood"),
+                next_to_data(GENERATE),
+                next_to_data(DIVERSITY),
+            ),
+        )
+
 
 class RewardSpec(AlgorithmSpec):
     """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
 
     name: Literal["reward"] = "reward"
     samples_per_prompt: Literal[2] = Field(2, description="responses to each prompt: the chosen and the rejected one")
+
+    def step_graph(self) -> Graph:
+        inputs = (*TEXT, "response_mask")
+        train = Operator("train_reward", "train", "reward", inputs, function="pair_loss", quantities=("scores",))
+        scores = Operator("scores", "forward", "reward", TEXT, ("scores",))
+        accuracy = Operator("accuracy", "combine", "reward", ("scores",), function="pair_accuracy")
+        return Graph(
+            operators=(replace(train, barrier=self.epochs > 1),),
+            roles=("reward",),
+            data="pairs",
+            inputs=inputs,
+            evaluation=(scores, accuracy),
+        )
 
 
 class PreferenceSpec(AlgorithmSpec):
@@ -59,6 +100,17 @@ class DpoSpec(PreferenceSpec):
             raise ValueError("loss: robust needs label_smoothing, the share of wrong labels; use 0.1, or loss: sigmoid")
         return self
 
+    def step_graph(self) -> Graph:
+        reads = (*READ, "ref_logprobs")
+        train = Operator("train_actor", "train", "actor", reads, function="preference_loss", barrier=self.epochs > 1)
+        return Graph(
+            operators=(REF_LOGPROBS, train),
+            roles=("actor", "ref"),
+            data="pairs",
+            inputs=READ,
+            evaluation=(LOGPROBS, REF_LOGPROBS, ACCURACY),
+        )
+
 
 class SimpoSpec(PreferenceSpec):
     """Simple preference optimization (Meng et al. 2024, eq. 6), without a reference model.
@@ -70,6 +122,9 @@ class SimpoSpec(PreferenceSpec):
     beta: float = Field(2.0, gt=0, description="factor of the mean log-probs")
     gamma: float = Field(1.0, ge=0, description="margin by which the chosen response is to be better")
 
+    def step_graph(self) -> Graph:
+        return _without_reference(self, "simpo_loss")
+
 
 class OrpoSpec(PreferenceSpec):
     """Odds ratio preference optimization (Hong et al. 2024, eqs. 3 to 7), without a reference model.
@@ -80,6 +135,16 @@ class OrpoSpec(PreferenceSpec):
 
     name: Literal["orpo"] = "orpo"
     beta: float = Field(0.1, gt=0, description="lambda of the paper: factor of the odds-ratio loss")
+
+    def step_graph(self) -> Graph:
+        return _without_reference(self, "orpo_loss")
+
+
+def _without_reference(spec: PreferenceSpec, function: str) -> Graph:
+    """Return the graph of an algorithm whose loss reads the policy alone."""
+    train = Operator("train_actor", "train", "actor", READ, function=function, barrier=spec.epochs > 1)
+    evaluation = (LOGPROBS, PLAIN_ACCURACY)
+    return Graph(operators=(train,), roles=("actor",), data="pairs", inputs=READ, evaluation=evaluation)
 
 
 class KtoSpec(PreferenceSpec):
@@ -103,3 +168,37 @@ class KtoSpec(PreferenceSpec):
                 f"no other prompt: use at least {2 * self.num_mini_batches}"
             )
         return self
+
+    def step_graph(self) -> Graph:
+        """Responses to other prompts are forwarded, too; their log-ratios are the reference point of the losses."""
+        suffix = f".{MISMATCHED}"
+        texts = qualified(TEXT, MISMATCHED)
+        forwards = tuple(
+            replace(
+                each,
+                name=f"mismatched_{each.name}",
+                reads=texts,
+                writes=qualified(each.writes, MISMATCHED),
+                suffix=suffix,
+            )
+            for each in (LOGPROBS, REF_LOGPROBS)
+        )
+        compared = qualified(("logprobs", "ref_logprobs", "loss_mask"), MISMATCHED)
+        point = Operator(
+            "reference_point",
+            "combine",
+            "actor",
+            compared,
+            ("reference_point",),
+            function="reference_point",
+            suffix=suffix,
+        )
+        reads = (*READ, "ref_logprobs", "reference_point")
+        train = Operator("train_actor", "train", "actor", reads, function="kto_loss", barrier=self.epochs > 1)
+        return Graph(
+            operators=(REF_LOGPROBS, *forwards, point, train),
+            roles=("actor", "ref"),
+            data="pairs",
+            inputs=(*READ, *texts, f"loss_mask{suffix}"),
+            evaluation=(LOGPROBS, REF_LOGPROBS, ACCURACY),
+        )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from flexrlhf.config.spec import ModelSpec, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.registry import make_graph
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.placement.hosts import Hosts, has_nvidia_driver
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.fitting import fitted
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan

@@ -19,8 +19,6 @@ from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_
 from flexrlhf.guideline.simulation.scoring_time import model_free_cost
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.compared_texts import compares_texts
 from flexrlhf.operators.graph import Operator, OperatorKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
@@ -67,7 +65,7 @@ class PlacedCall:
     @classmethod
     def of(cls, operator: Operator, mini_batches: range) -> Self:
         """Return the call of ``operator``."""
-        texts, compares = texts_per_row(operator), compares_texts(operator)
+        texts, compares = texts_per_row(operator), operator.compares_responses
         return cls(operator.kind, mini_batches, source_section(operator), texts, compares)
 
 
@@ -456,7 +454,7 @@ class OptionEnumerator:
     @cached_property
     def _own_lengths(self) -> dict[str, SequenceLengths]:
         """Lengths by role, for models with a tokenizer of their own."""
-        return own_texts(Lengths.of(self.spec), self._lengths)
+        return own_texts(self.spec.lengths, self._lengths)
 
 
 def _on(

@@ -37,9 +37,7 @@ from flexrlhf.guideline.simulation.pricing import (
     rows_bytes,
     synced_weights,
 )
-from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.operators.old_logprobs import recomputes_next_to_generation
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.dtypes import all_compute_in_bfloat16
@@ -51,6 +49,7 @@ from flexrlhf.placement.relation import Relation
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
+from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
 from flexrlhf.plan.pipeline import resolve, run_graph
 from flexrlhf.strategies import disaggregated, schedule
 from flexrlhf.strategies.schedule import make_tasks, syncs_overlap
@@ -413,7 +412,7 @@ class Space:
     def _rows_bytes(self, writer: schedule.OperatorTask, reader: schedule.OperatorTask) -> int:
         """Bytes of the rows that ``reader`` reads of ``writer``."""
         common = common_range(self.mini_batches(writer), self.mini_batches(reader))
-        return rows_bytes(self.batch, Lengths.of(self.spec), writer.operator, reader.operator, common)
+        return rows_bytes(self.batch, self.spec.lengths, writer.operator, reader.operator, common)
 
     def _rows_seconds(
         self, size: int, must_be_disjoint: bool, source: LinkEnd, to: LinkEnd, relation: Relation
@@ -516,7 +515,7 @@ def make_space(
                    no rollout engine does.
     """
     resolved = resolve(spec, pending, obstacle)
-    graph, longest = resolved.graph, Lengths.of(spec)
+    graph, longest = resolved.graph, spec.lengths
     spec = _with_types_of_stages(spec, resolved.spec, resolved.cluster)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from flexrlhf.config.spec import CallKind
 from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 

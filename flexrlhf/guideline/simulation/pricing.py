@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from flexrlhf.config.spec import CallKind, Head, Spec
+from flexrlhf.config.spec import Head, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, MeanPass, Mesh
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
@@ -24,8 +24,7 @@ from flexrlhf.memory.passes import packs_texts, shares_prompts
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.compared_texts import compares_texts
-from flexrlhf.operators.graph import Operator
+from flexrlhf.operators.graph import CallKind, Operator
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout, common_range
@@ -271,7 +270,7 @@ class Pricer:
                 by_class.setdefault(min((self.device(rank) for rank in ranks), key=_speed), []).append(replica)
         for device, replicas in by_class.items():
             class_rows = [rows[replica] for replica in replicas]
-            kind, texts, compares = run.operator.call, texts_per_row(run.operator), compares_texts(run.operator)
+            kind, texts, compares = run.operator.call, texts_per_row(run.operator), run.operator.compares_responses
             assert kind is not None, f"{run.operator.name} is no model call"
             call = self._maker.call(kind, model, self.shape(model), class_rows, texts, compares)
             yield call, self.mesh(model, device)

@@ -1,4 +1,4 @@
-"""Algorithms that compare the responses to one prompt, without a critic."""
+"""Algorithms without a critic that compare the responses to one prompt: GRPO, RLOO, GSPO, RAFT."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms.base import LossAggregation
-from flexrlhf.config.algorithms.policy import KlSpec, PolicySpec, without_values
+from flexrlhf.config.algorithms.policy import (
+    PolicySpec,
+    advantages,
+    policy_graph,
+    reference,
+    sampled_and_scored,
+    train_actor,
+)
+from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.operators.columns import STEP_ENDS
+from flexrlhf.operators.graph import Graph
 
 
 class DynamicSamplingSpec(StrictModel):
@@ -44,6 +54,10 @@ class GroupSpec(PolicySpec):
         rounds = 1 if self.dynamic_sampling is None else self.dynamic_sampling.rounds
         return rounds * super().num_prompts
 
+    @property
+    def reports_kl(self) -> bool:
+        return super().reports_kl and self.dynamic_sampling is None
+
     @model_validator(mode="after")
     def _groups_compare(self) -> Self:
         if self.samples_per_prompt == 1:
@@ -63,9 +77,10 @@ class GroupSpec(PolicySpec):
                 raise ValueError("supervision: process normalises scores of steps itself; use normalise_scores: none")
         return self
 
-    @model_validator(mode="after")
-    def _no_values(self) -> Self:
-        return without_values(self)
+    def step_graph(self) -> Graph:
+        ends = (STEP_ENDS,) if self.supervision == "process" else ()
+        operators = (*sampled_and_scored(self), advantages(self, "group_advantages", ends), train_actor(self))
+        return policy_graph(self, operators, ("actor", *reference(self), "reward"))
 
 
 class GrpoSpec(GroupSpec):
@@ -110,6 +125,10 @@ class RaftSpec(PolicySpec):
     samples_per_prompt: int = Field(8, ge=2)
     kl: KlSpec | None = None
 
-    @model_validator(mode="after")
-    def _no_values(self) -> Self:
-        return without_values(self)
+    @property
+    def reports_kl(self) -> bool:
+        return False
+
+    def step_graph(self) -> Graph:
+        operators = (*sampled_and_scored(self), advantages(self, "best_of_group"), train_actor(self))
+        return policy_graph(self, operators, ("actor", *reference(self), "reward"))

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexrlhf.config.algorithms import PolicySpec, RaftSpec, SampledSpec
+from flexrlhf.config.algorithms.base import SampledSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.graph import Graph, LeftOut, Operator
-from flexrlhf.operators.own_graph import is_own
+from flexrlhf.operators.graph import Graph, LeftOut, Operator, is_own
 
 COLUMN, REFERENCE = "logprobs", "ref_logprobs"
 COMPARED = "computed_logprobs"
@@ -94,14 +94,7 @@ def _trains_in_one_pass(graph: Graph, spec: Spec) -> bool:
     if any(is_own(reader.function) for reader in readers):
         return False  # nothing but the column has them for a user's function
     earlier = [reader for reader in readers if reader.kind != "train"]
-    return not earlier or (reports_kl(algorithm) and [each.name for each in earlier] == ["advantages"])
-
-
-def reports_kl(algorithm: PolicySpec) -> bool:
-    """Whether the training pass can report the KL to the reference: of the same responses, in every step."""
-    is_selected = isinstance(algorithm, RaftSpec) or getattr(algorithm, "dynamic_sampling", None) is not None
-    in_loss = algorithm.kl is not None and algorithm.kl.place == "loss"
-    return in_loss and algorithm.importance is None and not is_selected and not algorithm.freeze_actor_steps
+    return not earlier or (algorithm.reports_kl and [each.name for each in earlier] == ["advantages"])
 
 
 def _is_of_trained_weights(graph: Graph, spec: Spec, is_remote: bool) -> bool:

@@ -12,34 +12,18 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType, TracebackType
 from typing import get_args
 
-from flexrlhf.config.algorithms import AlgorithmSpec
+from flexrlhf.config.algorithms.base import AlgorithmSpec
 from flexrlhf.config.spec import FURTHER_MODELS, ModelsSpec
 from flexrlhf.config.user_code.checks import check_function
 from flexrlhf.config.user_code.loading import line_of, load_module
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, plain
-from flexrlhf.operators.graph import Graph, Operator, OperatorKind
+from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, Operator, OperatorKind
 
 KEY = "algorithm.graph"
 ENTRY_POINTS = "flexrlhf.graphs"
 """Group of the entry points by which an installed package offers graphs."""
-LOSSES = frozenset(
-    ("kto_loss", "likelihood_loss", "on_policy_loss", "on_policy_shared_loss", "orpo_loss", "pair_loss", "policy_loss")
-    + ("preference_loss", "ptx", "shared_loss", "simpo_loss", "value_loss")
-)
-"""Names of losses in ``objectives/functions.py``."""
-COMBINES = frozenset(
-    ("best_of_group", "covariant_tokens", "cost", "diversity", "group_advantages", "held_out_scores", "likelihood")
-    + ("pair_accuracy", "parity", "ppo_advantages", "preference_accuracy", "reference_point", "reinforce_advantages")
-    + ("rejection", "remax_advantages", "reward", "safe_advantages")
-)
-"""Names of combines there."""
 _KINDS = tuple(kind for choice in get_args(OperatorKind) for kind in get_args(choice) or (choice,))
-
-
-def is_own(function: str) -> bool:
-    """Whether the function of an operator is one of a user's file."""
-    return ":" in function
 
 
 def own_graph(spec: AlgorithmSpec) -> Graph:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from flexrlhf.config.algorithms import ImportanceSpec, SampledSpec
+from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import ParitySpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
-from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.operators.old_logprobs import also_writing, check_setting, from_generation, from_training, logprob_source
-from flexrlhf.operators.policy import after
+from flexrlhf.operators.graph import Graph, Operator, after
+from flexrlhf.plan.old_logprobs import also_writing, check_setting, from_generation, from_training, logprob_source
 
 
 def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:

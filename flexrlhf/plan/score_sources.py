@@ -1,7 +1,11 @@
-"""Rewrite a graph whose scores come from other sources than one model of that name.
+"""Rewrite a graph whose scores come from other sources than one model of that name, or by a tokenizer of their own.
 
 Each model of several is a role of its own. Functions, services and rules take no devices: they are called where the
 responses are. Without any model the role goes, and the ratio vector loses its entry.
+
+For a model with ``models.ROLE.retokenize`` an operator where the responses are decodes prompts and responses and
+encodes them for the model, in columns of its own width: ``tokens.ROLE`` and ``attention_mask.ROLE``. They travel to the
+model in place of the policy's tokens.
 """
 
 from __future__ import annotations
@@ -12,24 +16,20 @@ from dataclasses import replace
 from flexrlhf.config.reward_sources import ModelSource, RewardSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import plain
+from flexrlhf.operators.columns import CALLED, STEP_ENDS, TEXT, column_of, plain, qualified
 from flexrlhf.operators.graph import Graph, Operator
 
 SECTIONS = ("reward", "cost")
-CALLED = "called"
-"""Qualifier of columns that functions, services and rules write."""
-STEP_ENDS = "step_ends"
-"""Column of the tokens that end a step."""
 
 
 def with_sources(graph: Graph, spec: Spec) -> Graph:
     """Return ``graph`` with the sources of ``spec``. Raises UserError where the algorithm uses no such scores."""
     for section, sources in (("reward", spec.reward), ("cost", spec.cost)):
-        if sources is None or _is_plain(sources, section):
-            continue
+        if sources is None or sources == (ModelSource(model=section),):
+            continue  # the graph has a model of that name
         if not any(_scores(operator, section) for operator in graph.operators):
             raise UserError(f"{section}: {spec.algorithm.name} uses no such scores; remove it")
-        graph = _with(graph, section, sources)
+        graph = _with_section(graph, section, sources)
     if _reads_ends(graph.operators) and STEP_ENDS not in graph.producers:
         raise UserError(
             "algorithm.supervision: process needs a source of reward with level: step; give one, or use outcome"
@@ -41,16 +41,11 @@ def _reads_ends(operators: Sequence[Operator]) -> bool:
     return any(STEP_ENDS in operator.reads for operator in operators)
 
 
-def _is_plain(sources: Sources, section: str) -> bool:
-    """Whether the sources are what the graph already has: one model of that name."""
-    return sources == (ModelSource(model=section),)
-
-
 def _scores(operator: Operator, section: str) -> bool:
     return operator.kind == "forward" and operator.role == section
 
 
-def _with(graph: Graph, section: str, sources: Sources) -> Graph:
+def _with_section(graph: Graph, section: str, sources: Sources) -> Graph:
     models = tuple(dict.fromkeys(source.model for source in sources if isinstance(source, ModelSource)))
     _check_names(section, sources, models)
 
@@ -127,3 +122,64 @@ def _with_token_scores(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
         return operator if is_weighing else replace(operator, reads=(*operator.reads, *further))
 
     return tuple(reading(operator) for operator in operators)
+
+
+def is_scorer(role: str) -> bool:
+    """Whether ``role`` is a model of scores: of rewards or of costs."""
+    return any(role == section or role.startswith(f"{section}_") for section in SECTIONS) and role != "cost_critic"
+
+
+def with_retokenized(graph: Graph, spec: Spec) -> Graph:
+    """Return ``graph`` with an operator before each scoring of a model that retokenizes.
+
+    Raises UserError for a model that cannot.
+    """
+    roles = [role for role, model in spec.models if model is not None and model.retokenize and role in graph.roles]
+    for role in roles:
+        _check_retokenized(role, graph, spec)
+    if not roles:
+        return graph
+
+    def all_of(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+        return tuple(
+            each
+            for operator in operators
+            for each in (_retokenized(operator, graph) if operator.role in roles else [operator])
+        )
+
+    return replace(graph, operators=all_of(graph.operators), evaluation=all_of(graph.evaluation))
+
+
+def _retokenized(operator: Operator, graph: Graph) -> Iterator[Operator]:
+    """Yield the operator that writes texts for ``operator``, a forward, and ``operator`` on these."""
+    assert graph.generated is not None, "a graph without responses is refused"
+    suffix = operator.suffix
+    texts = tuple(f"{name}{suffix}" for name in qualified(TEXT, operator.role))
+    yield replace(
+        operator,
+        name=f"{operator.name}_texts",
+        kind="retokenize",
+        role=graph.generated,
+        reads=(*operator.reads, f"response_mask{suffix}", f"finished{suffix}"),
+        writes=texts,
+        function=operator.role,
+    )
+    # what computes sees the names of columns without their suffix
+    yield replace(operator, reads=texts, suffix=f".{operator.role}{suffix}")
+
+
+def _check_retokenized(role: str, graph: Graph, spec: Spec) -> None:
+    """Raise UserError for a role that reads no finished texts, and for scores of single tokens."""
+    if not is_scorer(role) or role in graph.trained or graph.generated is None:
+        raise UserError(
+            f"models.{role}.retokenize: {spec.algorithm.name} "
+            f"{'trains' if role in graph.trained else 'reads tokens of'} this model, and only finished texts can be "
+            f"encoded again, by a reward or cost model; remove it, and set data.tokenizer to the model's own"
+        )
+    operators = (*graph.operators, *graph.evaluation)
+    written = {column_of(name).quantity for operator in operators if operator.role == role for name in operator.writes}
+    if "token_scores" in written:
+        raise UserError(
+            f"models.{role}.retokenize: level token needs a score for each token of the policy, as level step "
+            f"does, which another tokenizer does not have; use level answer"
+        )
