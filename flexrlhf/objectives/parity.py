@@ -113,7 +113,7 @@ def compare_logprobs(
 
 
 def _logprobs_of_both(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs (n, R) of the engine and of the trainer; operators/rollout.py chooses their columns."""
+    """Log-probs (n, R) of the engine and of the trainer; plan/rollout_graph.py chooses their columns."""
     engine = "rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"
     trainer = "trainer_logprobs" if "trainer_logprobs" in batch.columns else "logprobs"
     return batch[engine], batch[trainer]

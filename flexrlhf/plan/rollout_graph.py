@@ -2,7 +2,7 @@
 
 Column ``logprobs``: of the sampled tokens under the weights that training of the step starts from, which the loss takes
 its ratio to. ``rollout_logprobs``: under the distribution that they were sampled from. Where nothing corrects for their
-difference one of them serves for both (operators/old_logprobs.py), and a gate (``parity``) compares the two engines.
+difference one of them serves for both (plan/old_logprobs.py), and a gate (``parity``) compares the two engines.
 """
 
 from __future__ import annotations
