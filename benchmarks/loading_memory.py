@@ -171,8 +171,7 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
     from flexrlhf.engines.base import EngineContext
     from flexrlhf.operators.columns import Lengths
     from flexrlhf.placement.layout import Layout
-    from flexrlhf.placement.names import ModelName
-    from flexrlhf.placement.placed import PlacedModel
+    from flexrlhf.placement.placed import ModelName, PlacedModel
 
     def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
         work.wait()

@@ -36,7 +36,7 @@ from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.search.tables import LinkTable, PartTable, Tables, tables_of
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DEVICE_CLASSES
-from flexrlhf.placement.relation import Relation, mesh_relation
+from flexrlhf.placement.routes import Relation, mesh_relation
 
 DEVICE = DEVICE_CLASSES["A100-80G"]
 LINKS = Links(DEVICE.link_gb_s, DEVICE.node_gb_s)

@@ -12,10 +12,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from flexrlhf.config.spec import ModelSpec
-from flexrlhf.placement.generation_order import generation_layout
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.layout import Layout, generation_layout
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import ModelShape, count_elements
 from flexrlhf.weights.shards import parts_on
 from flexrlhf.weights.transfers import Holdings, plan_transfers

@@ -27,8 +27,7 @@ from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.sync_plan import plan_sync
 

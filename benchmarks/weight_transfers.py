@@ -30,8 +30,7 @@ from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import parts_on
 from flexrlhf.weights.sync_plan import plan_sync, sync_bytes, transfers_of

@@ -18,8 +18,7 @@ from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, 
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 
 SAMPLES, GROUPS = 8, Lengths(512, 64)
 """Samples of a prompt, and tokens of prompts and responses, of groups."""

@@ -28,7 +28,7 @@ from flexrlhf.guideline.search.problem import (
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.relation import Relation
+from flexrlhf.placement.routes import Relation
 
 BUCKET_BYTES = 16e6
 

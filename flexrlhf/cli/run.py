@@ -16,8 +16,7 @@ from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import UserError
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
-from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, rank_notice
-from flexrlhf.placement.slurm import hosts_of
+from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, hosts_of, rank_notice
 from flexrlhf.plan.memory_text import measured_memory, memory_note
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan

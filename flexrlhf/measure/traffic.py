@@ -17,8 +17,7 @@ from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
 from flexrlhf.measure.model_calls import ProfileContext
 from flexrlhf.measure.stopwatch import TimedCall
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.runs.model_directory import save_model
 from flexrlhf.strategies.instructions import Move

@@ -29,8 +29,7 @@ from flexrlhf.memory.transfers import (
 )
 from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
 from flexrlhf.weights.shapes import ModelShape, Sizes
 from flexrlhf.weights.transfers import NodeOf

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.states import item_bytes, num_moments
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import is_merged, shape_of

@@ -14,8 +14,7 @@ from functools import lru_cache
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.memory.states import deepspeed_elements, is_bf16_optimizer, item_bytes, sliced_elements
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.buckets import GRADIENT_BUCKET_BYTES
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, Parameters
 from flexrlhf.weights.stages import shape_of_stage

@@ -121,6 +121,17 @@ def has_known_gpus(spec: ClusterSpec, cluster: Cluster) -> bool:
     return spec.device != "cpu" and all(name in DEVICE_CLASSES for name in cluster.classes)
 
 
+def all_compute_in_bfloat16(spec: ClusterSpec, cluster: Cluster) -> bool:
+    """Whether all devices are GPUs of known classes that compute in bfloat16. ``spec``: of ``cluster``."""
+    return has_known_gpus(spec, cluster) and all(DEVICE_CLASSES[name].bf16 for name in cluster.classes)
+
+
+def lacks_bfloat16(rank: int, cluster: Cluster) -> DeviceClass | None:
+    """Return the class of a rank's device if it does not compute in bfloat16, else None."""
+    figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
+    return figures if figures is not None and not figures.bf16 else None
+
+
 def make_cluster(spec: ClusterSpec) -> Cluster:
     """Return the devices of ``spec``, numbered node by node. A cluster given as one number is one node.
 

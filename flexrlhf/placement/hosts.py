@@ -1,10 +1,10 @@
-"""The nodes of a job, as --nnodes, --node-rank and --rdzv-endpoint or torchrun's environment give them."""
+"""Nodes of a job, as --nnodes, --node-rank and --rdzv-endpoint, torchrun's or SLURM's environment give them."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,17 @@ from flexrlhf.placement.cluster import Cluster, has_known_gpus, make_cluster
 
 MOST_PORT = 65535
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists where NVIDIA's driver is loaded."""
+"""Exists if NVIDIA's driver is loaded."""
+SLURM_STEP = "SLURM_STEP_ID"
+"""Variable of a process that ``srun`` started as one of the tasks of a step."""
+FIRST_PORT, NUM_PORTS = 20000, 20000
+"""Ports of which each of SLURM's jobs has one of its own by its number."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Nodes of a job, under torchrun's names. Raises UserError where they contradict each other.
+    """Nodes of a job, under torchrun's names. Raises UserError if they contradict each other.
 
     nnodes:         number of nodes
     node_rank:      number of this node, from 0
@@ -116,7 +120,7 @@ def has_nvidia_driver() -> bool:
 
 
 def check_single_planner(specs: Iterable[Spec], hosts: Hosts) -> None:
-    """Raise UserError for ``placement: auto`` where several processes would each search by measurements of their own
+    """Raise UserError for ``placement: auto`` if several processes would each search by measurements of their own
     machine."""
     if hosts.nnodes == 1 and not under_torchrun():
         return
@@ -129,7 +133,7 @@ def check_single_planner(specs: Iterable[Spec], hosts: Hosts) -> None:
 
 
 def equal_nodes(devices: int, nnodes: int) -> str:
-    """Return ``cluster.nodes`` for a number of devices in equal nodes. Raises UserError where it does not divide."""
+    """Return ``cluster.nodes`` for a number of devices in equal nodes. Raises UserError if it does not divide."""
     if devices % nnodes:
         raise UserError(
             f"--nnodes {nnodes} does not divide the {devices} devices of the cluster; list its nodes in cluster.nodes"
@@ -140,3 +144,58 @@ def equal_nodes(devices: int, nnodes: int) -> str:
 def with_device(spec: Spec, device: str) -> Spec:
     """Return the spec with ``cluster.device`` set to cpu or cuda, for ranks that must not choose by themselves."""
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"device": device})})
+
+
+def hosts_of(launcher: str, given: Hosts, environment: Mapping[str, str]) -> Hosts:
+    """Return the nodes of a job: those of ``--nnodes`` and its like, or of SLURM.
+
+    ``launcher``: ``auto`` is SLURM if this process is a task on one of several nodes and none were given.
+    Raises UserError for a launcher that did not start this process.
+    """
+    if launcher == "torchrun" and not under_torchrun():
+        raise UserError("--launcher torchrun: RANK and WORLD_SIZE are not in the environment; start with torchrun")
+    if launcher in ("local", "ray") and under_torchrun():
+        raise UserError(
+            f"--launcher {launcher}: another launcher started this process as a rank; unset RANK, WORLD_SIZE"
+        )
+    if launcher == "ray" and given != Hosts():
+        raise UserError("--nnodes: with --launcher ray the nodes are those of cluster.nodes; start one command")
+    is_step = SLURM_STEP in environment and environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    is_slurm = launcher == "auto" and given.nnodes == 1 and not under_torchrun() and is_step
+    return slurm_hosts(environment, given.rdzv_endpoint) if launcher == "slurm" or is_slurm else given
+
+
+def slurm_hosts(environment: Mapping[str, str], rdzv_endpoint: str = "") -> Hosts:
+    """Return the nodes of the step that this process is a task of.
+
+    ``rdzv_endpoint``: HOST:PORT of node 0; without it a port that follows from the job on the step's first node.
+    Raises UserError outside a step, and unless every node has one task.
+    """
+    if SLURM_STEP not in environment:
+        raise UserError(f"--launcher slurm: {SLURM_STEP} missing from the environment; start with srun, a task a node")
+    nodes, tasks = (_number(environment, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
+    if tasks != nodes:
+        raise UserError(
+            f"srun: {tasks} tasks on {nodes} nodes; a task starts all ranks of its node: use --ntasks-per-node=1"
+        )
+    if nodes == 1:
+        return Hosts()
+    # of a heterogeneous job the first component has node 0
+    listed = environment.get("SLURM_JOB_NODELIST_HET_GROUP_0") or environment.get("SLURM_STEP_NODELIST", "")
+    port = FIRST_PORT + _number(environment, "SLURM_JOB_ID") % NUM_PORTS
+    return Hosts(nodes, _number(environment, "SLURM_NODEID"), rdzv_endpoint or f"{first_host(listed)}:{port}")
+
+
+def first_host(listed: str) -> str:
+    """Return the first host of a list such as ``gpu[03-05,7],login1``. Raises UserError for an empty one."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", listed)
+    if found is None:
+        raise UserError("SLURM_STEP_NODELIST: no host in the environment of this task; give --rdzv-endpoint HOST:PORT")
+    return "".join(part or "" for part in found.groups())
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    if not value.isdecimal():
+        raise UserError(f"{name}: {value!r} in the environment of a task; srun sets a number")
+    return int(value)

@@ -3,7 +3,7 @@
 Operators of a role with the same ranks and settings share a copy of its weights. The copy that trains is the role's own
 (the first one of a role that is not trained); every other one is called as its first operator, such as
 ``actor.generate``. It is filled from the role's own copy before its first call in a step and freed after its last one
-(``strategies/refills.py``): the parameter reallocation of ReaL (Mei et al. 2024).
+(``strategies/syncs.py``): the parameter reallocation of ReaL (Mei et al. 2024).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from flexrlhf.config.spec import ModelSpec, OperatorPlacement, PlacementMap, Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.dtypes import on_devices
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, PlacedOperator, Placement
-from flexrlhf.placement.ratios import Roles, assign_ranks, check_classes, make_layout, sharded_as_set
+from flexrlhf.placement.place import check_classes, make_layout, on_devices, sharded_as_set
+from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator, Placement
+from flexrlhf.placement.ratios import Roles, assign_ranks
 
 Entries = Mapping[str, OperatorPlacement]
 Way = tuple[Layout, ModelSpec]

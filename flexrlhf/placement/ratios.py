@@ -1,28 +1,27 @@
-"""Placement ratios: a ratio vector, a mapping or explicit ranks become placed models.
+"""Ranks by ratios: a pool of devices is split into two sides if there are shadows, and models are packed in lanes.
 
 Ratios are exact fractions of a pool of devices. A pool is the whole cluster, or one device class when models are pinned
 ``on`` it, then the others share what remains. With shadows a pool for both training and inference models is split into
 a training side (first ranks) and an inference side (the rest); FlexRLHF, section 3 (Disaggregated).
+
+A lane is the list of ranks once over; two models in one lane never overlap. Models take the first lane with room, in
+vector order, along node boundaries. ``[0.5, 0.5, 0.5, 0.5]`` on 8 ranks::
+
+    lane 0   actor  0 1 2 3   critic 4 5 6 7
+    lane 1   ref    0 1 2 3   reward 4 5 6 7
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations
 
-from flexrlhf.config.spec import PLACEMENT_SETTINGS, Head, ModelSpec, PlacementEntry, PlacementMap, Spec
-from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.config.spec import Head, PlacementMap
+from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.dtypes import on_devices
-from flexrlhf.placement.generation_order import generation_layout
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ROLLOUT, SHADOW, ModelName
-from flexrlhf.placement.packing import DeviceRequest, Packing, pack
-from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
+from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName
 
 
 @dataclass(frozen=True)
@@ -53,94 +52,8 @@ class Roles:
         return self.shadows + self.without_shadows
 
 
-def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Placement:
-    """Place every model of ``roles``. Raises UserError with the nearest placement that works."""
-    request = _entries(spec, roles, can_shadow)
-    ranks, warnings = assign_ranks(request, roles, cluster)
-    models = tuple(
-        _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
-    )
-    if roles.rollout is not None and ModelName.of(roles.rollout, ROLLOUT) not in request.models:
-        models += (_rollout_on_trained_ranks(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
-    if roles.rollout is not None:
-        warnings = warnings + rollout_warnings(spec, roles.rollout)
-    check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
-    return Placement(models, len(cluster.devices), tuple(warnings))
-
-
-def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:
-    """Return the rollout engine on the ranks of the trained copy; its replicas take rows as that copy's do.
-
-    Where that copy has more tensor-parallel ranks, each rank's part of the engine contains the part that it trains.
-    """
-    entry = PlacementEntry(ranks=trained.ranks)
-    if (spec.rollout.tp, spec.rollout.pp) == (trained.layout.tp, trained.layout.pp) and trained.layout.row_shares:
-        entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
-    model = _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
-    if spec.rollout.is_hybrid and spec.rollout.sleep:
-        # adapters alone would be sent, and the weights that they do not change would be lost
-        model = replace(model, is_hybrid=trained.settings.lora is None)
-    training, own = trained.layout, model.layout
-    if training.tp % own.tp or training.pp % own.pp or own.row_shares:
-        return model
-    return replace(model, layout=generation_layout(training, own.tp, own.pp))
-
-
-def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
-    """Return the mapping form of ``spec.placement``, in vector order."""
-    assert spec.placement != "auto", "the command line resolves auto before it plans"
-    if spec.placement is None:
-        return PlacementMap(models={name: PlacementEntry(ratio=Fraction(1)) for name in roles.all})
-    if isinstance(spec.placement, PlacementMap):
-        _check_hybrid(spec, _has_shadows(spec.placement.models))
-        return _check_names(spec.placement, roles, can_shadow)
-    names = {len(roles.all): roles.all}
-    if can_shadow:
-        names[len(roles.with_shadows)] = roles.with_shadows
-    if len(spec.placement) not in names:
-        forms = " or ".join(f"{n} [{', '.join(order)}]" for n, order in names.items())
-        raise UserError(
-            f"placement: {spec.algorithm.name} takes a vector of {forms}, "
-            f"found {len(spec.placement)} entries {_shown(spec.placement)}"
-        )
-    entries = zip(names[len(spec.placement)], spec.placement, strict=True)
-    _check_hybrid(spec, _has_shadows(names[len(spec.placement)]))
-    return PlacementMap(models={name: PlacementEntry(ratio=ratio) for name, ratio in entries})
-
-
-def _check_hybrid(spec: Spec, has_shadows: bool) -> None:
-    """Raise UserError for a shadow next to a copy that generates on the trained copy's ranks."""
-    rollout = spec.rollout
-    if rollout.is_hybrid and has_shadows:
-        raise UserError(
-            f"rollout.engine: {rollout.engine} generates on the ranks that train the actor, and with shadows its "
-            f"shadow generates; use transformers with models.actor.shadow: {{engine: {rollout.engine}, tp: "
-            f"{rollout.tp}}}, or a placement without shadows"
-        )
-
-
-def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> PlacementMap:
-    allowed = roles.with_shadows if can_shadow else roles.all
-    for name in placement.models:
-        if name not in allowed:
-            known = (*allowed, *PLACEMENT_SETTINGS)
-            if roles.rollout is None and ModelName(name).is_rollout and ModelName(name).role in roles.trained:
-                raise UserError(f"placement: {name} needs an engine of its own; set rollout.engine: vllm, or remove it")
-            if can_shadow and ModelName(name).is_shadow and ModelName(name).role == roles.rollout:
-                raise UserError(
-                    f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}.{ROLLOUT}"
-                )
-            raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-    required = roles.with_shadows if _has_shadows(placement.models) else roles.all
-    missing = [name for name in required if name not in placement.models]
-    if missing:
-        raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(required)}")
-    if placement.train_share is not None and required == roles.all:
-        raise UserError("placement.train_share: needs shadow models (a disaggregated placement); remove it")
-    return placement.model_copy(update={"models": {name: placement.models[name] for name in required}})
-
-
-def _has_shadows(names: Iterable[str]) -> bool:
+def has_shadows(names: Iterable[str]) -> bool:
+    """Whether a placed model is a copy that follows another one."""
     return any(ModelName(name).copy for name in names)
 
 
@@ -169,7 +82,7 @@ def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int,
 
 def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
     """Raise UserError for a device of both training and inference with shadows: one side would wait for the other."""
-    if not _has_shadows(ranks):
+    if not has_shadows(ranks):
         return
     for trained in roles.trained:
         for name in ranks:
@@ -204,28 +117,33 @@ def _place_in_pool(
     counts = {name: whole_devices(name, ratio, len(pool)) for name, ratio in ratios.items()}
     training = [name for name in counts if name in roles.trained]
     inference = [name for name in counts if name not in roles.trained]
-    if not (_has_shadows(request.models) and training and inference):
+    if not (has_shadows(request.models) and training and inference):
         return pack([DeviceRequest(name, count) for name, count in counts.items()], pool, cluster)
-    fitting = [
-        _pack_sides(counts, training, inference, pool, side, cluster)
-        for side in _side_readings(counts, training, len(pool), request.train_share)
-        if _fits(counts, training, inference, side, len(pool))
-    ]
+    fitting: list[Packing] = []
+    for side in _side_readings(counts, training, len(pool), request.train_share):
+        if max(counts[n] for n in training) <= side and max(counts[n] for n in inference) <= len(pool) - side:
+            left = pack([DeviceRequest(name, counts[name]) for name in training], pool[:side], cluster)
+            right = pack([DeviceRequest(name, counts[name]) for name in inference], pool[side:], cluster)
+            fitting.append(Packing(left.ranks | right.ranks, left.warnings + right.warnings))
     if not fitting:
         raise UserError(_no_reading(ratios, counts, training, request, len(pool)))
     return min(fitting, key=_num_shared_pairs)
 
 
+def _num_shared_pairs(packing: Packing) -> int:
+    return sum(1 for a, b in combinations(packing.ranks.values(), 2) if set(a) & set(b))
+
+
 def whole_devices(name: str, ratio: Fraction, num_devices: int) -> int:
-    """Return ``ratio`` of ``num_devices``. Raises UserError with the nearest ratios where it is no whole number."""
+    """Return ``ratio`` of ``num_devices``. Raises UserError with the nearest ratios if it is no whole number."""
     if not 0 < ratio <= 1:
-        raise UserError(f"placement: ratio of {name} must lie in (0, 1], found {_number(ratio)}")
+        raise UserError(f"placement: ratio of {name} must lie in (0, 1], found {ratio_text(ratio)}")
     count = ratio * num_devices
     if count.denominator != 1:
         low, high = max(1, int(count)), int(count) + 1
-        near = [f"{_number(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high))]
+        near = [f"{ratio_text(Fraction(n, num_devices))} ({n} of {num_devices})" for n in dict.fromkeys((low, high))]
         raise UserError(
-            f"placement: ratio {_number(ratio)} of {name} is {_number(count)} of {num_devices} devices; "
+            f"placement: ratio {ratio_text(ratio)} of {name} is {ratio_text(count)} of {num_devices} devices; "
             f"{'the nearest that work are' if len(near) > 1 else 'the nearest that works is'} {' and '.join(near)}"
         )
     return int(count)
@@ -239,27 +157,6 @@ def _side_readings(counts: dict[str, int], training: list[str], size: int, train
     return list(dict.fromkeys((sum(sizes), max(sizes))))
 
 
-def _fits(counts: dict[str, int], training: list[str], inference: list[str], side: int, size: int) -> bool:
-    return max(counts[n] for n in training) <= side and max(counts[n] for n in inference) <= size - side
-
-
-def _pack_sides(
-    counts: dict[str, int],
-    training: list[str],
-    inference: list[str],
-    pool: tuple[int, ...],
-    side: int,
-    cluster: Cluster,
-) -> Packing:
-    left = pack([DeviceRequest(name, counts[name]) for name in training], pool[:side], cluster)
-    right = pack([DeviceRequest(name, counts[name]) for name in inference], pool[side:], cluster)
-    return Packing(left.ranks | right.ranks, left.warnings + right.warnings)
-
-
-def _num_shared_pairs(packing: Packing) -> int:
-    return sum(1 for a, b in combinations(packing.ranks.values(), 2) if set(a) & set(b))
-
-
 def _no_reading(
     ratios: dict[str, Fraction],
     counts: dict[str, int],
@@ -271,135 +168,80 @@ def _no_reading(
     train_share = request.train_share
 
     def text(shown: Iterable[Fraction]) -> str:
-        """Return the vector; where only some models share the pool, names with ratios."""
+        """Return the vector; names with ratios if only some models share the pool."""
         if len(ratios) == len(request.models):
-            return _shown(shown)
-        return ", ".join(f"{name}: {_number(ratio)}" for name, ratio in zip(ratios, shown, strict=True))
+            return vector_text(shown)
+        return ", ".join(f"{name}: {ratio_text(ratio)}" for name, ratio in zip(ratios, shown, strict=True))
 
     found = f"placement: {text(ratios.values())} fits no split of {size} devices into a training and an inference side"
     if size < 2:
         return f"{found}: shadows need at least 2 devices"
     sides = [whole_devices("train_share", train_share, size)] if train_share is not None else range(1, size)
-
-    def shrunk(side: int) -> dict[str, int]:
-        return {name: min(count, side if name in training else size - side) for name, count in counts.items()}
-
-    best = max((shrunk(side) for side in sides if 0 < side < size), key=lambda new: sum(new.values()), default=None)
+    shrunk = [
+        {name: min(count, side if name in training else size - side) for name, count in counts.items()}
+        for side in sides
+        if 0 < side < size
+    ]
+    best = max(shrunk, key=lambda new: sum(new.values()), default=None)
     if best is None:
         return f"{found}: train_share must leave devices on both sides"
     return f"{found}; the nearest that does is {text(Fraction(best[name], size) for name in ratios)}"
 
 
-def _placed(
-    name: ModelName, entry: PlacementEntry, ranks: tuple[int, ...], spec: Spec, roles: Roles, cluster: Cluster
-) -> PlacedModel:
-    model = spec.models.of(name.role) or ModelSpec()
-    if name.is_rollout:
-        layout = make_layout(name, "rollout", entry, ranks, (spec.rollout.tp, spec.rollout.pp), cluster)
-        settings = on_devices(rollout_settings(model, layout, spec), model.fallback_dtype, ranks, cluster)
-        return PlacedModel(name, layout, False, settings, spec.rollout)
-    settings = on_devices(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks, cluster)
-    layout = make_layout(name, f"models.{name}", entry, ranks, (settings.tp, settings.pp), cluster)
-    placed = PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
-    return sharded_as_set(placed, cluster)
-
-
-def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
-    """Return ``model`` with the number of replicas over which its state is sharded by its setting ``shard``.
-
-    Raises UserError unless every node has equally many of its replicas, and several.
-    """
-    if model.settings.shard == "all" or model.split == "whole":
-        return model
-    counts = Counter(cluster.node_of(ranks[0]) for ranks in model.layout.replica_sets)
-    least, most = min(counts.values()), max(counts.values())
-    if least < most:
-        few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
-        raise UserError(
-            f"{model.key('shard')}: node needs as many replicas of {model.name} on each of its nodes, found {least} on "
-            f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each"
-        )
-    if most == 1:
-        raise UserError(
-            f"{model.key('shard')}: node needs several replicas of {model.name} on each of its nodes, found 1; "
-            f"use all, or a smaller tp"
-        )
-    return replace(model, sharded_over=0 if len(counts) == 1 else most)
-
-
-def make_layout(
-    name: str, section: str, entry: PlacementEntry, written: tuple[int, ...], degrees: tuple[int, int], cluster: Cluster
-) -> Layout:
-    """Return the layout on ascending ranks, of ``degrees`` tp and pp; ``row_shares`` are in the order in which the
-    user wrote the ranks.
-
-    ``section``: of the YAML, with the degrees. Raises UserError for degrees and shares that do not fit the ranks.
-    """
-    ranks, (tp, pp) = tuple(sorted(written)), degrees
-    _check_degrees(name, section, ranks, tp, pp, cluster)
-    layout = Layout(ranks, tp, pp)
-    shares = entry.row_shares
-    if shares is None:
-        # a replica is as fast as its slowest rank
-        shares = tuple(Fraction(min(map(cluster.speed, replica))) for replica in layout.replica_sets)
-    elif len(shares) != layout.dp:
-        raise UserError(f"placement: {name} has {layout.dp} replicas, but row_shares has {len(shares)} entries")
-    elif tp == pp == 1:
-        shares = tuple(share for _, share in sorted(zip(written, shares, strict=True)))
-    return replace(layout, row_shares=() if len(set(shares)) == 1 else shares)
-
-
-def _check_degrees(name: str, section: str, ranks: tuple[int, ...], tp: int, pp: int, cluster: Cluster) -> None:
-    """Raise UserError for degrees that do not divide the ranks, and for tensor-parallel ranks of a replica on several
-    nodes, whose links are slow.
-    """
-    size = len(ranks)
-    if size % pp:
-        stages = either(n for n in range(1, size + 1) if size % n == 0)
-        raise UserError(f"{section}.pp: {pp} does not divide the {size} devices of {name}; use {stages}")
-    if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster):
-        return
-    works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster)]
-    if size % (tp * pp):
-        stages = f" in {pp} pipeline stages" if pp > 1 else ""
-        raise UserError(f"{section}.tp: {tp} does not divide the {size} devices of {name}{stages}; use {either(works)}")
-    raise UserError(f"{section}.tp: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
-
-
-def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:
-    sets = (ranks[i : i + tp] for i in range(0, len(ranks), tp))
-    return all(len({cluster.devices[rank].node for rank in members}) == 1 for members in sets)
-
-
-_PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"
-
-
-def check_classes(models: Sequence[PlacedModel], request: PlacementMap, cluster: Cluster, is_vector: bool) -> None:
-    """Raise UserError for a model over two device classes, which runs at the slower one's pace, unless it is
-    explicit.
-    """
-    for model in models:
-        classes = {cluster.devices[rank].device_class for rank in model.ranks}
-        # a rollout engine without an entry is where its role is
-        entry = request.models.get(model.operator or model.name) or request.models[model.role]
-        if len(classes) > 1 and not request.span_classes and entry.ranks is None:
-            raise UserError(
-                f"placement: {model.name} would span the device classes {', '.join(sorted(classes))}; "
-                + (_as_mapping(request, model.name, min(classes)) if is_vector else _PIN_OR_SPAN)
-            )
-
-
-def _as_mapping(request: PlacementMap, name: str, device_class: str) -> str:
-    """Return the mapping that expresses what a vector cannot."""
-    ratios = {key: _number(entry.ratio) for key, entry in request.models.items() if entry.ratio is not None}
-    pinned = f"{{{name}: {{ratio: {ratios[name]}, on: {device_class}}}, ...}}"
-    spanning = ", ".join(f"{key}: {ratio}" for key, ratio in ratios.items())
-    return f"write a mapping that pins it, such as {pinned}, or allows it: {{{spanning}, span_classes: true}}"
-
-
-def _number(value: Fraction) -> str:
+def ratio_text(value: Fraction) -> str:
+    """Return a ratio as a decimal if that is exact, else as a fraction."""
     return f"{float(value):g}" if Fraction(f"{float(value):g}") == value else str(value)
 
 
-def _shown(ratios: Iterable[Fraction]) -> str:
-    return "[" + ",".join(_number(ratio) for ratio in ratios) + "]"
+def vector_text(ratios: Iterable[Fraction]) -> str:
+    """Return a vector as it is written on the command line, in brackets."""
+    return "[" + ",".join(ratio_text(ratio) for ratio in ratios) + "]"
+
+
+@dataclass(frozen=True)
+class DeviceRequest:
+    """Placed model that needs ``count`` devices."""
+
+    name: str
+    count: int
+
+
+@dataclass
+class Packing:
+    """Ranks by placed model, and warnings that name the models that straddle two nodes."""
+
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def pack(requests: list[DeviceRequest], ranks: tuple[int, ...], cluster: Cluster) -> Packing:
+    """Assign consecutive positions of ``ranks`` to every request. A request never exceeds ``len(ranks)``."""
+    nodes = [cluster.devices[rank].node for rank in ranks]
+    lanes: list[int] = []  # positions used in each lane
+    packing = Packing()
+    for request in requests:
+        assert 0 < request.count <= len(ranks), f"{request} on {len(ranks)} ranks"
+        lane = next((i for i, used in enumerate(lanes) if used + request.count <= len(ranks)), len(lanes))
+        if lane == len(lanes):
+            lanes.append(0)
+        start = _start(nodes, lanes[lane], request.count)
+        end = lanes[lane] = start + request.count
+        packing.ranks[request.name] = ranks[start:end]
+        if start and _straddles(nodes, start, request.count):
+            packing.warnings.append(f"{request.name} straddles nodes {nodes[start]} and {nodes[end - 1]}")
+    return packing
+
+
+def _straddles(nodes: list[int], start: int, count: int) -> bool:
+    """Whether a model that starts inside a node leaves it."""
+    return start > 0 and nodes[start - 1] == nodes[start] != nodes[start + count - 1]
+
+
+def _start(nodes: list[int], used: int, count: int) -> int:
+    """Return the lane's next free position, or the next node boundary if that avoids a straddle and still fits."""
+    if used and _straddles(nodes, used, count):
+        boundaries = (i for i in range(used, len(nodes)) if nodes[i - 1] != nodes[i])
+        boundary = next(boundaries, len(nodes))
+        if boundary + count <= len(nodes):
+            return boundary
+    return used

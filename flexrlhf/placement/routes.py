@@ -11,7 +11,7 @@ A transfer is the rows of one column that one rank sends to another. The primiti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,3 +79,22 @@ def _is_all_gather(payloads: dict[int, dict[int, list[tuple[str, tuple[int, ...]
             return False
         sizes.add(tuple((column, len(prompts)) for column, prompts in contents[0]))
     return len(sizes) == 1
+
+
+Relation = Literal["same", "overlapping", "disjoint"]
+RELATIONS: tuple[Relation, ...] = ("same", "overlapping", "disjoint")
+
+
+def relation_of(first: Collection[int], second: Collection[int]) -> Relation:
+    """Relation of two sets of ranks."""
+    both = set(first) & set(second)
+    if not both:
+        return "disjoint"
+    return "same" if len(both) == len(first) == len(second) else "overlapping"
+
+
+def mesh_relation(start: int, size: int, other_start: int, other_size: int) -> Relation:
+    """Relation of two runs of devices, each given by its first device and its size."""
+    if start == other_start and size == other_size:
+        return "same"
+    return "overlapping" if start < other_start + other_size and other_start < start + size else "disjoint"

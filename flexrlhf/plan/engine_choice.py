@@ -11,9 +11,8 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import ModelSpec, ParitySpec, PlacementMap, RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.dtypes import all_compute_in_bfloat16
-from flexrlhf.placement.names import SHADOW, ModelName
+from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
+from flexrlhf.placement.placed import SHADOW, ModelName
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
 from flexrlhf.plan.rollout_graph import compares_cut_logprobs

@@ -11,7 +11,7 @@ from typing import Any
 from flexrlhf.memory.budget import Phase, RankMemory
 from flexrlhf.memory.states import State
 from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES, communicator_bytes
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
 from flexrlhf.text import bytes_text, counted, ranks_text

@@ -10,8 +10,7 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.dtypes import lacks_bfloat16
+from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import engines_with
 from flexrlhf.weights.adapter_files import has_adapters

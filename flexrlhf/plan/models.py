@@ -21,9 +21,8 @@ from flexrlhf.config.spec import (
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
-from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.score_sources import SECTIONS
 from flexrlhf.weights.families import check_family

@@ -16,12 +16,12 @@ from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, make_cluster
-from flexrlhf.placement.dtypes import with_placed_dtypes
 from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.per_operator import place_operators
+from flexrlhf.placement.place import place, with_placed_dtypes
 from flexrlhf.placement.placed import Placement
-from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
 from flexrlhf.plan.engine_checks import check_engines
 from flexrlhf.plan.engine_choice import with_rollout_engine
@@ -38,9 +38,9 @@ from flexrlhf.plan.models import (
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.rollout_graph import with_rollout
 from flexrlhf.plan.tokenizers import check_tokenizers
-from flexrlhf.strategies.choice import STRATEGIES, choose_strategy
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.strategies.strategy import STRATEGIES, choose_strategy
 from flexrlhf.weights.shapes import ModelShape
 
 SECOND_VLLM = "a process can have one vllm that sleeps, which an earlier run of this command is"

@@ -16,8 +16,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
 from flexrlhf.strategies.schedule import Schedule, checkpointed_models, later_chunks

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.placement.routes import Primitive, Transfer
 
 

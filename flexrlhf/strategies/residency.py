@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from flexrlhf.memory.budget import Phase, Sizing
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placed import ModelName, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 from flexrlhf.strategies.workload import first_alike, works_of
 

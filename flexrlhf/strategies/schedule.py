@@ -9,22 +9,18 @@ later chunk. Columns leave for all their readers right after the runs of the wav
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.layout import BatchShape, common_range
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
 from flexrlhf.strategies.evaluation_batches import evaluation_batch
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Run, Save, Sync
-from flexrlhf.strategies.refills import with_refills
-from flexrlhf.weights.sync_plan import adapter_gathers, is_in_place
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Run, Save
 
 
 @dataclass(frozen=True)
@@ -234,46 +230,6 @@ class Builder:
         )
 
 
-def with_syncs(
-    instructions: list[Instruction], placement: Placement, spec: Spec, lag: int, end: list[Instruction]
-) -> list[Instruction]:
-    """Return ``instructions`` with a Sync after the last train of every role that another copy follows.
-
-    With a lag it comes at the end: the inference side reaches its syncs only after its whole batch, so an earlier one
-    would block the models that train after it, unless it overlaps them. For a rollout engine on the ranks of the
-    trained copy, which sleeps until then, it comes after ``end``.
-    """
-    out, last, overlaps = list(instructions), list[Instruction](), syncs_overlap(spec)
-    for follower in placement.followers:
-        source = placement[follower.role]
-        ranks = tuple(sorted({*source.ranks, *follower.ranks}))
-        sync = Sync(
-            ranks=ranks,
-            lag=lag,
-            every=spec.sync.every,
-            source=source.name,
-            destination=follower.name,
-            is_in_place=is_in_place(source, follower),
-            gathers=adapter_gathers(source, follower),
-            overlaps=overlaps and follower in placement.shadows and set(source.ranks).isdisjoint(follower.ranks),
-        )
-        trains = [
-            i for i, x in enumerate(out) if isinstance(x, Run) and x.operator.kind == "train" and x.model == source.name
-        ]
-        if follower not in placement.shadows:
-            last.append(sync)
-        else:
-            out.insert(len(out) if lag and not sync.overlaps else trains[-1] + 1, sync)
-    return out + end + last + checkpoints(placement, spec, lag)
-
-
-def syncs_overlap(spec: Spec) -> bool:
-    """Whether the syncs of shadows overlap what comes next, between ranks that they do not have in common."""
-    if spec.sync.overlap == "auto":
-        return spec.schedule.lag > 0 or make_cluster(spec.cluster).num_nodes > 1
-    return spec.sync.overlap
-
-
 def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
     """Return the Checkpoint that ends a step, if the run writes some."""
     if spec.checkpoint.every is None:
@@ -314,13 +270,3 @@ def evaluation_of(graph: Graph, placement: Placement, batch: BatchShape) -> tupl
 def _saves(graph: Graph, placement: Placement, lag: int, every: int) -> list[Save]:
     models = [placement[role] for role in graph.trained]
     return [Save(ranks=m.gather_sets[0], lag=lag, every=every, at_end=True, model=m.name) for m in models]
-
-
-Order = Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
-
-
-def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
-    """Return the instructions of one step without a lag, every operator in its tick."""
-    instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
-    end = closing(graph, placement, shape, spec, lag=0)
-    return with_refills(with_syncs(instructions, placement, spec, lag=0, end=end), placement)

@@ -9,8 +9,7 @@ from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfers import WeightSync
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 
 

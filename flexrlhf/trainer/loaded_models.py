@@ -23,8 +23,7 @@ from flexrlhf.placement.groups import (
     replica_purpose,
 )
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import parts_on

@@ -28,7 +28,7 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.parity import LogprobDifferences, compare_logprobs
 from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.old_logprobs import COMPARED
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run

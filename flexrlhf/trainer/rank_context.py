@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.run_files import RunFiles

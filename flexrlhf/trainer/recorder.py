@@ -22,7 +22,7 @@ from flexrlhf.display.events import Send, StepDone
 from flexrlhf.engines.base import Moments
 from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.strategies.instructions import Eval, Run, Save

@@ -21,7 +21,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import STEP_ENDS, plain
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.inputs import text_encoder
 from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.base import Sample, Scores

@@ -10,7 +10,7 @@ from __future__ import annotations
 from flexrlhf.comm.sync import Receipt, SyncChannel, WeightMover
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Sync
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.weights.sync_plan import SyncPlan, plan_sync

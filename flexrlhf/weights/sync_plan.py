@@ -12,8 +12,7 @@ from functools import lru_cache
 from itertools import permutations
 
 from flexrlhf.config.spec import Dtype, LoraSpec
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts

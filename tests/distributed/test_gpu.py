@@ -21,8 +21,7 @@ from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.timeline import Timeline
 from flexrlhf.trainer.flight_record import DeviceClock
 

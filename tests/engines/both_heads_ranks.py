@@ -20,8 +20,7 @@ from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Engine, EngineContext, make_engine
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import parts_on, trained_parts

@@ -28,8 +28,7 @@ from flexrlhf.engines.models import load_model
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.trainer.checkpoint_pieces import part_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Parts, parts_on

@@ -15,8 +15,7 @@ from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.operators.columns import Column, column_of
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 
 FOUR = (0, 1, 2, 3)
 UPDATES = 3

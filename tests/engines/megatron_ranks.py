@@ -18,8 +18,7 @@ from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.engines.base import Engine, EngineContext, make_engine
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.placement.groups import compute_groups
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.trainer.loaded_models import stage_ranks
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import parts_on

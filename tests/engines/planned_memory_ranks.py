@@ -22,8 +22,7 @@ from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, O
 from flexrlhf.operators.columns import Column, Lengths, column_of
 from flexrlhf.placement.groups import compute_groups
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.trainer.loaded_models import stage_ranks
 
 LENGTHS, ROWS, VOCABULARY, SECONDS = Lengths(24, 40), 16, 2000, 100.0

@@ -14,8 +14,7 @@ from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, 
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 
 TINY = {
     "model_type": "llama",

@@ -36,8 +36,7 @@ from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.engines.value_head import HeadsOutput, saved_value_head
 from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.runs.model_directory import save_adapters, save_model
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape

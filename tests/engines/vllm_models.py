@@ -16,8 +16,7 @@ from flexrlhf.engines.models import load_model
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import model_shape
 
 LLAMA = {

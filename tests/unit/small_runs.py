@@ -8,8 +8,7 @@ from typing import Any
 from flexrlhf.config.spec import Head, ModelSpec, Spec
 from flexrlhf.config.spec_file import apply_override, parse_spec
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 

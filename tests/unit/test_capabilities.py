@@ -18,7 +18,7 @@ import flexrlhf
 from flexrlhf.config.engines import ENGINES, EngineFacts
 from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
-from flexrlhf.placement.dtypes import with_placed_dtypes
+from flexrlhf.placement.place import with_placed_dtypes
 from flexrlhf.plan import model_checks
 from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.plan import Plan

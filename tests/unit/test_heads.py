@@ -17,9 +17,9 @@ from flexrlhf.operators.evaluation import GENERATE
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.placement.place import place
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_models
 from flexrlhf.weights.lora import shape_of, with_adapters

@@ -14,7 +14,7 @@ from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.pricing import Pricer, engine_of, longest_lengths, reads_prompts_once
 from flexrlhf.memory.budget import Phase
-from flexrlhf.placement.generation_order import received_share
+from flexrlhf.placement.layout import received_share
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload, Release, Reload, Run, Sync
 from flexrlhf.weights.shapes import count_elements

@@ -19,8 +19,7 @@ from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.models import load_model
 from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.architectures import check_architecture
 from flexrlhf.plan.models import model_shapes, resolve_models

@@ -13,9 +13,9 @@ from small_runs import plan_of, spec_of
 from flexrlhf.config.spec import ClusterSpec, Head
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster, make_cluster
-from flexrlhf.placement.packing import DeviceRequest, pack
+from flexrlhf.placement.place import place
 from flexrlhf.placement.placed import Placement
-from flexrlhf.placement.ratios import Roles, place
+from flexrlhf.placement.ratios import DeviceRequest, Roles, pack
 
 Ranks = tuple[int, ...]
 FOUR = ("actor", "critic", "ref", "reward")

@@ -18,9 +18,8 @@ from flexrlhf.launch.ray_job.actor import RankActor
 from flexrlhf.launch.ray_job.cluster import check_address, ray_device, require_ray
 from flexrlhf.launch.ray_job.ranks import reason
 from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.placement.hosts import Hosts
+from flexrlhf.placement.hosts import Hosts, hosts_of
 from flexrlhf.placement.ray_bundles import check_capacity, class_resources, node_bundles, resources_text
-from flexrlhf.placement.slurm import hosts_of
 
 TWO_NODES = make_cluster(ClusterSpec.model_validate({"nodes": [{"count": 2, "devices": 2}], "device": "cpu"}))
 MIXED = make_cluster(

@@ -11,9 +11,8 @@ from small_runs import RECOMPUTE, plan_of, spec_of
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.generation_order import received_share
 from flexrlhf.placement.groups import Group
-from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.layout import Layout, received_share
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan

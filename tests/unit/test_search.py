@@ -31,7 +31,7 @@ from flexrlhf.guideline.search.problem import (
     SearchSync,
     SearchTask,
 )
-from flexrlhf.placement.relation import Relation
+from flexrlhf.placement.routes import Relation
 
 SCALE = {"same": 0.2, "overlapping": 0.5, "disjoint": 1.0}
 

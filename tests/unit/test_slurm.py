@@ -8,8 +8,7 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.placement.hosts import Hosts
-from flexrlhf.placement.slurm import first_host, hosts_of, slurm_hosts
+from flexrlhf.placement.hosts import Hosts, first_host, hosts_of, slurm_hosts
 from flexrlhf.plan.slurm_script import NodeGroup, node_groups, slurm_script
 
 STEP = {

@@ -16,8 +16,7 @@ from flexrlhf.memory.states import MEGATRON_ALIGNMENT, megatron_buffer, model_st
 from flexrlhf.memory.transfers import copied_bytes, saving_parts
 from flexrlhf.memory.transients import new_gradient_bytes, trained_units, with_fused_layers
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.plan.memory_text import planned_memory
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Run

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from flexrlhf.config.spec import ModelSpec, RolloutSpec
-from flexrlhf.placement.generation_order import generation_layout, received_share
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.layout import Layout, generation_layout, received_share
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
 from flexrlhf.weights.node_tree import Way, way_to
 from flexrlhf.weights.shapes import ModelShape

@@ -39,7 +39,7 @@ from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
-from flexrlhf.strategies.schedule import syncs_overlap
+from flexrlhf.strategies.syncs import syncs_overlap
 from flexrlhf.text import bytes_text
 
 CHUNKED = 3

@@ -15,7 +15,7 @@ from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies import colocated, disaggregated, interleaving
+from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
 from flexrlhf.text import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
@@ -46,9 +46,9 @@ class Candidate:
     @property
     def strategy(self) -> str:
         if self.space.has_shadows:
-            return disaggregated.NAME
+            return DISAGGREGATED
         sizes = {choice.size for choice in self.assignment or ()}
-        return colocated.NAME if sizes == {self.space.pool.num_devices} else interleaving.NAME
+        return COLOCATED if sizes == {self.space.pool.num_devices} else INTERLEAVING
 
 
 @dataclass(frozen=True)

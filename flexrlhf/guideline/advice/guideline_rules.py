@@ -16,7 +16,7 @@ from flexrlhf.guideline.advice.proposals import Allowed, Vector, choose_settings
 from flexrlhf.guideline.advice.space import UNLIMITED, Space
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
-from flexrlhf.strategies import colocated, disaggregated, interleaving
+from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.shapes import DTYPE_BYTES, count_elements
 
@@ -130,7 +130,7 @@ def _fits_a_node(space: Space, sizes: MemorySizes) -> GuidelineRule | None:
         if sizes.weights[role] <= INFERENCE_SHARE * sizes.smallest_node:
             room = f" ({bytes_text(int(sizes.smallest_node))})" if sizes.smallest_device < UNLIMITED else ""
             reason = f"{role} ({bytes_text(int(sizes.weights[role]))}) fits one node{room} of {sizes.nodes}"
-            return GuidelineRule("interleave what fits a node", PUBLISHED, reason, interleaving.NAME)
+            return GuidelineRule("interleave what fits a node", PUBLISHED, reason, INTERLEAVING)
     return None
 
 
@@ -150,7 +150,7 @@ def _by_class(space: Space) -> GuidelineResult:
     rules = (GuidelineRule("older devices infer", "FlexRLHF, mixed clusters", reason), _batch_rule())
     are_runs = all(mine[-1] - mine[0] + 1 == len(mine) for mine in (training, inference))
     assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks) if are_runs else None
-    return GuidelineResult(interleaving.NAME, space, (), rules, assignment)
+    return GuidelineResult(INTERLEAVING, space, (), rules, assignment)
 
 
 def _interleaved(space: Space, rule: GuidelineRule) -> GuidelineResult:
@@ -159,16 +159,16 @@ def _interleaved(space: Space, rule: GuidelineRule) -> GuidelineResult:
     assignment = _assignment(space, vector_ranks(space, vector), _one_node_replicas)
     if assignment is None:
         return _colocated(space, memory_sizes(space))
-    return GuidelineResult(interleaving.NAME, space, vector, (rule, _batch_rule()), assignment)
+    return GuidelineResult(INTERLEAVING, space, vector, (rule, _batch_rule()), assignment)
 
 
 def _colocated(space: Space, sizes: MemorySizes) -> GuidelineResult:
     vector = tuple(Fraction(1) for _ in space.roles.all)
     ranks = vector_ranks(space, vector)
     reason = f"{sizes.devices} devices; states fill {sizes.static_share:.0%} of their memory when sharded over all"
-    rules = (GuidelineRule("co-locate where devices are scarce", PUBLISHED, reason, colocated.NAME), _batch_rule())
+    rules = (GuidelineRule("co-locate where devices are scarce", PUBLISHED, reason, COLOCATED), _batch_rule())
     assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks)
-    return GuidelineResult(colocated.NAME, space, vector, rules, assignment)
+    return GuidelineResult(COLOCATED, space, vector, rules, assignment)
 
 
 def _assignment(
@@ -187,9 +187,9 @@ def _disaggregated(space: Space, sizes: MemorySizes) -> GuidelineResult:
         assignment = _assignment(space, vector_ranks(space, vector), _one_node_replicas)
         if assignment is not None:
             timed.append((evaluate(problem, assignment), vector, assignment))
-    rules = [GuidelineRule("disaggregate beyond two nodes", PUBLISHED, f"{sizes.nodes} nodes", disaggregated.NAME)]
+    rules = [GuidelineRule("disaggregate beyond two nodes", PUBLISHED, f"{sizes.nodes} nodes", DISAGGREGATED)]
     if not timed:
-        return GuidelineResult(disaggregated.NAME, space, (), tuple(rules), None)
+        return GuidelineResult(DISAGGREGATED, space, (), tuple(rules), None)
     _, vector, assignment = min(timed, key=lambda item: item[:2])
     _, space, assignment = fastest_chunking(space, [assignment])
     share = f"it has {float(vector[0]):.0%} of {sizes.devices} devices"
@@ -199,7 +199,7 @@ def _disaggregated(space: Space, sizes: MemorySizes) -> GuidelineResult:
         GuidelineRule("even out the phases", PUBLISHED, _phases(space, assignment)),
         _batch_rule(),
     ]
-    return GuidelineResult(disaggregated.NAME, space, vector, tuple(rules), assignment)
+    return GuidelineResult(DISAGGREGATED, space, vector, tuple(rules), assignment)
 
 
 def _shadow_vectors(space: Space) -> Iterator[Vector]:
@@ -250,7 +250,7 @@ def _comments(result: GuidelineResult, sizes: MemorySizes) -> Iterator[Guideline
         yield GuidelineRule("static memory under 60 %", "ReaL, section 8", reason)
     if sizes.devices <= 64:
         reason = f"{sizes.devices} devices: models that share all of them leave fewest idle"
-        yield GuidelineRule("co-locate small clusters", "HybridFlow, section 8.3", reason, colocated.NAME)
+        yield GuidelineRule("co-locate small clusters", "HybridFlow, section 8.3", reason, COLOCATED)
     else:
         reason = f"{sizes.devices} devices: a batch split over all no longer fills them, so stages run in parallel"
         yield GuidelineRule("distribute on large clusters", "HybridFlow, section 8.3", reason)

@@ -13,7 +13,7 @@ from flexrlhf.guideline.advice.space import Space, is_allowed, on_all_devices, w
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import MeshShape, SearchProblem
-from flexrlhf.strategies import colocated, disaggregated
+from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED
 
 SECONDS = 2.0
 """Seconds that the search of one space may take, where any plan that fits will do."""
@@ -51,7 +51,7 @@ def last_spaces(base: Space) -> Iterator[tuple[str, Space]]:
     if not base.must_have_shadows:
         plain = with_schedule(base, schedule.num_chunks, 0)
         yield "without shadows", replace(plain, usable=1.0)
-    if base.may_have_shadows and schedule.strategy in (None, disaggregated.NAME):
+    if base.may_have_shadows and schedule.strategy in (None, DISAGGREGATED):
         space = with_syncs_in_turn(base) if base.spec.sync.overlap == "auto" else base
         yield "with shadows", replace(space, has_shadows=True, usable=1.0)
 
@@ -63,7 +63,7 @@ def _variants(space: Space) -> Iterator[tuple[str, Space]]:
 
 
 def _problem(space: Space) -> SearchProblem:
-    is_colocated = space.spec.schedule.strategy == colocated.NAME
+    is_colocated = space.spec.schedule.strategy == COLOCATED
     return on_all_devices(space) if is_colocated else space.problem()
 
 

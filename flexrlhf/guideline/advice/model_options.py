@@ -22,8 +22,7 @@ from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import Operator, OperatorKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Sizes

@@ -36,9 +36,8 @@ from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.relation import Relation
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 

@@ -14,8 +14,8 @@ from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem
 from flexrlhf.placement.devices import DEVICE_CLASSES
-from flexrlhf.placement.names import ModelName
-from flexrlhf.placement.ratios import place
+from flexrlhf.placement.place import place
+from flexrlhf.placement.placed import ModelName
 
 Vector = tuple[Fraction, ...]
 TOO_LARGE = "none of the allowed settings fits into memory"

@@ -38,21 +38,21 @@ from flexrlhf.guideline.simulation.pricing import (
     synced_weights,
 )
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.dtypes import all_compute_in_bfloat16
 from flexrlhf.placement.layout import BatchShape, Layout, common_range
-from flexrlhf.placement.names import ROLLOUT, ModelName
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
-from flexrlhf.placement.relation import Relation
 from flexrlhf.placement.rollout import own_adapters
+from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
 from flexrlhf.plan.pipeline import resolve, run_graph
-from flexrlhf.strategies import disaggregated, schedule
-from flexrlhf.strategies.schedule import make_tasks, syncs_overlap
+from flexrlhf.strategies import schedule
+from flexrlhf.strategies.schedule import make_tasks
+from flexrlhf.strategies.strategy import DISAGGREGATED
+from flexrlhf.strategies.syncs import syncs_overlap
 from flexrlhf.weights.shapes import ModelShape
 
 FORBIDDEN = 1e9
@@ -123,7 +123,7 @@ class Space:
     def must_have_shadows(self) -> bool:
         """Whether no other placement has a plan: of a lag, rare syncs, or the strategy that the YAML sets."""
         schedule = self.spec.schedule
-        return bool(schedule.lag) or self.spec.sync.every > 1 or schedule.strategy == disaggregated.NAME
+        return bool(schedule.lag) or self.spec.sync.every > 1 or schedule.strategy == DISAGGREGATED
 
     @property
     def has_less_memory(self) -> bool:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
-from flexrlhf.placement.relation import Relation
-from flexrlhf.placement.routes import Primitive
+from flexrlhf.placement.routes import Primitive, Relation
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flexrlhf.guideline.search.graph import CallGraph, Link, call_graph
 from flexrlhf.guideline.search.problem import Assignment, Choice, LinkEnd, SearchProblem
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds
-from flexrlhf.placement.relation import mesh_relation
+from flexrlhf.placement.routes import mesh_relation
 
 
 def evaluate(problem: SearchProblem, assignment: Assignment) -> float:

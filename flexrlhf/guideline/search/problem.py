@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from flexrlhf.placement.relation import Relation
+from flexrlhf.placement.routes import Relation
 
 CONTIGUOUS_NODES = 16
 """Largest number of nodes for which every run of adjacent nodes is a mesh; beyond, only aligned powers of two and a few

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flexrlhf.guideline.search.graph import CallGraph, Link, call_graph
 from flexrlhf.guideline.search.pareto import Floats, pareto
 from flexrlhf.guideline.search.problem import LinkEnd, MeshShape, Option, SearchPart, SearchProblem
-from flexrlhf.placement.relation import RELATIONS
+from flexrlhf.placement.routes import RELATIONS
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

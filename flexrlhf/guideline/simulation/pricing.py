@@ -29,7 +29,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout, common_range
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.relation import relation_of
+from flexrlhf.placement.routes import relation_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import (
     Checkpoint,

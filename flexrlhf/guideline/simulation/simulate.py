@@ -19,7 +19,7 @@ from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
-from flexrlhf.placement.names import ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import (

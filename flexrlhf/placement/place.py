@@ -1,0 +1,243 @@
+"""Placing of models: a ratio vector, a mapping or explicit ranks become placed models with layouts and settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from flexrlhf.config.spec import (
+    PLACEMENT_SETTINGS,
+    Dtype,
+    ModelSpec,
+    PlacementEntry,
+    PlacementMap,
+    ShadowSpec,
+    Spec,
+)
+from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
+from flexrlhf.placement.layout import Layout, generation_layout
+from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
+from flexrlhf.placement.ratios import Roles, assign_ranks, has_shadows, ratio_text, vector_text
+from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
+
+
+def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Placement:
+    """Place every model of ``roles``. Raises UserError with the nearest placement that works."""
+    request = _entries(spec, roles, can_shadow)
+    ranks, warnings = assign_ranks(request, roles, cluster)
+    models = tuple(
+        _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
+    )
+    if roles.rollout is not None and ModelName.of(roles.rollout, ROLLOUT) not in request.models:
+        models += (_rollout_on_trained_ranks(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
+    if roles.rollout is not None:
+        warnings = warnings + rollout_warnings(spec, roles.rollout)
+    check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
+    return Placement(models, len(cluster.devices), tuple(warnings))
+
+
+def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:
+    """Return the rollout engine on the ranks of the trained copy; its replicas take rows as that copy's do.
+
+    Where that copy has more tensor-parallel ranks, each rank's part of the engine contains the part that it trains.
+    """
+    entry = PlacementEntry(ranks=trained.ranks)
+    if (spec.rollout.tp, spec.rollout.pp) == (trained.layout.tp, trained.layout.pp) and trained.layout.row_shares:
+        entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
+    model = _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
+    if spec.rollout.is_hybrid and spec.rollout.sleep:
+        # adapters alone would be sent, and the weights that they do not change would be lost
+        model = replace(model, is_hybrid=trained.settings.lora is None)
+    training, own = trained.layout, model.layout
+    if training.tp % own.tp or training.pp % own.pp or own.row_shares:
+        return model
+    return replace(model, layout=generation_layout(training, own.tp, own.pp))
+
+
+def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
+    """Return the mapping form of ``spec.placement``, in vector order."""
+    assert spec.placement != "auto", "the command line resolves auto before it plans"
+    if spec.placement is None:
+        return PlacementMap(models={name: PlacementEntry(ratio=Fraction(1)) for name in roles.all})
+    if isinstance(spec.placement, PlacementMap):
+        _check_hybrid(spec, has_shadows(spec.placement.models))
+        return _check_names(spec.placement, roles, can_shadow)
+    names = {len(roles.all): roles.all}
+    if can_shadow:
+        names[len(roles.with_shadows)] = roles.with_shadows
+    if len(spec.placement) not in names:
+        forms = " or ".join(f"{n} [{', '.join(order)}]" for n, order in names.items())
+        raise UserError(
+            f"placement: {spec.algorithm.name} takes a vector of {forms}, "
+            f"found {len(spec.placement)} entries {vector_text(spec.placement)}"
+        )
+    entries = zip(names[len(spec.placement)], spec.placement, strict=True)
+    _check_hybrid(spec, has_shadows(names[len(spec.placement)]))
+    return PlacementMap(models={name: PlacementEntry(ratio=ratio) for name, ratio in entries})
+
+
+def _check_hybrid(spec: Spec, has_shadows: bool) -> None:
+    """Raise UserError for a shadow next to a copy that generates on the trained copy's ranks."""
+    rollout = spec.rollout
+    if rollout.is_hybrid and has_shadows:
+        raise UserError(
+            f"rollout.engine: {rollout.engine} generates on the ranks that train the actor, and with shadows its "
+            f"shadow generates; use transformers with models.actor.shadow: {{engine: {rollout.engine}, tp: "
+            f"{rollout.tp}}}, or a placement without shadows"
+        )
+
+
+def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> PlacementMap:
+    allowed = roles.with_shadows if can_shadow else roles.all
+    for name in placement.models:
+        if name not in allowed:
+            known = (*allowed, *PLACEMENT_SETTINGS)
+            if roles.rollout is None and ModelName(name).is_rollout and ModelName(name).role in roles.trained:
+                raise UserError(f"placement: {name} needs an engine of its own; set rollout.engine: vllm, or remove it")
+            if can_shadow and ModelName(name).is_shadow and ModelName(name).role == roles.rollout:
+                raise UserError(
+                    f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}.{ROLLOUT}"
+                )
+            raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    required = roles.with_shadows if has_shadows(placement.models) else roles.all
+    missing = [name for name in required if name not in placement.models]
+    if missing:
+        raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(required)}")
+    if placement.train_share is not None and required == roles.all:
+        raise UserError("placement.train_share: needs shadow models (a disaggregated placement); remove it")
+    return placement.model_copy(update={"models": {name: placement.models[name] for name in required}})
+
+
+def _placed(
+    name: ModelName, entry: PlacementEntry, ranks: tuple[int, ...], spec: Spec, roles: Roles, cluster: Cluster
+) -> PlacedModel:
+    model = spec.models.of(name.role) or ModelSpec()
+    if name.is_rollout:
+        layout = make_layout(name, "rollout", entry, ranks, (spec.rollout.tp, spec.rollout.pp), cluster)
+        settings = on_devices(rollout_settings(model, layout, spec), model.fallback_dtype, ranks, cluster)
+        return PlacedModel(name, layout, False, settings, spec.rollout)
+    settings = on_devices(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks, cluster)
+    layout = make_layout(name, f"models.{name}", entry, ranks, (settings.tp, settings.pp), cluster)
+    placed = PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
+    return sharded_as_set(placed, cluster)
+
+
+def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
+    """Return ``model`` with the number of replicas over which its state is sharded by its setting ``shard``.
+
+    Raises UserError unless every node has equally many of its replicas, and several.
+    """
+    if model.settings.shard == "all" or model.split == "whole":
+        return model
+    counts = Counter(cluster.node_of(ranks[0]) for ranks in model.layout.replica_sets)
+    least, most = min(counts.values()), max(counts.values())
+    if least < most:
+        few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
+        raise UserError(
+            f"{model.key('shard')}: node needs as many replicas of {model.name} on each of its nodes, found {least} on "
+            f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each"
+        )
+    if most == 1:
+        raise UserError(
+            f"{model.key('shard')}: node needs several replicas of {model.name} on each of its nodes, found 1; "
+            f"use all, or a smaller tp"
+        )
+    return replace(model, sharded_over=0 if len(counts) == 1 else most)
+
+
+def make_layout(
+    name: str, section: str, entry: PlacementEntry, written: tuple[int, ...], degrees: tuple[int, int], cluster: Cluster
+) -> Layout:
+    """Return the layout on ascending ranks, of ``degrees`` tp and pp; ``row_shares`` are in the order in which the
+    user wrote the ranks.
+
+    ``section``: of the YAML, with the degrees. Raises UserError for degrees and shares that do not fit the ranks.
+    """
+    ranks, (tp, pp) = tuple(sorted(written)), degrees
+    _check_degrees(name, section, ranks, tp, pp, cluster)
+    layout = Layout(ranks, tp, pp)
+    shares = entry.row_shares
+    if shares is None:
+        # a replica is as fast as its slowest rank
+        shares = tuple(Fraction(min(map(cluster.speed, replica))) for replica in layout.replica_sets)
+    elif len(shares) != layout.dp:
+        raise UserError(f"placement: {name} has {layout.dp} replicas, but row_shares has {len(shares)} entries")
+    elif tp == pp == 1:
+        shares = tuple(share for _, share in sorted(zip(written, shares, strict=True)))
+    return replace(layout, row_shares=() if len(set(shares)) == 1 else shares)
+
+
+def _check_degrees(name: str, section: str, ranks: tuple[int, ...], tp: int, pp: int, cluster: Cluster) -> None:
+    """Raise UserError for degrees that do not divide the ranks, and for tensor-parallel ranks of a replica on several
+    nodes, whose links are slow.
+    """
+    size = len(ranks)
+    if size % pp:
+        stages = either(n for n in range(1, size + 1) if size % n == 0)
+        raise UserError(f"{section}.pp: {pp} does not divide the {size} devices of {name}; use {stages}")
+    if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster):
+        return
+    works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster)]
+    if size % (tp * pp):
+        stages = f" in {pp} pipeline stages" if pp > 1 else ""
+        raise UserError(f"{section}.tp: {tp} does not divide the {size} devices of {name}{stages}; use {either(works)}")
+    raise UserError(f"{section}.tp: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
+
+
+def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:
+    sets = (ranks[i : i + tp] for i in range(0, len(ranks), tp))
+    return all(len({cluster.devices[rank].node for rank in members}) == 1 for members in sets)
+
+
+def on_devices(settings: ModelSpec, fallback: Dtype | None, ranks: Iterable[int], cluster: Cluster) -> ModelSpec:
+    """Return the settings of a model that is placed on ``ranks``: with ``fallback`` where one has no bfloat16."""
+    if settings.dtype != "bfloat16" or fallback is None or not any(lacks_bfloat16(rank, cluster) for rank in ranks):
+        return settings
+    return settings.model_copy(update={"dtype": fallback})
+
+
+def with_placed_dtypes(spec: Spec, placement: Placement) -> Spec:
+    """Return ``spec`` with the types that its placed models have, the shadows' apart."""
+    placed = [each for each in placement.models if each.rollout is None]
+    own = {each.role: each.settings.dtype for each in reversed(placed) if not each.is_shadow}
+    of_shadow = {each.role: each.settings.dtype for each in placed if each.is_shadow}
+    changed = {}
+    for role, model in spec.models:
+        if model is None or role not in own:
+            continue
+        found = own[role], of_shadow.get(role, own[role])
+        if found != (model.dtype, model.of_shadow.dtype):
+            raw = model.shadow.model_dump() if model.shadow is not None else {}
+            changed[role] = model.model_copy(
+                update={"dtype": found[0], "shadow": ShadowSpec(**raw | {"dtype": found[1]})}
+            )
+    return spec.model_copy(update={"models": spec.models.model_copy(update=changed)}) if changed else spec
+
+
+_PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"
+
+
+def check_classes(models: Sequence[PlacedModel], request: PlacementMap, cluster: Cluster, is_vector: bool) -> None:
+    """Raise UserError for a model over two device classes, which runs at the slower one's pace, unless it is
+    explicit.
+    """
+    for model in models:
+        classes = {cluster.devices[rank].device_class for rank in model.ranks}
+        # a rollout engine without an entry is where its role is
+        entry = request.models.get(model.operator or model.name) or request.models[model.role]
+        if len(classes) > 1 and not request.span_classes and entry.ranks is None:
+            raise UserError(
+                f"placement: {model.name} would span the device classes {', '.join(sorted(classes))}; "
+                + (_as_mapping(request, model.name, min(classes)) if is_vector else _PIN_OR_SPAN)
+            )
+
+
+def _as_mapping(request: PlacementMap, name: str, device_class: str) -> str:
+    """Return the mapping that expresses what a vector cannot."""
+    ratios = {key: ratio_text(entry.ratio) for key, entry in request.models.items() if entry.ratio is not None}
+    pinned = f"{{{name}: {{ratio: {ratios[name]}, on: {device_class}}}, ...}}"
+    spanning = ", ".join(f"{key}: {ratio}" for key, ratio in ratios.items())
+    return f"write a mapping that pins it, such as {pinned}, or allows it: {{{spanning}, span_classes: true}}"

@@ -1,0 +1,90 @@
+"""Strategies: which placement each one is for, and the order of its instructions.
+
+* Co-located: every model on every device; operators run one after another on all of them, and no row moves.
+* Interleaving: some models on parts of the devices, side by side. The order is that of co-located: ranks skip the
+  instructions that do not name them, so operators of one wave overlap.
+* Disaggregated: training on the first devices, inference with shadow copies on the others. ``lag: 0``: chunks pipeline
+  through generate → forward → train; the result equals co-located. ``lag: 1``: the next batch is generated while the
+  last one trains; then its rows move to the training side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Graph
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import Placement
+from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.strategies.schedule import Builder, closing, make_tasks
+from flexrlhf.strategies.syncs import with_refills, with_syncs
+
+COLOCATED, INTERLEAVING, DISAGGREGATED = "co-located", "interleaving", "disaggregated"
+
+
+def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
+    """Return the instructions of one step without a lag, every operator in its tick."""
+    instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
+    end = closing(graph, placement, shape, spec, lag=0)
+    return with_refills(with_syncs(instructions, placement, spec, lag=0, end=end), placement)
+
+
+def with_shadows(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
+    """Return the instructions of one step whose inference is on other ranks than its training."""
+    if spec.schedule.lag == 0:
+        return by_wave(graph, placement, shape, spec)
+    builder = Builder(placement, shape)
+    trained = [o for o in graph.operators if not builder.model_of(o).follows and o.role in graph.trained]
+    inference = make_tasks(graph, placement, shape, [o for o in graph.operators if o not in trained])
+    training = make_tasks(graph, placement, shape, trained)
+    newest, rows = builder.emit(inference), builder.moves(inference, training)
+    builder.lag = 1
+    # before the syncs, which would delay them
+    instructions = [*newest, *builder.emit(training), *rows]
+    return with_syncs(instructions, placement, spec, lag=1, end=closing(graph, placement, shape, spec, lag=1))
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Strategy of a run.
+
+    matches:  whether it runs a placement.
+    order:    returns the instructions of one step.
+    """
+
+    matches: Callable[[Placement], bool]
+    order: Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
+
+
+def _is_whole(placement: Placement) -> bool:
+    return all(len(model.ranks) == placement.num_ranks for model in placement.models)
+
+
+STRATEGIES = {
+    COLOCATED: Strategy(lambda placement: not placement.shadows and _is_whole(placement), by_wave),
+    INTERLEAVING: Strategy(lambda placement: not placement.shadows and not _is_whole(placement), by_wave),
+    DISAGGREGATED: Strategy(lambda placement: bool(placement.shadows), with_shadows),
+}
+"""Strategies by name; each placement matches one."""
+
+
+def choose_strategy(spec: Spec, placement: Placement) -> str:
+    """Return the name of the strategy that matches. Raises UserError if ``schedule.strategy``, lag or sync
+    contradict it.
+    """
+    name = next(name for name, strategy in STRATEGIES.items() if strategy.matches(placement))
+    if spec.schedule.strategy not in (None, name):
+        raise UserError(
+            f"schedule.strategy: {spec.schedule.strategy!r} contradicts the placement, which means {name!r}; "
+            f"remove it or change the placement"
+        )
+    if name != DISAGGREGATED and spec.schedule.lag:
+        raise UserError(f"schedule.lag: 1 needs shadow models (a disaggregated placement), found {name}; use lag 0")
+    if name != DISAGGREGATED and spec.sync.every != 1:
+        raise UserError(
+            f"sync.every: {spec.sync.every} needs shadow models (a disaggregated placement), found {name}; use 1"
+        )
+    return name
