@@ -20,11 +20,11 @@ from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.descriptions import plain_text
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
 from flexrlhf.config.setting_list import setting_sections, yaml_text
+from flexrlhf.config.strict_model import plain_text
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.placement.devices import DEVICE_CLASSES
 

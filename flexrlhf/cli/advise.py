@@ -9,7 +9,7 @@ import typer
 
 from flexrlhf.cli.options import ConfigOption, Overrides, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
-from flexrlhf.config.output_path import check_output
+from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
 
 Text = str | None

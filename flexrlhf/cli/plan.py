@@ -11,8 +11,8 @@ import typer
 from flexrlhf.cli.options import Force, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
-from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
 from flexrlhf.plan.inputs import check_present_data
 from flexrlhf.plan.plan import Plan

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.config.json_schema import TITLE, json_schema
-from flexrlhf.config.output_path import check_output
+from flexrlhf.config.user_paths import check_output
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write; without it the schema is printed")]
 

@@ -9,7 +9,7 @@ import typer
 
 from flexrlhf.cli.options import Profile, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.config.output_path import check_output
+from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
 
 ResponseTokens = Annotated[

@@ -20,7 +20,7 @@ from flexrlhf.cli.options import (
     complete_config,
 )
 from flexrlhf.cli.planning import check_memory, plan_runs
-from flexrlhf.config.output_path import check_output
+from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
 from flexrlhf.plan.slurm_script import slurm_script
 

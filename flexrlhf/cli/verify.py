@@ -13,9 +13,9 @@ import typer
 
 from flexrlhf.cli.options import ConfigOption, Devices, Force, Overrides, PlacementRatio, RunOptions, complete_config
 from flexrlhf.cli.planning import check_memory, plan_runs
-from flexrlhf.config.output_path import check_output_directory
 from flexrlhf.config.ratio_vector import read_vector
 from flexrlhf.config.spec import Spec
+from flexrlhf.config.user_paths import check_output_directory
 from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
 from flexrlhf.errors import UserError
 from flexrlhf.launch.rank_factory import starting_factory

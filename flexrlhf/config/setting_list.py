@@ -19,7 +19,7 @@ from flexrlhf.config.algorithms.grpo import GroupSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.reinforce import ReturnsSpec
 from flexrlhf.config.algorithms.supervised import PreferenceSpec
-from flexrlhf.config.descriptions import mappings, meaning, plain_text
+from flexrlhf.config.strict_model import mappings, meaning, plain_text
 
 
 @dataclass(frozen=True)

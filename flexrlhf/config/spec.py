@@ -23,7 +23,6 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
-from flexrlhf.config.descriptions import plain_text
 from flexrlhf.config.engines import ENGINES, facts_of
 from flexrlhf.config.guards import GuardsSpec
 from flexrlhf.config.loggers import LoggerSpec
@@ -32,7 +31,7 @@ from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.strict_model import StrictModel, plain_text
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, either, nearest, shown
 from flexrlhf.operators.columns import LONGER, Lengths

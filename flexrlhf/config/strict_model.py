@@ -1,14 +1,15 @@
-"""Base of every section of the YAML."""
+"""Base of every section of the YAML, and descriptions of its settings from fields and docstrings."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from flexrlhf.config.descriptions import meaning, plain_text
 from flexrlhf.errors import nearest
 
 
@@ -46,3 +47,31 @@ class StrictModel(BaseModel):
     @classmethod
     def _is_known(cls, key: str) -> bool:
         return key in cls._keys()
+
+
+def meaning(kind: type[BaseModel], name: str) -> str:
+    """Return the description of a field, else that of the field it replaces, else what its mapping is."""
+    fields = [getattr(base, "model_fields", {}).get(name) for base in kind.__mro__]
+    described = [field.description for field in fields if field is not None and field.description]
+    return described[0] if described else _subject([*mappings(kind.model_fields[name].annotation)])
+
+
+def _subject(kinds: Sequence[type[BaseModel]]) -> str:
+    """Return the first sentence about a mapping, as the meaning of a key."""
+    if len(kinds) != 1:
+        return "see below" if kinds else ""
+    sentence = re.split(r"\.(?=\s+[A-Z`]|$)", plain_text(kinds[0].__doc__))[0]
+    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
+
+
+def plain_text(docstring: str | None) -> str:
+    """Return a docstring in one line, with code in single backticks."""
+    return " ".join((docstring or "").replace("``", "`").split())
+
+
+def mappings(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the classes of the mappings that a field of this type may have."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from mappings(argument)

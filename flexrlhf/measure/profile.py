@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.user_paths import check_output
 from flexrlhf.display.live_display import is_terminal, live_display
 from flexrlhf.guideline.costs.measurements import Measurements, are_measurements, read_measurements, write_measurements
 from flexrlhf.launch import start as launch

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec
+from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.user_code.loading import load_function
 from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages, remax_advantages, safe_advantages

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.spec import Head, Spec
-from flexrlhf.config.user_code.checks import check_function
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import column_of
-from flexrlhf.operators.evaluation import evaluation_metrics
-from flexrlhf.operators.graph import Graph, Operator, share_weights
+from flexrlhf.operators.graph import Graph, Operator, evaluation_metrics, share_weights
 from flexrlhf.plan.own_graph import check_operators_have_roles, own_graph
 from flexrlhf.plan.score_sources import with_retokenized, with_sources
 

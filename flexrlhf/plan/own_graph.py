@@ -13,9 +13,9 @@ from types import ModuleType, TracebackType
 from typing import get_args
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec
+from flexrlhf.config.code_checks import check_function
+from flexrlhf.config.code_loading import line_of, load_module
 from flexrlhf.config.spec import FURTHER_MODELS, ModelsSpec
-from flexrlhf.config.user_code.checks import check_function
-from flexrlhf.config.user_code.loading import line_of, load_module
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, plain
 from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, Operator, OperatorKind

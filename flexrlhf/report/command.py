@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.config.user_paths import instead_of, is_json
+from flexrlhf.config.user_paths import check_output, instead_of, is_json
 from flexrlhf.data.hub import cached_snapshot, hub_name
 from flexrlhf.errors import UserError
 from flexrlhf.plan.models import model_shapes

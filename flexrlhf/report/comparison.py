@@ -16,10 +16,10 @@ from flexrlhf.config.number_settings import SettingDifference, differences, diff
 from flexrlhf.errors import shown
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.operators.work import TITLES, Work, work_of
 from flexrlhf.report.metric_differences import SAME, MetricDifference, common_steps, metric_differences
 from flexrlhf.report.recorded_steps import RecordedSteps
 from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
+from flexrlhf.strategies.instructions import TITLES, Work, work_of
 from flexrlhf.text import bytes_text, counted, shortened, table
 from flexrlhf.timeline import Span
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.operators.work import TITLES, Work, work_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.colours import INSTRUCTIONS, operator_colour, role_colours
+from flexrlhf.strategies.instructions import TITLES, Work, work_of
 from flexrlhf.timeline import Span
 
 PART_OF: Mapping[Work, str] = {

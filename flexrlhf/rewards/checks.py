@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from flexrlhf.config.code_checks import check_function, definitions, python_file
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url
-from flexrlhf.config.user_code.checks import check_function, definitions, python_file
 from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.rewards.signatures import FORMS, form_of, required_columns
 

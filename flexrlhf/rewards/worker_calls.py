@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from flexrlhf.config.user_code.loading import line_of, load_function
+from flexrlhf.config.code_loading import line_of, load_function
 from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure, failed_reply
 from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
 from flexrlhf.rewards.signatures import FORMS, LEFT_OUT, accepted_names, by_place, form_of

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from flexrlhf.operators.graph import Operator
+from flexrlhf.operators.graph import Operator, OperatorKind
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.placement.routes import Primitive, Transfer
@@ -298,3 +300,28 @@ class Offload(_Residence):
 
 class Reload(_Residence):
     """Transfer of them back to the device."""
+
+
+Work = Literal["generate", "forward", "score", "train", "combine", "move", "sync", "offload", "evaluate", "save"]
+TITLES: Mapping[Work, str] = {
+    "generate": "generation",
+    "forward": "forward passes",
+    "score": "functions, services and rules",
+    "train": "training",
+    "combine": "advantages and other sums",
+    "move": "moves of rows",
+    "sync": "weight syncs",
+    "offload": "host offload",
+    "evaluate": "evaluations",
+    "save": "saving, checkpoints",
+}
+"""Kind of work that ranks spend their time on → its name in metrics, figures and tables, in their order."""
+_WORK: Mapping[str, Work] = {
+    **{work: work for work in TITLES},
+    **{"retokenize": "score", "eval": "evaluate", "checkpoint": "save", "reload": "offload", "release": "offload"},
+}
+
+
+def work_of(instruction: str, operator: OperatorKind | None) -> Work:
+    """Return the work of a kind of instruction, of a Run that of its kind of operator; unknown ones compute sums."""
+    return _WORK.get(operator or "combine" if instruction == "run" else instruction, "combine")

@@ -18,7 +18,7 @@ import torch
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
-from flexrlhf.config.user_code.loading import load_function
+from flexrlhf.config.code_loading import load_function
 from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.errors import UserError
 from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers

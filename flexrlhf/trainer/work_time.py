@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple
-from flexrlhf.operators.work import work_of
-from flexrlhf.strategies.instructions import Instruction, Run
+from flexrlhf.strategies.instructions import Instruction, Run, work_of
 from flexrlhf.timeline import Span, Timeline
 
 KINDS = ("generate", "forward", "score", "train", "move", "sync", "wait", "other")

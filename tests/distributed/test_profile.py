@@ -13,8 +13,8 @@ from cases import SIZES
 from commands import children, is_alive, read_until, start
 
 from benchmarks.two_hosts import can_link, linked_hosts
-from flexrlhf.config.output_path import check_output
 from flexrlhf.config.spec_file import load_spec
+from flexrlhf.config.user_paths import check_output
 from flexrlhf.data.quickstart import config_paths, prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic

@@ -14,8 +14,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.pricing import Pricer, longest_lengths
 from flexrlhf.metrics import METRICS, is_better
-from flexrlhf.operators import evaluation
-from flexrlhf.operators.evaluation import evaluation_metrics
+from flexrlhf.operators.graph import EVALUATION_METRICS, evaluation_metrics
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -304,7 +303,7 @@ def test_every_evaluation_tells_metrics_by_which_a_model_may_be_chosen(name: str
     raw = {"name": "run", "algorithm": kind, "models": {}, "data": {"path": "rows.jsonl"}}
     graph = make_graph(parse_spec(raw))
     combined = [operator.function for operator in graph.evaluation if operator.kind == "combine"]
-    assert set(combined) <= set(evaluation.METRICS)
+    assert set(combined) <= set(EVALUATION_METRICS)
     known = {metric.name for metric in METRICS}
     assert evaluation_metrics(graph) and set(evaluation_metrics(graph)) <= known
 

@@ -13,8 +13,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.pricing import synced_weights, transformer_of_shape
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.operators.columns import TEXT
-from flexrlhf.operators.evaluation import GENERATE
-from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.graph import GENERATE, Graph, Operator
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.place import place

@@ -15,7 +15,7 @@ from small_runs import PPO
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.output_path import check_output
+from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.measurements import are_measurements
 

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from flexrlhf.config.algorithms.base import LossAggregation, SampledSpec
 from flexrlhf.config.algorithms.policy_sections import CovarianceSpec, KlSpec, OverlongSpec, PtxSpec, Truncation
 from flexrlhf.operators.columns import PTX, TEXT, Quantity, qualified
-from flexrlhf.operators.evaluation import DIVERSITY, EVALUATION_SCORES, GENERATE
-from flexrlhf.operators.graph import Graph, Operator, after
+from flexrlhf.operators.graph import DIVERSITY, EVALUATION_SCORES, GENERATE, Graph, Operator, after
 
 SCORES = Operator("scores", "forward", "reward", TEXT, ("scores",))
 

@@ -18,8 +18,7 @@ from flexrlhf.config.algorithms.policy import (
 )
 from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.operators.columns import TEXT, qualified
-from flexrlhf.operators.evaluation import GENERATE
-from flexrlhf.operators.graph import Graph
+from flexrlhf.operators.graph import GENERATE, Graph
 
 GREEDY = qualified((*TEXT, "response_mask", "finished"), "greedy")
 

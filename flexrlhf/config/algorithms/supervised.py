@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
 from flexrlhf.operators.columns import MISMATCHED, TEXT, qualified
-from flexrlhf.operators.evaluation import DIVERSITY, GENERATE, next_to_data
-from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.graph import DIVERSITY, GENERATE, Graph, Operator, next_to_data
 
 READ = (*TEXT, "loss_mask")
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))

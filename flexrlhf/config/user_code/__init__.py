@@ -1,1 +1,0 @@
-"""Python code of the user, by reference: ``path/to/file.py:name`` or ``module:name``."""
