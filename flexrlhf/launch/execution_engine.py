@@ -66,8 +66,8 @@ class ExecutionEngine:
         self._resume = None if resume is None else str(resume)
         from flexrlhf.guideline.advice.auto import planned
 
-        (self.plan,), choices = planned([spec])
-        for text in choices:
+        ((self.plan, text),) = planned([spec])
+        if text:
             print(text)
         if not force:
             check_fits(self.plan)

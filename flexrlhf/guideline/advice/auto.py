@@ -14,9 +14,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.placement.hosts import Hosts, has_nvidia_driver
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.fitting import fitted
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.suggestions import fitted
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.advise import Advice
@@ -39,9 +39,9 @@ SETTINGS = (
 """Settings of models that a search chooses."""
 
 
-def planned(specs: Sequence[Spec]) -> tuple[list[Plan], list[str]]:
-    """Plan the runs of a command, and choose settings that their YAMLs leave out. Returns the plans, and a text on each
-    choice, which the first rank prints: there are none on the others.
+def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
+    """Plan the runs of a command, and choose settings that their YAMLs leave out: each plan with a text on the choice
+    for the first rank to print, which is empty where nothing is chosen and on other ranks.
 
     Raises UserError as ``make_plans``, and where ``placement: auto`` finds nothing that fits.
     """
@@ -51,12 +51,12 @@ def planned(specs: Sequence[Spec]) -> tuple[list[Plan], list[str]]:
         chosen.append(_with_placement(spec, pending, obstacle))
         return chosen[-1][0]
 
-    plans, texts = [], []
+    found = []
     for plan, (spec, searched) in zip(make_plans(specs, choose), chosen, strict=True):
         suited, sentence = fitted(spec, plan)
-        plans.append(suited)
-        texts.append("\n".join(filter(None, (searched, sentence))))
-    return plans, [text for text in texts if text and Hosts().is_first]
+        texts = [text for text in (searched, sentence) if text and Hosts().is_first]
+        found.append((suited, "\n".join(texts)))
+    return found
 
 
 def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
