@@ -13,9 +13,9 @@ from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection
 from flexrlhf.plan.data_sources import data_sources
-from flexrlhf.plan.inputs import load_run_tokenizer
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.present_data import check_inspection, inspect_source, tokenizer_run
+from flexrlhf.plan.run_data import check_inspection, inspect_source, tokenizer_run
+from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 
 
 def data(configs: Configs = None, config: ConfigOption = None, set_: Overrides = None) -> None:

@@ -14,7 +14,7 @@ from flexrlhf.cli.working import working
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
-from flexrlhf.plan.inputs import check_present_data
+from flexrlhf.plan.input_checks import check_present_data
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.text import bytes_text

@@ -9,12 +9,13 @@ import typer
 from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.working import working
 from flexrlhf.config.spec import Spec
+from flexrlhf.data.files import is_present
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_lines import absent_line, data_line, data_warnings
-from flexrlhf.plan.data_sources import DataSource
+from flexrlhf.plan.data_report import absent_line, data_line, data_warnings
+from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.present_data import absent_sources, present_inspections
+from flexrlhf.plan.run_data import present_inspections
 from flexrlhf.plan.suggestions import check_fits
 
 
@@ -23,10 +24,11 @@ def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
     from flexrlhf.guideline.advice.auto import planned
 
     with working("planning"):
-        plans, choices = planned(specs)
-    for text in choices:
-        typer.echo(text + "\n")
-    return plans
+        found = planned(specs)
+    for _, text in found:
+        if text:
+            typer.echo(text + "\n")
+    return [plan for plan, _ in found]
 
 
 def check_memory(plans: Sequence[Plan], force: bool) -> None:
@@ -55,8 +57,9 @@ def inspect_data(plans: Sequence[Plan]) -> list[InspectedFile]:
 def print_absent_data(plans: Sequence[Plan]) -> None:
     """Print a line for each data file that does not exist yet."""
     for plan in plans:
-        for source in absent_sources(plan):
-            typer.echo(f"{plan.spec.name}: {absent_line(source)}")
+        for source in data_sources(plan):
+            if not is_present(source.path):
+                typer.echo(f"{plan.spec.name}: {absent_line(source)}")
 
 
 def print_data_lines(files: Sequence[InspectedFile]) -> None:

@@ -101,7 +101,7 @@ def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:
 
 
 def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
-    from flexrlhf.plan.inputs import check_runs
+    from flexrlhf.plan.input_checks import check_runs
     from flexrlhf.runs.resume import resume_runs
 
     resume_runs(tuple(plans), resume)

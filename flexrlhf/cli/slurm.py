@@ -1,8 +1,10 @@
-"""``flexrlhf slurm``."""
+"""``flexrlhf slurm``: the batch script of a plan, which saves before its time is up and is requeued."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +24,11 @@ from flexrlhf.cli.options import (
 from flexrlhf.cli.planning import check_memory, plan_runs
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
-from flexrlhf.plan.slurm_script import slurm_script
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.plan.plan import Plan
 
+STOPPED = 143
+"""Exit code of a run that has saved and ended on a signal."""
 Config = Annotated[Path | None, typer.Argument(help="YAML file of the run", autocompletion=complete_config)]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write; without it the script is printed")]
 Directive = Annotated[
@@ -55,7 +60,7 @@ def slurm(
     if (config := run.only_path) is None:
         raise UserError("slurm: missing config; give the YAML file of the run")
     if output is not None:
-        check_output(output, "--output", "job.sbatch", is_script, (config,))
+        check_output(output, "--output", "job.sbatch", _is_script, (config,))
     (plan,) = plan_runs(run.specs())
     check_memory([plan], force)
     given = [("--placement-ratio", placement_ratio), ("--devices", devices)]
@@ -70,6 +75,45 @@ def slurm(
         typer.echo(f"wrote {output}; start it with: sbatch {output}")
 
 
-def is_script(text: str) -> bool:
-    """Return whether a file is one that this command may replace."""
+def _is_script(text: str) -> bool:
     return text.startswith("#!") and "#SBATCH" in text
+
+
+def slurm_script(plan: Plan, command: str, directives: Sequence[str] = (), seconds: int = 300) -> str:
+    """Return the batch script of ``plan``.
+
+    command:     ``flexrlhf run`` with its arguments.
+    directives:  further options of sbatch, such as ``time=24:00:00``, for every component.
+    seconds:     between the signal and the end of the job's time.
+    """
+    groups = node_groups(plan.cluster)
+    lines = ["#!/bin/bash", f"#SBATCH --job-name={plan.spec.name}"]
+    lines += [f"#SBATCH --{line}" for line in (f"signal=USR1@{seconds}", "requeue", "open-mode=append")]
+    per_node = "cpus-per-task" if plan.spec.cluster.device == "cpu" else "gpus-per-node"
+    for index, (count, devices, device_class) in enumerate(groups):
+        lines += ["#SBATCH hetjob"] * (index > 0)
+        lines += [f"# {count} x {devices} {device_class}", f"#SBATCH --nodes={count}"]
+        # a task starts all ranks of its node
+        lines += ["#SBATCH --ntasks-per-node=1", f"#SBATCH --{per_node}={devices}"]
+        lines += [f"#SBATCH --{directive}" for directive in directives]
+    parts = "" if len(groups) == 1 else f" --het-group=0-{len(groups) - 1}"
+    return (
+        "\n".join(lines)
+        + f"""
+
+srun{parts} {command}
+code=$?
+if [ $code -eq {STOPPED} ]; then
+    # saved on a signal: the next job goes on from there
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+    )
+
+
+def node_groups(cluster: Cluster) -> list[tuple[int, int, str]]:
+    """Return number, devices and device class of equal nodes next to each other, the components of a job."""
+    nodes = [cluster.ranks_on_node(node) for node in range(cluster.num_nodes)]
+    kinds = groupby((len(ranks), cluster.devices[ranks[0]].device_class) for ranks in nodes)
+    return [(len(list(same)), devices, device_class) for (devices, device_class), same in kinds]

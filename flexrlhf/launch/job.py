@@ -14,7 +14,7 @@ from flexrlhf.errors import Preempted, UserError
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.loggers.base import check_loggers
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
-from flexrlhf.plan.inputs import check_runs
+from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan

@@ -31,13 +31,13 @@ from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.launchers.job_start import JobStart
 from flexrlhf.launch.rank_watch import RankWatch
-from flexrlhf.plan.data_lines import data_line, data_warnings
+from flexrlhf.plan.data_report import data_line, data_warnings
 from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.hub_names import commits
-from flexrlhf.plan.inputs import RunData, load_run_data
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.places import places_of, title_of
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import run_title, where_models_are
+from flexrlhf.plan.run_data import RunData, load_run_data
 from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
 from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, writing_to
@@ -149,7 +149,7 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
     name, send = plan.spec.name, rank.send
     flight = FlightRecord(plan, world, directory)
     with rank.watch.over(flight), writing_to(directory):
-        send(RunBegins(name, title_of(plan, world.device.type), places_of(plan), plan.spec.steps))
+        send(RunBegins(name, run_title(plan, world.device.type), where_models_are(plan), plan.spec.steps))
         send(Doing(name, "reading the data"))
         data = load_run_data(plan)
         check_commits(plan, world)

@@ -19,7 +19,7 @@ from flexrlhf.measure.checks import Check
 from flexrlhf.measure.facts import UNLIMITED, HostFacts
 from flexrlhf.measure.job_checks import check_disk
 from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.inputs import check_runs
+from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import CPU_BUILDS, declared_requirements, needed_extras, needed_libraries

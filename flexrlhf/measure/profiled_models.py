@@ -13,8 +13,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import prompt_lengths, response_lengths
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, count_elements, read_config
 
 SHAPELESS_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")

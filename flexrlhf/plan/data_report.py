@@ -1,22 +1,76 @@
-"""Report of ``flexrlhf data`` about one file: counts, histograms of lengths, and some rows as a run has them."""
+"""Text about a data file of a run: one line and warnings, and the report of ``flexrlhf data`` with some of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from flexrlhf.data.data_counts import quantile
+from flexrlhf.data.data_counts import DataCounts, quantile
 from flexrlhf.data.encoding import EncodedResponse, EncodedRow
+from flexrlhf.data.files import ENDINGS
+from flexrlhf.data.hub import hub_name
 from flexrlhf.data.inspection import Inspection
+from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.errors import one_line
-from flexrlhf.plan.data_lines import data_line
 from flexrlhf.plan.data_sources import DataSource
 from flexrlhf.text import table
 
+WARNED_SHARE = 0.05
+"""Share of prompts or responses above which a line warns of what the limits do to them."""
+MOST = 0.95
+"""Share of them that a suggested limit keeps."""
 BAR = 40
 """Characters of the longest bar."""
 LONGEST = 1200
 """Characters of a part of a row that are shown."""
 Decode = Callable[..., str]
+
+
+def data_line(source: DataSource, counts: DataCounts) -> str:
+    """Return what a file has, and what the limits of the run do to it."""
+    parts = [f"form {counts.form}, {counts.num_rows} rows"]
+    if len(counts.prompts) < counts.num_rows:
+        parts[0] += f" ({len(counts.prompts)} of them counted)"
+    parts.append(f"{_share(counts.num_long, len(counts.prompts))} prompts {_fate(counts)}")
+    if responses := counts.kept_responses:
+        parts.append(f"{_share(counts.num_cut, len(responses))} responses cut")
+    return one_line(f"{source.key}: {source.path}: {', '.join(parts)}")
+
+
+def absent_line(source: DataSource) -> str:
+    """Return what is not checked of a file that planning does not find."""
+    if is_task(source.path):
+        return one_line(f"{source.key}: {source.path} needs reasoning-gym (flexrlhf[reasoning]): no rows are checked")
+    if not source.path.endswith(ENDINGS) and hub_name(source.path) is not None:
+        return one_line(f"{source.key}: {source.path} is not in the cache of the Hub yet, so its rows are not checked")
+    return one_line(f"{source.key}: {source.path} does not exist yet, so its rows are not checked")
+
+
+def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
+    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit."""
+    limits, responses = counts.limits, counts.kept_responses
+    if counts.num_long > WARNED_SHARE * len(counts.prompts):
+        yield (
+            f"{source.key}: {_share(counts.num_long, len(counts.prompts))} prompts have more than "
+            f"data.max_prompt_tokens {limits.max_prompt} and are {_fate(counts)}; "
+            f"{MOST:.0%} have at most {quantile(counts.prompts, MOST)}"
+        )
+    if counts.num_cut > WARNED_SHARE * len(responses):
+        yield (
+            f"{source.key}: {_share(counts.num_cut, len(responses))} responses have more than data.max_response_tokens "
+            f"{limits.max_response} and are cut, without an end token; "
+            f"{MOST:.0%} have at most {quantile(responses, MOST)}"
+        )
+
+
+def _fate(counts: DataCounts) -> str:
+    """Return what happens to prompts that are too long."""
+    if counts.limits.long_prompts == "error":
+        return "too long"
+    return "left out" if counts.limits.drops else "truncated"
+
+
+def _share(number: int, total: int) -> str:
+    return f"{number} of {total} ({number / total:.1%})" if number and total else f"{number} of {total}"
 
 
 def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> str:
@@ -113,8 +167,5 @@ def _margined(name: str, mark: str, text: str) -> list[str]:
         half = LONGEST // 2
         text = f"{text[:half]} ... ({len(text) - 2 * half} more characters) ... {text[-half:]}"
     lines = text.replace("\n", "\\n\n").split("\n")
-    return [f"{name:<9}{mark} {''.join(map(_visible, line))}" for line in lines if line]
-
-
-def _visible(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
+    visible = ["".join(each if each.isprintable() else repr(each)[1:-1] for each in line) for line in lines]
+    return [f"{name:<9}{mark} {line}" for line in visible if line]

@@ -1,170 +1,41 @@
-"""Tokenizer and examples of a run, and the checks of all its inputs. Bad ones raise UserError."""
+"""Checks of all inputs of runs before a rank starts: models, tokenizers, rows, and what scores them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec import ModelSpec
-from flexrlhf.config.user_paths import instead_of
-from flexrlhf.data.chat import ChatFormat, read_chat_format
-from flexrlhf.data.data_counts import DataCounts
-from flexrlhf.data.examples import Example, LoadedExamples, load_examples, read_texts
-from flexrlhf.data.files import is_present, json_type
-from flexrlhf.data.order import SourceShare
-from flexrlhf.data.retokenized import TextEncoder
+from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.data.examples import read_texts
+from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError
-from flexrlhf.operators.graph import reads_texts
 from flexrlhf.plan.algorithm_graph import heads_of
-from flexrlhf.plan.architectures import check_architecture
 from flexrlhf.plan.data_sources import DataSource, data_sources
-from flexrlhf.plan.end_tokens import end_tokens
 from flexrlhf.plan.model_checks import check_packages
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.tokenizers import tokenizer_of
-from flexrlhf.plan.vocabulary import has_tokenizer
+from flexrlhf.plan.run_data import RunData, load_run_data, text_encoder
+from flexrlhf.plan.run_tokenizer import (
+    chat_format,
+    load_tokenizer,
+    tokenizer_path,
+)
 from flexrlhf.rewards.checks import check_columns, check_present_functions, check_sources
-from flexrlhf.weights.adapter_files import base_model
-from flexrlhf.weights.loading import one_sentence_errors, quiet
-from flexrlhf.weights.model_files import INDEX, SINGLE, check_regular, weight_files
+from flexrlhf.weights.adapter_files import base_model, has_adapters
+from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
+from flexrlhf.weights.model_files import (
+    INDEX,
+    SCALAR_HEAD,
+    SINGLE,
+    check_stored,
+    named_as,
+    stored_tensors,
+    weight_files,
+)
 from flexrlhf.weights.shapes import read_config
-
-
-@dataclass(frozen=True)
-class RunData:
-    """Examples of a run and the special tokens of its tokenizer.
-
-    examples:       training rows, source after source
-    evaluation:     evaluation rows
-    texts:          pretraining texts of ``algorithm.ptx``
-    tokenizer:      its directory
-    eos_token_ids:  all tokens that end a response; the tokenizer's eos is the first
-    pad_token_id:   padding token; the end token where the tokenizer has none
-    is_trusted:     whether code in the tokenizer's directory may run
-    shares:         parts of the training rows by source, and how often they come
-    counts:         lengths of all rows of each source, by its key
-    """
-
-    examples: list[Example]
-    evaluation: list[Example]
-    texts: list[Example]
-    tokenizer: str
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    is_trusted: bool = False
-    shares: tuple[SourceShare, ...] = ()
-    counts: Mapping[str, DataCounts] = field(default_factory=dict)
-
-
-def tokenizer_path(plan: Plan) -> str:
-    """Return the directory in ``data.tokenizer``, else that of the first model with a path."""
-    if plan.spec.data.tokenizer is not None:
-        return plan.spec.data.tokenizer
-    paths = [path for role in plan.graph.roles if (path := plan.model(role).path) is not None]
-    if not paths:
-        raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
-    return paths[0]
-
-
-def tokenizer_key(plan: Plan) -> str:
-    """Return the setting that names the directory of ``tokenizer_path``."""
-    if plan.spec.data.tokenizer is not None:
-        return "data.tokenizer"
-    role = next((role for role in plan.graph.roles if plan.model(role).path is not None), None)
-    return "data.tokenizer" if role is None else f"models.{role}.path"
-
-
-def load_run_tokenizer(plan: Plan) -> Any:
-    """Return the Hugging Face tokenizer of a run. Raises UserError with the setting that names it."""
-    return load_tokenizer(tokenizer_path(plan), trusts_tokenizer(plan), tokenizer_key(plan))
-
-
-def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:
-    """Return the Hugging Face tokenizer in a directory; code in it runs only with ``trust_remote_code``. ``key``: names
-    it in messages."""
-    from transformers import AutoTokenizer
-
-    if not Path(path).is_dir():
-        raise UserError(f"{key} {path}: no such directory{instead_of(Path(path), Path.is_dir)}")
-    _check_tokenizer_files(Path(path), key)
-    with one_sentence_errors(f"{key} {path}"), quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise UserError(_no_tokenizer(Path(path), key, error)) from None
-        # some wrong settings are noticed by the first text
-        tokenizer.encode("text", add_special_tokens=False)
-        return tokenizer
-
-
-def _no_tokenizer(directory: Path, key: str, error: Exception) -> str:
-    """Return the sentence for a directory from which no tokenizer is read, with what can be done."""
-    reason = str(error).partition("\n")[0].rstrip(": ") if has_tokenizer(directory) else "no tokenizer.json"
-    other = ", or name one in data.tokenizer" if key.endswith(".path") else ""
-    return f"{key} {directory}: no tokenizer in it ({reason}); copy one there{other}"
-
-
-def _check_tokenizer_files(directory: Path, key: str) -> None:
-    """Raise UserError for files that no tokenizer is read from: pipes, and JSON that is no mapping."""
-    for file in sorted(directory.iterdir()):
-        check_regular(f"{key} {directory}", file)
-        if file.name not in ("tokenizer.json", "tokenizer_config.json") or not file.is_file():
-            continue
-        try:
-            contents = json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{key} {directory}: {file.name} cannot be read as JSON ({error})") from None
-        if not isinstance(contents, dict):
-            found = json_type(contents)
-            raise UserError(f"{key} {directory}: {file.name} must contain an object, found {found}")
-
-
-def trusts_tokenizer(plan: Plan) -> bool:
-    """Whether code in the tokenizer's directory may run: whether it is a model's directory whose code is trusted."""
-    path = Path(realpath(tokenizer_path(plan)))
-    models = [model for role in plan.graph.roles if (model := plan.model(role)).trust_remote_code]
-    return any(model.path is not None and Path(realpath(model.path)) == path for model in models)
-
-
-def load_run_data(plan: Plan) -> RunData:
-    """Load the examples for training and for evaluation."""
-    path, chat = tokenizer_path(plan), chat_format(plan)
-    tokenizer = load_run_tokenizer(plan)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{tokenizer_key(plan)} {path}: it has no end-of-sequence token")
-    sources = data_sources(plan)
-    found = {source.key: _examples(plan, source, tokenizer) for source in sources}
-    loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}
-    training = [source for source in sources if source.is_training]
-    examples = [example for source in training for example in loaded[source.key]]
-    shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
-    ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
-    return RunData(examples, evaluation, texts, path, ends, pad, trusts_tokenizer(plan), shares, counts)
-
-
-def chat_format(plan: Plan) -> ChatFormat:
-    """Return which rows a chat template renders, and the template that the spec names."""
-    return read_chat_format(plan.spec.data.chat, plan.spec.data.chat_template)
-
-
-def data_digest(data: RunData) -> str:
-    """Return a digest of the training examples: two data files, tokenizers or templates have different ones."""
-    digest = hashlib.sha256()
-    for example in (*data.examples, *data.texts):
-        for tokens in (example.prompt, *example.responses):
-            digest.update(array("q", (len(tokens), *tokens)).tobytes())
-        for mask in example.trained:
-            digest.update(bytes(mask))
-    return digest.hexdigest()
 
 
 def check_runs(plans: Sequence[Plan]) -> None:
@@ -185,30 +56,11 @@ def check_runs(plans: Sequence[Plan]) -> None:
         if Path(realpath(tokenizer_path(plan))) in pending:
             continue
         data = load_run_data(plan)
-        tokens = _tokens(plan, data)
+        number, largest = len(load_tokenizer(data.tokenizer, data.is_trusted)), _largest_token(data)
         for role in origins_first(plan.graph):
             if plan.model(role).path is None or Path(realpath(plan.model(role).path or "")) not in pending:
-                _check_model(plan, role, tokens)
+                _check_model(plan, role, number, largest)
                 _check_retokenized(plan, role, data)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Tokens that a run's models have to embed.
-
-    number:   of the tokenizer.
-    largest:  largest one in the data, or of those for end and padding.
-    """
-
-    number: int
-    largest: int
-
-
-def _tokens(plan: Plan, data: RunData) -> _Tokens:
-    rows = [*data.examples, *data.evaluation, *data.texts]
-    largest = max((max(ids) for row in rows for ids in (row.prompt, *row.responses) if ids), default=0)
-    number = len(load_tokenizer(data.tokenizer, data.is_trusted))
-    return _Tokens(number, max(largest, data.pad_token_id, *data.eos_token_ids))
 
 
 def check_present_data(plan: Plan) -> None:
@@ -251,8 +103,18 @@ def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
                 )
 
 
-def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
-    """Check for weights, an embedding of every token and enough positions: on a rank the error would be obscure."""
+def _largest_token(data: RunData) -> int:
+    rows = [*data.examples, *data.evaluation, *data.texts]
+    largest = max((max(ids) for row in rows for ids in (row.prompt, *row.responses) if ids), default=0)
+    return max(largest, data.pad_token_id, *data.eos_token_ids)
+
+
+def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> None:
+    """Check for weights, an embedding of every token and enough positions: on a rank the error would be obscure.
+
+    num_tokens:     of the tokenizer
+    largest_token:  of the data, and of end and padding
+    """
     model = plan.model(role)
     whole = base_model(role, model).path
     if whole is not None and not weight_files(f"models.{role}.path", Path(whole)):
@@ -262,11 +124,11 @@ def _check_model(plan: Plan, role: str, tokens: _Tokens) -> None:
     if model.retokenize:
         _check_text_limit(role, model, config)
         return
-    if size is not None and size < tokens.number:
-        raise UserError(f"models.{role}: vocab_size {size} is smaller than the {tokens.number} tokens of the tokenizer")
-    if size is not None and size <= tokens.largest:
+    if size is not None and size < num_tokens:
+        raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of the tokenizer")
+    if size is not None and size <= largest_token:
         raise UserError(
-            f"models.{role}: vocab_size {size} has no token {tokens.largest}, which the tokenizer "
+            f"models.{role}: vocab_size {size} has no token {largest_token}, which the tokenizer "
             f"{tokenizer_path(plan)} gives; use the model's own tokenizer"
         )
     width, limit = plan.lengths.prompt + plan.lengths.response, config.get("max_position_embeddings")
@@ -286,15 +148,6 @@ def _check_text_limit(role: str, model: ModelSpec, config: dict[str, Any]) -> No
         )
 
 
-def text_encoder(plan: Plan, role: str) -> TextEncoder:
-    """Return the encoder of texts for a role with a tokenizer of its own."""
-    model = plan.model(role)
-    directory = tokenizer_of(role, model)
-    assert directory is not None, "planning refuses a role without a tokenizer"
-    tokenizer = load_tokenizer(str(directory), model.trust_remote_code, f"models.{role}.retokenize")
-    return TextEncoder(f"models.{role}.retokenize", tokenizer, plan.lengths.of_role(role).total)
-
-
 def _check_retokenized(plan: Plan, role: str, data: RunData) -> None:
     """Encode the first prompt of each file for a role with a tokenizer of its own, as its ranks would."""
     if plan.model(role).retokenize:
@@ -303,18 +156,58 @@ def _check_retokenized(plan: Plan, role: str, data: RunData) -> None:
             encoder.encode(example, "", is_finished=True)
 
 
-def _examples(plan: Plan, source: DataSource, tokenizer: Any) -> LoadedExamples:
-    data = plan.spec.data
-    return load_examples(
-        source.path,
-        form=source.form,
-        needs=source.needs,
-        tokenizer=tokenizer,
-        max_prompt_tokens=data.max_prompt_tokens,
-        max_response_tokens=data.max_response_tokens,
-        long_prompts=data.long_prompts,
-        layout=source.layout,
-        with_columns=source.needs == "prompts"
-        and any(reads_texts(operator) for operator in (*plan.graph.operators, *plan.graph.evaluation)),
-        chat=chat_format(plan),
+def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) -> Any:
+    """Return the config of a role as an object of transformers. Raises UserError for what its ranks could not load.
+
+    ``new_head``: whether files may lack a scalar head. Models with code of their own, which is trusted, are built by
+    the ranks alone.
+    """
+    model, new_head = base_model(role, model), new_head or has_adapters(model.path)
+    config = load_config(role, model)
+    if is_native(role, model) and read_config(role, model)["model_type"] not in LLAMA_LIKE:
+        shapes = _shapes_without_weights(role, model, config, head)
+        if model.path is not None:
+            _check_files(role, model, shapes, {SCALAR_HEAD} if new_head else set())
+    return config
+
+
+def _shapes_without_weights(role: str, model: ModelSpec, config: Any, head: Head) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters of the class that the ranks load."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     )
+
+    key, kind = model_key(role, model), config.model_type
+    if head == "scalar":
+        config.num_labels = 1
+    names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if head == "scalar" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if kind not in names:
+        needed = "a scalar head" if head == "scalar" else "a language head"
+        raise UserError(f"{key}: transformers has no {kind} model with {needed}; use a model such as {LLAMA_LIKE[0]}")
+    auto = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
+    with one_sentence_errors(key), torch.device("meta"):
+        built = auto.from_config(config, trust_remote_code=False)
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    if head == "scalar" and SCALAR_HEAD not in shapes:
+        raise UserError(
+            f"{key}: the head of {kind} is no {SCALAR_HEAD}, so it gives no score at each token; use a model such as "
+            f"{LLAMA_LIKE[0]}"
+        )
+    return shapes
+
+
+def _check_files(role: str, model: ModelSpec, shapes: dict[str, tuple[int, ...]], optional: set[str]) -> None:
+    """Raise UserError for files that lack weights of the model, unless their names are converted on loading.
+
+    Files with names that the model does not have may be of an older form of the family; then the ranks check.
+    """
+    assert model.path is not None, "a model without files has none to check"
+    stored = stored_tensors(f"models.{role}.path", Path(model.path))
+    missing = set(shapes) - set(named_as(stored, shapes)) - {SCALAR_HEAD}
+    others = {name for name in named_as(stored, shapes) if name not in shapes and name.endswith((".weight", ".bias"))}
+    if missing and others:
+        return
+    check_stored(model_key(role, model), stored, shapes, optional)

@@ -1,4 +1,4 @@
-"""Text of a plan before a run: plain, of fixed width."""
+"""Text of a plan before a run: plain, of fixed width; and the header of the run."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def format_plan(plan: Plan) -> str:
     head = (
         f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices, {spec.steps} steps"
     )
+    # a column that another pass computes, and why it needs none of its own
+    left_out = [f"{each.column}: {each.reason}" for each in plan.graph.left_out]
     sections = [
         [head, *_without_cluster(plan)],
         *([_titled("preset", preset_lines(spec))] if spec.algorithm.like is not None else []),
@@ -41,7 +43,7 @@ def format_plan(plan: Plan) -> str:
         _titled("overlap", _overlap(plan)),
         _titled("process groups", _groups(plan)),
         *([_titled("bytes between nodes in a step", lines)] if (lines := list(_between_nodes(plan))) else []),
-        *([_titled("left out", _left_out(plan))] if plan.graph.left_out else []),
+        *([_titled("left out", left_out)] if left_out else []),
         _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
     ]
     return "\n\n".join("\n".join(section) for section in sections)
@@ -97,17 +99,16 @@ def _responses(plan: Plan) -> str:
 def _passes(plan: Plan) -> str:
     """Return how texts lie in the rows of forward and training passes."""
     models = [model for model in plan.placement.models if model.rollout is None]
-    packed = {model.name: _packs(plan, model) for model in models}
+    packed = {
+        model.name: packs_texts(model.settings, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total)
+        for model in models
+    }
     if not any(packed.values()):
         return "one text in each row of a pass"
     others = [name for name, packs in packed.items() if not packs]
     shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
     once = f", a prompt once for its {_responses(plan)}" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
     return f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
-
-
-def _packs(plan: Plan, model: PlacedModel) -> bool:
-    return packs_texts(model.settings, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total)
 
 
 def _range(sizes: Sequence[int]) -> str:
@@ -138,7 +139,8 @@ def _placement(plan: Plan) -> list[str]:
         head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
         lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
-    lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in _shared(plan).items()]
+    shared = {role: model.share for role, model in plan.spec.models if model is not None and model.share is not None}
+    lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in shared.items()]
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
@@ -185,11 +187,6 @@ def zero_text(model: PlacedModel) -> str:
     return f"{model.settings.zero}" + " in each node" * is_sharded_in_nodes(model)
 
 
-def _shared(plan: Plan) -> dict[str, str]:
-    models = plan.spec.models
-    return {role: m.share for role in type(models).model_fields if (m := models.of(role)) and m.share is not None}
-
-
 def _overlap(plan: Plan) -> list[str]:
     """Return lines of operators that run at the same time, and the settings that prevent overlap."""
     lines = overlapping_operators(plan.schedule) or ["none"]
@@ -206,11 +203,6 @@ def _groups(plan: Plan) -> list[str]:
     most = max(map(plan.communicators, range(plan.placement.num_ranks)))
     shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but moves and syncs"
     return [*lines, shared] if most else lines or ["none: one rank"]
-
-
-def _left_out(plan: Plan) -> list[str]:
-    """Return a line for each column that another pass computes, and why it needs none of its own."""
-    return [f"{each.column}: {each.reason}" for each in plan.graph.left_out]
 
 
 @dataclass(frozen=True)
@@ -233,10 +225,14 @@ class ScheduleRow:
 
 def schedule_rows(plan: Plan) -> list[ScheduleRow]:
     """Return a row for each instruction; those of an evaluation, for one batch of its rows, follow it."""
-    rows = [row for i in plan.schedule.instructions for row in _rows(i, plan.batch)]
+    rows = []
+    for each in plan.schedule.instructions:
+        rows.append((each, plan.batch, False))
+        if isinstance(each, Eval):
+            rows += [(inner, each.batch, True) for inner in each.instructions]
     return [
-        ScheduleRow(i.ranks, i.kind, _label(i), tuple(_notes(plan, i, batch)), bool(indent))
-        for i, indent, batch in rows
+        ScheduleRow(each.ranks, each.kind, _label(each), tuple(_notes(plan, each, batch)), is_inner)
+        for each, batch, is_inner in rows
     ]
 
 
@@ -249,14 +245,6 @@ def schedule_table(plan: Plan) -> list[str]:
         f"{row.label:<{min(width, 60) - 2 * row.is_inner}}  {'  '.join(row.notes)}".rstrip()
         for row in rows
     ]
-
-
-def _rows(instruction: Instruction, batch: BatchShape) -> list[tuple[Instruction, str, BatchShape]]:
-    """Return the rows of the table: instruction, indent, and the batch that it works on."""
-    rows: list[tuple[Instruction, str, BatchShape]] = [(instruction, "", batch)]
-    if isinstance(instruction, Eval):
-        rows += [(inner, "  ", instruction.batch) for inner in instruction.instructions]
-    return rows
 
 
 def _label(instruction: Instruction) -> str:
@@ -296,3 +284,22 @@ def _turns(operator: Operator, steps: int) -> str:
 
 def _period(every: int) -> str:
     return "every step" if every == 1 else f"every {every} steps"
+
+
+def run_title(plan: Plan, device: str) -> str:
+    """Return a line on a run: its algorithm, its strategy and its devices. ``device``: cpu or cuda."""
+    spec, where = plan.spec, counted(plan.placement.num_ranks, "CPU rank" if device == "cpu" else "GPU")
+    return f"{spec.name}: {spec.algorithm.name}, {counted(spec.steps, 'step')}, {plan.strategy} on {where}"
+
+
+def where_models_are(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Return a row for each placed model: name, ranks, node and device class, engine, and whether it is trained."""
+    rows = []
+    for model in plan.placement.models:
+        devices = [plan.cluster.devices[rank] for rank in model.ranks]
+        nodes = tuple(sorted({device.node for device in devices}))
+        classes = sorted({device.device_class for device in devices} - {"any"})
+        where = " ".join([f"{'node' if len(nodes) == 1 else 'nodes'} {span_of(nodes)}", *classes])
+        role = "trained" if model.trained else f"copy of {model.role}" if model.follows else "frozen"
+        rows.append((model.name, ranks_text(model.ranks), where, computing_text(model), role))
+    return tuple(rows)

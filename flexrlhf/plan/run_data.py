@@ -1,22 +1,126 @@
-"""Inspection of those data files of a run that exist already, with its tokenizer where that exists."""
+"""Rows of a run: its examples as ranks load them; before, the inspection and the lengths of files that exist."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.data.data_counts import TokenLimits
-from flexrlhf.data.files import is_present
+from flexrlhf.config.rows import LongPrompts
+from flexrlhf.data.data_counts import DataCounts, TokenLimits
+from flexrlhf.data.examples import Example, LoadedExamples, load_examples
+from flexrlhf.data.files import is_present, read_rows
+from flexrlhf.data.forms import detect_form, has_response
 from flexrlhf.data.inspection import Inspection, inspect_rows
+from flexrlhf.data.order import SourceShare
+from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.errors import UserError
+from flexrlhf.operators.graph import Needs, reads_texts
 from flexrlhf.plan.data_sources import DataSource, data_sources
-from flexrlhf.plan.inputs import chat_format, load_run_tokenizer, tokenizer_path
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_tokenizer import (
+    chat_format,
+    end_tokens,
+    load_run_tokenizer,
+    load_tokenizer,
+    tokenizer_key,
+    tokenizer_path,
+    trusts_tokenizer,
+)
+from flexrlhf.plan.tokenizers import tokenizer_of
 
 PLANNED_ROWS = 2000
-"""Most rows of a file that planning tokenises."""
+"""Most rows of a file that planning counts."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Examples of a run and the special tokens of its tokenizer.
+
+    examples:       training rows, source after source
+    evaluation:     evaluation rows
+    texts:          pretraining texts of ``algorithm.ptx``
+    tokenizer:      its directory
+    eos_token_ids:  all tokens that end a response; the tokenizer's eos is the first
+    pad_token_id:   padding token; the end token where the tokenizer has none
+    is_trusted:     whether code in the tokenizer's directory may run
+    shares:         parts of the training rows by source, and how often they come
+    counts:         lengths of all rows of each source, by its key
+    """
+
+    examples: list[Example]
+    evaluation: list[Example]
+    texts: list[Example]
+    tokenizer: str
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    is_trusted: bool = False
+    shares: tuple[SourceShare, ...] = ()
+    counts: Mapping[str, DataCounts] = field(default_factory=dict)
+
+
+def load_run_data(plan: Plan) -> RunData:
+    """Load the examples for training and for evaluation."""
+    path, chat = tokenizer_path(plan), chat_format(plan)
+    tokenizer = load_run_tokenizer(plan)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{tokenizer_key(plan)} {path}: it has no end-of-sequence token")
+    sources = data_sources(plan)
+    reads = any(reads_texts(operator) for operator in (*plan.graph.operators, *plan.graph.evaluation))
+    long_prompts = plan.spec.data.long_prompts
+    found = {
+        each.key: _loaded(plan, each, tokenizer, each.needs, long_prompts, reads and each.needs == "prompts")
+        for each in sources
+    }
+    loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}
+    training = [source for source in sources if source.is_training]
+    examples = [example for source in training for example in loaded[source.key]]
+    shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
+    ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
+    return RunData(examples, evaluation, texts, path, ends, pad, trusts_tokenizer(plan), shares, counts)
+
+
+def data_digest(data: RunData) -> str:
+    """Return a digest of the training examples: two data files, tokenizers or templates have different ones."""
+    digest = hashlib.sha256()
+    for example in (*data.examples, *data.texts):
+        for tokens in (example.prompt, *example.responses):
+            digest.update(array("q", (len(tokens), *tokens)).tobytes())
+        for mask in example.trained:
+            digest.update(bytes(mask))
+    return digest.hexdigest()
+
+
+def _loaded(
+    plan: Plan, source: DataSource, tokenizer: Any, needs: Needs, long_prompts: LongPrompts, with_columns: bool = False
+) -> LoadedExamples:
+    return load_examples(
+        source.path,
+        form=source.form,
+        needs=needs,
+        tokenizer=tokenizer,
+        max_prompt_tokens=plan.spec.data.max_prompt_tokens,
+        max_response_tokens=plan.spec.data.max_response_tokens,
+        long_prompts=long_prompts,
+        with_columns=with_columns,
+        layout=source.layout,
+        chat=chat_format(plan),
+    )
+
+
+def text_encoder(plan: Plan, role: str) -> TextEncoder:
+    """Return the encoder of texts for a role with a tokenizer of its own."""
+    model = plan.model(role)
+    directory = tokenizer_of(role, model)
+    assert directory is not None, "planning refuses a role without a tokenizer"
+    tokenizer = load_tokenizer(str(directory), model.trust_remote_code, f"models.{role}.retokenize")
+    return TextEncoder(f"models.{role}.retokenize", tokenizer, plan.lengths.of_role(role).total)
 
 
 def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:
@@ -33,11 +137,6 @@ def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[D
         found = inspect_source(plan, source, tokenizer, PLANNED_ROWS)
         check_inspection(source, found)
         yield source, found
-
-
-def absent_sources(plan: Plan) -> list[DataSource]:
-    """Return the data files of a run that do not exist yet."""
-    return [source for source in data_sources(plan) if not is_present(source.path)]
 
 
 def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
@@ -80,3 +179,41 @@ def check_inspection(source: DataSource, found: Inspection) -> None:
             f"data.max_prompt_tokens={limits.max_prompt} tokens, the longest {max(counts.prompts)}: set "
             f"data.long_prompts=drop or a larger data.max_prompt_tokens"
         )
+
+
+def response_lengths(plan: Plan) -> tuple[int, ...]:
+    """Return tokens of a sample of responses, end tokens included, at most ``data.max_response_tokens``, sorted.
+
+    From the responses in the run's data file, else in its evaluation file; none where neither has any, or they do not
+    exist yet.
+    """
+    for source in data_sources(plan):
+        if source.is_training or source.key == "eval":
+            examples = _sampled(plan, source, with_responses=True)
+            if examples:
+                return tuple(sorted(len(example.responses[0]) for example in examples))
+    return ()
+
+
+def prompt_lengths(plan: Plan) -> tuple[int, ...]:
+    """Return tokens of a sample of the prompts in the run's data files, sorted; none where they do not exist yet."""
+    training = [source for source in data_sources(plan) if source.is_training]
+    examples = [example for source in training for example in _sampled(plan, source, with_responses=False)]
+    return tuple(sorted(len(example.prompt) for example in examples))
+
+
+def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:
+    """Return a sample of a file's examples.
+
+    None where the file or the tokenizer does not exist yet, or where responses are needed and the file has none.
+    """
+    if tokenizer_run(plan, ()) is None or not is_present(source.path):
+        return []
+    if with_responses:
+        row, form, layout = read_rows(source.path)[0], source.form, source.layout
+        if not has_response(row, detect_form(row, "responses", layout) if form == "auto" else form, layout):
+            return []
+    long_prompts = "drop" if plan.spec.data.long_prompts == "error" else plan.spec.data.long_prompts
+    needs: Needs = "responses" if with_responses else "prompts"
+    examples = _loaded(plan, source, load_run_tokenizer(plan), needs, long_prompts).examples
+    return examples[:: max(1, len(examples) // PLANNED_ROWS)]

@@ -1,18 +1,95 @@
-"""Tokens that end a response: eos, those of the policy's generation_config.json, and the end of an assistant's turn."""
+"""Tokenizer of a run: where it is and how it is loaded, its chat format, and the tokens that end a response."""
 
 from __future__ import annotations
 
 import json
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import ModelSpec
-from flexrlhf.data.chat import ChatTemplate, own_template
+from flexrlhf.config.user_paths import instead_of
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, own_template, read_chat_format
+from flexrlhf.data.files import json_type
 from flexrlhf.errors import UserError, shown
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.tokenizers import has_tokenizer
 from flexrlhf.weights.adapter_files import base_model
+from flexrlhf.weights.loading import one_sentence_errors, quiet
+from flexrlhf.weights.model_files import check_regular
 
 GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinja"
 """Files of a model's directory."""
+
+
+def tokenizer_path(plan: Plan) -> str:
+    """Return the directory in ``data.tokenizer``, else that of the first model with a path."""
+    if plan.spec.data.tokenizer is not None:
+        return plan.spec.data.tokenizer
+    paths = [path for role in plan.graph.roles if (path := plan.model(role).path) is not None]
+    if not paths:
+        raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
+    return paths[0]
+
+
+def tokenizer_key(plan: Plan) -> str:
+    """Return the setting that names the directory of ``tokenizer_path``."""
+    if plan.spec.data.tokenizer is not None:
+        return "data.tokenizer"
+    role = next((role for role in plan.graph.roles if plan.model(role).path is not None), None)
+    return "data.tokenizer" if role is None else f"models.{role}.path"
+
+
+def load_run_tokenizer(plan: Plan) -> Any:
+    """Return the Hugging Face tokenizer of a run. Raises UserError with the setting that names it."""
+    return load_tokenizer(tokenizer_path(plan), trusts_tokenizer(plan), tokenizer_key(plan))
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:
+    """Return the Hugging Face tokenizer in a directory; code in it runs only with ``trust_remote_code``. ``key``: names
+    it in messages."""
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise UserError(f"{key} {path}: no such directory{instead_of(Path(path), Path.is_dir)}")
+    _check_tokenizer_files(Path(path), key)
+    with one_sentence_errors(f"{key} {path}"), quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0].rstrip(": ") if has_tokenizer(Path(path)) else "no tokenizer.json"
+            other = ", or name one in data.tokenizer" if key.endswith(".path") else ""
+            raise UserError(f"{key} {path}: no tokenizer in it ({reason}); copy one there{other}") from None
+        # some wrong settings are noticed by the first text
+        tokenizer.encode("text", add_special_tokens=False)
+        return tokenizer
+
+
+def _check_tokenizer_files(directory: Path, key: str) -> None:
+    """Raise UserError for files that no tokenizer is read from: pipes, and JSON that is no mapping."""
+    for file in sorted(directory.iterdir()):
+        check_regular(f"{key} {directory}", file)
+        if file.name not in ("tokenizer.json", "tokenizer_config.json") or not file.is_file():
+            continue
+        try:
+            contents = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{key} {directory}: {file.name} cannot be read as JSON ({error})") from None
+        if not isinstance(contents, dict):
+            found = json_type(contents)
+            raise UserError(f"{key} {directory}: {file.name} must contain an object, found {found}")
+
+
+def trusts_tokenizer(plan: Plan) -> bool:
+    """Whether code in the tokenizer's directory may run: whether it is a model's directory whose code is trusted."""
+    path = Path(realpath(tokenizer_path(plan)))
+    models = [model for role in plan.graph.roles if (model := plan.model(role)).trust_remote_code]
+    return any(model.path is not None and Path(realpath(model.path)) == path for model in models)
+
+
+def chat_format(plan: Plan) -> ChatFormat:
+    """Return which rows a chat template renders, and the template that the spec names."""
+    return read_chat_format(plan.spec.data.chat, plan.spec.data.chat_template)
 
 
 def end_tokens(tokenizer: Any, template: str | None, policy: ModelSpec | None) -> tuple[int, ...]:

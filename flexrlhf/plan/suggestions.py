@@ -13,8 +13,10 @@ from typing import Any
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Compute
+from flexrlhf.placement.cluster import has_known_gpus
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import padded_row
@@ -309,3 +311,49 @@ def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, lis
     most = max((size.tokens for size in passes), default=0)
     changes = {"micro_batch_tokens": [most // 2 // texts.width * texts.width]} if most >= 2 * texts.width else {}
     return changes | ({"generate_tokens": [max(decoded) // 2 * texts.width]} if max(decoded, default=0) > 1 else {})
+
+
+MOST_ROUNDS = 6
+"""Choices one after the other, of models or calls that lack memory in turn."""
+
+
+def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
+    """Return ``plan`` with the settings that ``spec`` leaves out so that it fits, and a sentence that names them; as it
+    is, and no sentence, where it fits, where nothing that is left out suffices, and on devices of no known class.
+
+    ``spec``: as a user has written it.
+    """
+    if not has_known_gpus(spec.cluster, plan.cluster):
+        return plan, ""
+    written, changed, chosen = frozenset(_written(spec, plan.graph.roles)), plan, dict[str, str]()
+    for _ in range(MOST_ROUNDS):
+        rank = tightest_rank(changed)
+        size = changed.device_bytes(rank)
+        if size is None or changed.memories[rank].peak_bytes <= size:
+            sentence = f"{plan.spec.name}: {' '.join(chosen.values())} chosen; else {need_text(plan)}" if chosen else ""
+            return changed, sentence
+        # what suffices comes first, then what frees most: another call may then be the largest
+        best = next((each for each in memory_suggestions(changed, rank, written) if each.same_numbers), None)
+        if best is None:
+            break
+        changed = replanned(changed, best.changes)
+        chosen |= {change.setting: change.text for change in best.changes}
+    return plan, ""
+
+
+def _written(spec: Spec, roles: Iterable[str]) -> Iterator[str]:
+    """Yield the settings of models, the rollout engine and syncs that ``spec`` has."""
+    for role in roles:
+        model = spec.models.of(role) or spec.models.all
+        if model is not None:
+            yield from _settings(f"models.{role}", model)
+            # a shadow has the settings of its role
+            yield from _settings(f"models.{role}.shadow", model)
+            if model.shadow is not None:
+                yield from _settings(f"models.{role}.shadow", model.shadow)
+    yield from _settings("rollout", spec.rollout)
+    yield from _settings("sync", spec.sync)
+
+
+def _settings(section: str, model: StrictModel) -> Iterator[str]:
+    return (f"{section}.{name}" for name in model.model_fields_set if getattr(model, name) is not None)

@@ -22,8 +22,7 @@ from flexrlhf.data.chat import read_chat_format
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.plan.end_tokens import end_tokens, usage_files
-from flexrlhf.plan.inputs import load_tokenizer
+from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, usage_files
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
 from flexrlhf.runs.tensor_files import PieceReader, piece_key

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped
-from flexrlhf.plan.inputs import data_digest
+from flexrlhf.plan.run_data import data_digest
 from flexrlhf.runs.fingerprints import library_versions
 from flexrlhf.runs.manifest import (
     FileEntry,

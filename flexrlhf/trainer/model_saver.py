@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
-from flexrlhf.plan.end_tokens import usage_files
-from flexrlhf.plan.inputs import chat_format
+from flexrlhf.plan.run_tokenizer import chat_format, usage_files
 from flexrlhf.runs.model_directory import TensorForm, model_writer, save_adapters
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel

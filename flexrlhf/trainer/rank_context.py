@@ -8,8 +8,8 @@ from pathlib import Path
 
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import RunData
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.loaded_models import LoadedModel
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from flexrlhf.comm.world import World
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.plan.inputs import RunData, data_digest
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import RunData, data_digest
 from flexrlhf.runs.manifest import Manifest, damage, read_manifest
 from flexrlhf.runs.run_directory import RunStatus, set_aside_checkpoints, trim_lines, write_status
 from flexrlhf.runs.run_files import RunFiles

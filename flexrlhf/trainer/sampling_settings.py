@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.engines.base import Sampling
-from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import RunData
 
 EVALUATION_STEP = -1
 """Step that the sampling noise of evaluations is a function of; training has no such step."""

@@ -12,8 +12,8 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import mixed_indices, step_indices
 from flexrlhf.operators.columns import MISMATCHED, PTX, Lengths, plain, qualified
-from flexrlhf.plan.inputs import RunData
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Run
 
 MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"

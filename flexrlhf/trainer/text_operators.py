@@ -22,8 +22,8 @@ from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import STEP_ENDS, plain
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.plan.inputs import text_encoder
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import text_encoder
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.steps import end_tokens, ends_of, split_steps

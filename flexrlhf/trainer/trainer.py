@@ -23,9 +23,10 @@ from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.errors import UserError
 from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.operators.graph import reads_texts
-from flexrlhf.plan.inputs import RunData, load_tokenizer
 from flexrlhf.plan.memory_text import connected_memory
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import RunData
+from flexrlhf.plan.run_tokenizer import load_tokenizer
 from flexrlhf.runs.recorded_columns import replay_responses
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.strategies.instructions import (

@@ -15,9 +15,9 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.display.events import discard
-from flexrlhf.plan.inputs import load_run_data
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.run_data import load_run_data
 from flexrlhf.runs.run_directory import prepare_directory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.flight_record import FlightRecord

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from flexrlhf.data.order import step_indices
 from flexrlhf.data.quickstart.corpus import build_tokenizer
-from flexrlhf.plan.inputs import load_tokenizer
+from flexrlhf.plan.run_tokenizer import load_tokenizer
 
 Raw = dict[str, Any]
 SEED, PER_STEP = 3, 4

@@ -22,8 +22,8 @@ from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
 from flexrlhf.measure.profiled_models import RowCounts, length_sample, row_counts
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
 from flexrlhf.plan.pipeline import make_plans
+from flexrlhf.plan.run_data import prompt_lengths, response_lengths
 
 SECONDS = 60
 DEVICE, LINKS = DeviceClass("any", 1, 1, 1, 1, 1, 1), Links(1, 1)

@@ -25,8 +25,7 @@ from flexrlhf.data.forms import ALPACA_TEMPLATES
 from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.operators.graph import Needs
-from flexrlhf.plan.data_lines import data_line, data_warnings
-from flexrlhf.plan.data_report import format_inspection
+from flexrlhf.plan.data_report import data_line, data_warnings, format_inspection
 from flexrlhf.plan.data_sources import DataSource
 
 ROWS = [{"prompt": "a b", "response": "c d e"}, {"prompt": "a b c d", "response": "e"}, {"prompt": "a", "response": ""}]

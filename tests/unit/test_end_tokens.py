@@ -13,7 +13,7 @@ from benchmarks.peers.chat_tokenizers import FAMILIES
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.data.chat import ChatTemplate
 from flexrlhf.errors import UserError
-from flexrlhf.plan.end_tokens import end_tokens, usage_files
+from flexrlhf.plan.run_tokenizer import end_tokens, usage_files
 
 OWN = "{% for message in messages %}{{ message['content'] }}<|eot_id|>{% endfor %}"
 TURN_ENDS = {

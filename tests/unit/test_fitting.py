@@ -23,10 +23,9 @@ from flexrlhf.guideline.advice.space import make_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search import branch_and_bound, state
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.plan.fitting import fitted
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import check_fits
+from flexrlhf.plan.suggestions import check_fits, fitted
 
 QWEN = (
     "models.actor={init: qwen2.5-7b}",

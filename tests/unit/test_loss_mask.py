@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flexrlhf.data.examples import Example
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.plan.inputs import RunData, data_digest
+from flexrlhf.plan.run_data import RunData, data_digest
 from flexrlhf.trainer.step_inputs import input_columns
 
 

@@ -21,7 +21,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.architectures import check_architecture
+from flexrlhf.plan.input_checks import check_architecture
 from flexrlhf.plan.models import model_shapes, resolve_models
 from flexrlhf.weights.shapes import llama_like_shapes, model_shape
 

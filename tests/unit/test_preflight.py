@@ -34,10 +34,9 @@ from flexrlhf.measure.facts import (
 from flexrlhf.measure.host import available_memory, judge_libraries
 from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfers import saved_bytes
-from flexrlhf.plan.disk_space import planned_disk
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import needed_extras, needed_libraries
-from flexrlhf.runs.free_space import check_free_space, disk_demands, disk_space
+from flexrlhf.runs.free_space import check_free_space, disk_demands, disk_space, planned_disk
 from flexrlhf.runs.resume import Resumption
 
 OK = Check("disk space", "ok", "enough")

@@ -18,7 +18,7 @@ from flexrlhf.config.reward_sources import RuleSource
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import Row, is_present, read_rows
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_lines import absent_line
+from flexrlhf.plan.data_report import absent_line
 from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources

@@ -22,7 +22,7 @@ from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSo
 from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.inputs import check_runs
+from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.rewards import workers
 from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.checks import check_columns, check_sources

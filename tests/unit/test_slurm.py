@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of
 
+from flexrlhf.cli.slurm import node_groups, slurm_script
 from flexrlhf.errors import UserError
 from flexrlhf.placement.hosts import Hosts, first_host, hosts_of, slurm_hosts
-from flexrlhf.plan.slurm_script import NodeGroup, node_groups, slurm_script
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -83,7 +83,7 @@ def test_the_environment_chooses_the_launcher(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_script_has_the_nodes_of_the_plan(tmp_path: Path) -> None:
     plan = plan_of(None, 16, MIXED, "placement={actor: {ratio: 0.5}, critic: 0.5, ref: 0.5, reward: 0.5}")
-    assert node_groups(plan.cluster) == [NodeGroup(2, 4, "A100-80G"), NodeGroup(1, 8, "V100-32G")]
+    assert node_groups(plan.cluster) == [(2, 4, "A100-80G"), (1, 8, "V100-32G")]
     lines = slurm_script(plan, "flexrlhf run a.yaml --resume auto", ["time=1:00"], 60).splitlines()
     assert lines[:5] == [
         "#!/bin/bash",

@@ -20,7 +20,7 @@ from flexrlhf.operators.columns import TEXT, Lengths
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.vocabulary import Vocabulary, read_vocabulary
+from flexrlhf.plan.tokenizers import Vocabulary, read_vocabulary
 from flexrlhf.strategies.instructions import Move
 
 WORDS = ["<pad>", "</s>", "the", "answer", "is", "yes"]

@@ -97,7 +97,7 @@ def lengths_for(
 def lengths_in_data(plan: Plan) -> TextLengths:
     """Return a sample of the lengths in the data, with the longest prompt: of responses that it lacks usual ones, and
     without data the longest."""
-    from flexrlhf.plan.data_lengths import prompt_lengths, response_lengths
+    from flexrlhf.plan.run_data import prompt_lengths, response_lengths
 
     prompts, responses = prompt_lengths(plan), response_lengths(plan)
     if not prompts:
