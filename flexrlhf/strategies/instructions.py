@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexrlhf.operators.graph import Operator, OperatorKind
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.placement.routes import Primitive, Transfer
 
@@ -48,6 +48,11 @@ class Instruction:
     def fills(self) -> tuple[ModelName, ...]:
         """Copies that it gives other weights."""
         return ()
+
+    @property
+    def touches(self) -> tuple[ModelName, ...]:
+        """Models that it ``uses`` or ``fills``."""
+        return (*self.uses, *self.fills)
 
     @property
     def period(self) -> int:
@@ -124,6 +129,11 @@ class Run(Instruction):
     def is_statistic(self) -> bool:
         """Whether it writes no column, so computes statistics alone."""
         return not self.operator.writes
+
+    def reads_from(self, writer: Run) -> bool:
+        """Whether it reads a column that ``writer`` writes, of mini-batches that both work on."""
+        common = common_range(self.mini_batches, writer.mini_batches)
+        return bool(common) and not set(writer.operator.writes).isdisjoint(self.operator.reads)
 
     def due(self, step: int, steps: int) -> bool:
         is_turn = step % self.operator.every == 0 or step == self.operator.also

@@ -181,7 +181,7 @@ class _Walk:
         into += [(Offload, name) for name in out] + [(Reload, name) for name in back]
 
 
-def _sleepers(placement: Placement) -> frozenset[ModelName]:
+def sleepers(placement: Placement) -> frozenset[ModelName]:
     """Return the rollout engines on the ranks of their trained copy that sleep whenever they do not generate."""
     on_trained_ranks = [model for model in placement.followers if model not in placement.shadows]
     return frozenset(model.name for model in on_trained_ranks if model.rollout is not None and model.rollout.sleep)
@@ -194,11 +194,11 @@ def with_residency(instructions: Sequence[Instruction], memory: DeviceMemory) ->
     for rank in sorted(set(alike.values())):
         names = tuple(model.name for model in memory.sizing.placement.on_rank(rank))
         capacity = memory.capacity(rank)
-        sleepers = _sleepers(memory.sizing.placement) & set(names)
-        if names and (capacity is not None or sleepers):
+        asleep = sleepers(memory.sizing.placement) & set(names)
+        if names and (capacity is not None or asleep):
             room = sys.maxsize if capacity is None else capacity
             transient = frozenset(name for name in names if memory.sizing.placement[name].is_transient)
-            walks[rank] = _settled(_Walk(rank, names, instructions, memory, room, sleepers, transient))
+            walks[rank] = _settled(_Walk(rank, names, instructions, memory, room, asleep, transient))
     each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
     out: list[Instruction] = []
     for index, instruction in enumerate(instructions):

@@ -174,7 +174,7 @@ def random_plans(gpus: int, number: int, seed: int, rollout: str, name: str = ""
         if has_shadows > base.graph.can_shadow or (name in ONLY_SHADOWED) > has_shadows:
             continue
         space = with_schedule(replace(base, has_shadows=has_shadows), chunks, lag)
-        problem = space.problem()
+        problem = space.problem
         for _ in range(number):
             assignment = random_assignment(space, problem, rng)
             if assignment is not None:
@@ -241,7 +241,7 @@ def megatron(*overrides: str) -> Spec:
 def test_stages_are_a_choice_of_megatron_alone() -> None:
     def stages(spec: Spec, name: str) -> set[int]:
         space = make_space(spec, AnalyticCosts(), None)
-        problem = space.problem()
+        problem = space.problem
         part = next(part for part in problem.parts if part.name == name)
         options = part.options(problem.shape_of(0, 8))
         return {each.settings.pp for each in options if isinstance(each.settings, ModelSpec)}
@@ -320,7 +320,7 @@ def seconds_in_one(item: FeasibleCandidate) -> float:
     """Seconds of a candidate in one chunk."""
     candidate = item.candidate
     assert candidate.assignment is not None
-    return evaluate(with_schedule(candidate.space, 1, 0).problem(), candidate.assignment)
+    return evaluate(with_schedule(candidate.space, 1, 0).problem, candidate.assignment)
 
 
 def test_the_choice_trains_on_the_newest_batch(advice: Advice) -> None:

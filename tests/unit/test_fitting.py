@@ -200,6 +200,6 @@ def test_a_search_depends_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_search_ends_at_its_work() -> None:
     space = make_space(unwritten(*PPO, NODES["one class"]), AnalyticCosts(), None)
-    short, long = (search(space.problem(), limit) for limit in (0.05, 5.0))
+    short, long = (search(space.problem, limit) for limit in (0.05, 5.0))
     assert 0.05 <= short.work < 0.1 < long.work and not short.is_finished and long.is_finished
-    assert search(space.problem(), 0.05).best == short.best
+    assert search(space.problem, 0.05).best == short.best

@@ -90,7 +90,7 @@ def test_another_engine_generates_where_that_of_the_role_does_not() -> None:
 
 def test_a_copy_that_trains_is_not_filled() -> None:
     space = make_operator_space(large_spec(), AnalyticCosts(), None)
-    problem = space.problem()
+    problem = space.problem
     sync = next(call for call in problem.calls if isinstance(call, SearchSync) and call.to == "generate")
     shape = problem.shape_of(0, 8)
     parts = {part.name: part for part in problem.parts}
@@ -107,16 +107,16 @@ def test_operators_that_share_a_layout_share_a_copy_in_the_plan() -> None:
     alike = replace(chosen["train_actor"], part="generate")
     option = next(
         each
-        for part in space.problem().parts
+        for part in space.problem.parts
         if part.name == "generate"
-        for each in part.options(space.problem().shape_of(alike.start, alike.size))
+        for each in part.options(space.problem.shape_of(alike.start, alike.size))
         if each.layout == alike.option.layout
     )
     assignment = tuple(replace(alike, option=option) if c.part == "generate" else c for c in result.assignment)
     plan = make_plan(space.spec_of(assignment))
     assert plan.placement.operators["generate"] == "actor"
     assert isinstance(plan.placement["actor"].layout, Layout)
-    assert evaluate(space.problem(), assignment) >= result.bound * (1 - 1e-9)
+    assert evaluate(space.problem, assignment) >= result.bound * (1 - 1e-9)
 
 
 def test_a_rollout_engine_is_refused() -> None:

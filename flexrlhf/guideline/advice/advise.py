@@ -117,7 +117,7 @@ class PlacementComparison:
 
     def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> SearchResult:
         """Search a space and add its best placement to the candidates."""
-        result = search(space.problem(), self._next_seconds, GAP, seeds=seeds)
+        result = search(space.problem, self._next_seconds, GAP, seeds=seeds)
         self.seconds_left -= result.work
         self.searches.append(SpaceSearch(label, result))
         self.candidates.append(_by_search(space, label, result))
@@ -228,7 +228,7 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
 
 def _seeds(candidates: Sequence[Candidate], space: Space) -> list[Assignment]:
     """Return the assignments of candidates that are placements of ``space`` in any number of chunks."""
-    kind, problem = (space.has_shadows, space.offloaded), space.problem()
+    kind, problem = (space.has_shadows, space.offloaded), space.problem
     alike = (each for each in candidates if (each.space.has_shadows, each.space.offloaded) == kind)
     seeds = [in_problem(problem, each.assignment) for each in alike if each.assignment is not None]
     return [each for each in seeds if each is not None]

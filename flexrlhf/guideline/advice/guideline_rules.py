@@ -182,7 +182,7 @@ def _assignment(
 def _disaggregated(space: Space, sizes: MemorySizes) -> GuidelineResult:
     """Give the shadow actor the share of 30 to 50 % of the devices under which a step is shortest."""
     timed: list[tuple[float, Vector, Assignment]] = []
-    problem = space.problem()
+    problem = space.problem
     for vector in _shadow_vectors(space):
         assignment = _assignment(space, vector_ranks(space, vector), _one_node_replicas)
         if assignment is not None:

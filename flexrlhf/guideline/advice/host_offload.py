@@ -57,7 +57,7 @@ def is_short_of_memory(space: Space, best: Assignment, seconds: float, margin: f
 
     ``margin``: share of the shorter step by which the other may be longer in a tie.
     """
-    problem = space.problem()
+    problem = space.problem
     total = space.pool.num_devices
     for meshes in (best, tuple(replace(choice, start=0, size=total) for choice in best)):
         fastest = [fastest_options(problem, choice) for choice in meshes]

@@ -64,12 +64,12 @@ def _variants(space: Space) -> Iterator[tuple[str, Space]]:
 
 def _problem(space: Space) -> SearchProblem:
     is_colocated = space.spec.schedule.strategy == COLOCATED
-    return on_all_devices(space) if is_colocated else space.problem()
+    return on_all_devices(space) if is_colocated else space.problem
 
 
 def _each_fits(space: Space) -> bool:
     """Whether every model fits some of the devices while it computes, which host memory for others does not change."""
-    problem = space.problem()
+    problem = space.problem
     most = max(problem.pool.memory.values()) * (1 + ROUNDING)
     shapes = sorted(shapes_of(problem), key=lambda shape: -shape.size)
     return all(
@@ -81,7 +81,7 @@ def _each_fits(space: Space) -> bool:
 def least_needed(space: Space) -> dict[str, float | None]:
     """Return the least bytes that each model needs on a device while it computes, over all meshes and settings; None
     for a model that has no settings on any mesh."""
-    problem = space.problem()
+    problem = space.problem
     needed: dict[str, float | None] = {}
     for part in problem.parts:
         options = (each for shape in shapes_of(problem) for each in part.options(shape))

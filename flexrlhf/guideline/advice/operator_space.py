@@ -25,7 +25,6 @@ from flexrlhf.guideline.search.problem import (
     LinkEnd,
     MeshShape,
     Option,
-    RowTransfer,
     SearchPart,
     SearchProblem,
     SearchSync,
@@ -52,7 +51,8 @@ class OperatorSpace(Space):
     @cached_property
     def placed_operators(self) -> dict[str, Operator]:
         """Model calls of a step by name, those that train first: a part of the problem each."""
-        calls = [operator for operator in self.operators if operator.call is not None]
+        graph = self.whole_graph
+        calls = [each for each in graph.operators if each.call is not None and not each.is_rare]
         return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
 
     def part_of(self, operator: Operator) -> str:
@@ -63,18 +63,17 @@ class OperatorSpace(Space):
         """Return the part that has the weights of ``role`` all the time: its training, else its first call."""
         return next(name for name, operator in self.placed_operators.items() if operator.role == role)
 
+    @cached_property
     def problem(self) -> SearchProblem:
-        """State the space as a search problem."""
+        """The space as a search problem."""
         parts = tuple(SearchPart(name, partial(self._options_of, name)) for name in self.placed_operators)
         return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
 
     @cached_property
     def _models_by_part(self) -> dict[str, SearchModel]:
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
-        for task, _ in self.steps:
-            operator = task.operator
-            call = PlacedCall.of(operator, self.mini_batches(task))
-            calls[self.part_of(operator)].append(call)
+        for run in self.runs:
+            calls[self.part_of(run.operator)].append(PlacedCall.of(run.operator, run.mini_batches))
         return {
             name: SearchModel(
                 ModelName(each.role), each.kind == "train", tuple(calls[name]), self.roles.heads[each.role]
@@ -122,21 +121,15 @@ class OperatorSpace(Space):
         return {}
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
-        for task, _ in self.steps:
-            reads = tuple(name_of(writer) for writer in self._writers(task))
-            yield SearchTask(name_of(task), self.part_of(task.operator), reads)
-            role = task.operator.role
-            if task.operator.name == self.own_part(role):
-                for name, other in self.placed_operators.items():
-                    if other.role == role and name != task.operator.name:
-                        copy = PlacedModel(ModelName.of(role, name), Layout((0,)), False, head=self.roles.heads[role])
-                        yield SearchSync(name_of(task), name, partial(self._refill_seconds, copy))
-
-    def _rows(self) -> Iterator[RowTransfer]:
-        for reader, _ in self.steps:
-            for writer in self._writers(reader):
-                seconds = partial(self._rows_seconds, self._rows_bytes(writer, reader), False)
-                yield RowTransfer(name_of(writer), name_of(reader), seconds)
+        """Tasks in the order of the strategy; copies are filled as soon as their weights are trained."""
+        for run in self.runs:
+            name, role = name_of(run), run.operator.role
+            yield SearchTask(name, self.part_of(run.operator), tuple(map(name_of, self._writers(run))))
+            if name == self.own_part(role):
+                for other, operator in self.placed_operators.items():
+                    if operator.role == role and other != name:
+                        copy = PlacedModel(ModelName.of(role, other), Layout((0,)), False, head=self.roles.heads[role])
+                        yield SearchSync(name, other, partial(self._refill_seconds, copy))
 
     def _refill_seconds(self, copy: PlacedModel, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         """Return the seconds of filling ``copy``; 0 where it is the copy that trains."""
@@ -147,7 +140,7 @@ class OperatorSpace(Space):
     def spec_of(self, assignment: Assignment) -> Spec:
         """Return the spec with the placement of ``assignment``."""
         entries = {choice.part: self._entry(choice) for choice in assignment}
-        names = [operator.name for operator in self.operators if operator.name in entries]
+        names = [operator.name for operator in self.whole_graph.operators if operator.name in entries]
         placement = PlacementMap.model_validate({"operators": {name: entries[name] for name in names}})
         return self.spec.model_copy(update={"placement": placement})
 
@@ -192,7 +185,7 @@ def advise_operators(
             f"rollout.engine: {spec.rollout.engine} is placed with its model, not as an operator; use transformers"
         )
     space = make_operator_space(spec, costs, lengths)
-    result = search(space.problem(), seconds_limit, GAP)
+    result = search(space.problem, seconds_limit, GAP)
     if not result.is_feasible:
         raise UserError(
             "no placement of these operators fits the devices; set models.ROLE.activation_checkpointing: true, fewer "

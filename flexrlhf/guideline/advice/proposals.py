@@ -113,7 +113,7 @@ def choose_settings(
 
     ``allowed``: which settings may be chosen. Returns the reason where there are none.
     """
-    problem = space.problem()
+    problem = space.problem
     pools = [_choices(problem, model, _ranks_of(model, ranks), allowed) for model in space.models]
     for model, pool in zip(space.models, pools, strict=True):
         if not pool:
@@ -135,7 +135,7 @@ def with_fastest_settings(space: Space, assignment: Assignment) -> Assignment:
 
     A search accepts slower ones where another model's time hides them, such as needless recomputation.
     """
-    problem = space.problem()
+    problem = space.problem
     chosen = list(assignment)
     for index, choice in enumerate(chosen):
         for option in sorted(_options_at(problem, choice), key=lambda option: sum(option.seconds)):
@@ -164,7 +164,7 @@ def fastest_options(problem: SearchProblem, choice: Choice) -> Choice | None:
 
 def seconds_of(space: Space, assignment: Assignment) -> float:
     """Return the seconds of a settled step of ``assignment``."""
-    return evaluate(space.problem(), assignment)
+    return evaluate(space.problem, assignment)
 
 
 def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[float, Space, Assignment]:
@@ -175,7 +175,7 @@ def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[f
     timed: list[tuple[float, int, Space, Assignment]] = []
     for number in chunk_counts(space):
         chunked = with_schedule(space, number, space.spec.schedule.lag)
-        problem = chunked.problem()
+        problem = chunked.problem
         for assignment in assignments:
             whole = _in_space(chunked, problem, assignment)
             timed.append((evaluate(problem, whole), len(timed), chunked, whole))

@@ -37,10 +37,10 @@ from flexrlhf.guideline.simulation.pricing import (
     rows_bytes,
     synced_weights,
 )
-from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.layout import BatchShape, Layout, common_range
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.placement.rollout import own_adapters
@@ -49,10 +49,9 @@ from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
 from flexrlhf.plan.pipeline import resolve, run_graph
-from flexrlhf.strategies import schedule
-from flexrlhf.strategies.schedule import make_tasks
-from flexrlhf.strategies.strategy import DISAGGREGATED
-from flexrlhf.strategies.syncs import syncs_overlap
+from flexrlhf.strategies.instructions import Instruction, Run, Sync
+from flexrlhf.strategies.residency import sleepers
+from flexrlhf.strategies.strategy import DISAGGREGATED, STRATEGIES
 from flexrlhf.weights.shapes import ModelShape
 
 FORBIDDEN = 1e9
@@ -65,8 +64,6 @@ USABLE = 0.98
 """Share of a device's usable memory that the result of a search may take, whose bytes a plan counts more exactly."""
 GAP = 0.01
 """Share of its time by which the result of a search may miss the fastest plan."""
-SWITCHES = ("offload", "reload")
-"""Tasks that move a sleeping rollout engine to host memory and back."""
 
 
 def is_allowed(seconds: float) -> bool:
@@ -164,64 +161,46 @@ class Space:
         return "causal" if name.is_rollout else self.roles.heads[name.role]
 
     @cached_property
-    def operators(self) -> tuple[Operator, ...]:
-        """Operators that run in every step."""
-        graph = self.whole_graph
-        return tuple(operator for operator in graph.operators if not operator.is_rare)
-
-    @cached_property
     def whole_graph(self) -> Graph:
         """Graph that runs, with the operators of the rollout engine."""
         return run_graph(self.graph, self.spec, self.sketch)
 
     @cached_property
-    def steps(self) -> tuple[tuple[schedule.OperatorTask, int], ...]:
-        """(task, lag) in the order of the strategy."""
-        tasks = partial(make_tasks, self.whole_graph, self.sketch, self.batch)
-        if not self.spec.schedule.lag or not self.has_shadows:
-            return tuple((task, 0) for task in tasks(self.operators))
-        trained = [o for o in self.operators if not self.model_of(o).follows and o.role in self.roles.trained]
-        newest = tasks([o for o in self.operators if o not in trained])
-        return (*((task, 0) for task in newest), *((task, 1) for task in tasks(trained)))
-
-    def model_of(self, operator: Operator) -> PlacedModel:
-        """Placed model that computes an operator."""
-        if operator.name not in self._models:
-            self._models[operator.name] = self.sketch.copy_for(operator)
-        return self._models[operator.name]
+    def instructions(self) -> tuple[Instruction, ...]:
+        """Instructions of a usual step as the strategy orders them for the sketch, with a prompt in each mini-batch."""
+        strategy = next(each for each in STRATEGIES.values() if each.matches(self.sketch))
+        batch = replace(self.batch, num_prompts=self.batch.num_mini_batches, samples_per_prompt=1)
+        ordered = strategy.order(self.whole_graph, self.sketch, batch, self.spec)
+        return tuple(each for each in ordered if not each.is_rare)
 
     @cached_property
-    def _models(self) -> dict[str, PlacedModel]:
-        """Operator → its placed model, filled on use."""
-        return {}
-
-    def mini_batches(self, task: schedule.OperatorTask) -> range:
-        return self.batch.mini_batches if task.chunk is None else self.batch.chunk(task.chunk)
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(each for each in self.instructions if isinstance(each, Run))
 
     @property
     def offloaded_engine(self) -> str | None:
         """Rollout engine on the ranks of the trained copy, if it is offloaded after its last call until weights are
         sent."""
-        engines = [name for name in self.names if name.is_rollout] if not self.has_shadows else []
-        return engines[0] if engines and self.spec.rollout.sleep else None
+        return next(iter(sleepers(self.sketch)), None)
 
     @cached_property
     def models(self) -> tuple[SearchModel, ...]:
         """Placed models with their calls, in vector order."""
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
-        for task, _ in self.steps:
-            operator = task.operator
-            call = PlacedCall.of(operator, self.mini_batches(task))
-            calls[self.model_of(operator).name].append(call)
+        for run in self.runs:
+            calls[run.model].append(PlacedCall.of(run.operator, run.mini_batches))
         if self.offloaded_engine is not None:
             calls[self.offloaded_engine] += [PlacedCall("switch", self.batch.mini_batches)] * 2
+        travelling = {
+            name for each in self.instructions if isinstance(each, Sync) and each.overlaps for name in each.touches
+        }
         return tuple(
             SearchModel(
                 name,
                 name in self.roles.trained,
                 tuple(calls[name]),
                 self._head(name),
-                self._is_apart(name),
+                name in travelling,
                 self.switches(name) if name in self.offloaded else (),
             )
             for name in self.names
@@ -232,33 +211,24 @@ class Space:
 
         Those at a weight sync are counted next to the last call before it.
         """
-        parts = {task.name: task.part for task in self._tasks if isinstance(task, SearchTask)}
-        used = [{each.part} if isinstance(each, SearchTask) else {parts[each.task], each.to} for each in self._tasks]
+        listed = [each for each in self.instructions if isinstance(each, Run | Sync)]
         counts: list[int] = []
-        for index, call in enumerate(self._tasks):
-            if isinstance(call, SearchTask) and call.part == name:
+        for index, each in enumerate(listed):
+            if isinstance(each, Run) and each.model == name:
                 counts.append(0)
-            if name in used[index] and counts:
-                counts[-1] += (name not in used[index - 1]) + (name not in used[(index + 1) % len(used)])
+            if name in each.touches and counts:
+                neighbours = listed[index - 1], listed[(index + 1) % len(listed)]
+                counts[-1] += sum(name not in other.touches for other in neighbours)
         return tuple(counts)
-
-    @cached_property
-    def _tasks(self) -> tuple[SearchTask | SearchSync, ...]:
-        """Calls of models and syncs, without the transfers of a rollout engine that sleeps."""
-        return tuple(call for call in self._calls() if isinstance(call, SearchSync) or call.name not in SWITCHES)
-
-    def _is_apart(self, name: ModelName) -> bool:
-        """Whether weights of a model travel while it computes: of a shadow, and of the copy that it follows."""
-        is_either = name in self.roles.trained or bool(name.copy)
-        return is_either and syncs_overlap(self.spec) and name.role in {each.role for each in self.sketch.shadows}
 
     @cached_property
     def devices(self) -> dict[str, DeviceClass]:
         """Name of a class of the cluster → its figures; all seconds on a class without figures are measured."""
         return {name: self.cluster.figures_or(self.cluster.ranks_on(name)[0], UNKNOWN) for name in self.cluster.classes}
 
+    @cached_property
     def problem(self) -> SearchProblem:
-        """State the space as a search problem."""
+        """The space as a search problem."""
         parts = tuple(SearchPart(model.name, partial(self._options, model)) for model in self.models)
         return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
 
@@ -333,74 +303,61 @@ class Space:
         return min((each.resting for each in self.enumerator.options(source, mesh)), default=0.0)
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
-        """Tasks and syncs in the order of the trainer's list."""
-        steps = self.steps
-        last = {self.model_of(task.operator).name: task for task, _ in steps if task.operator.kind == "train"}
+        """Tasks and syncs in the order of the trainer's list, and the switches of an engine that sleeps."""
+        engine = self.offloaded_engine
         # after the last of its calls: it may have two
-        last_rollout = next(
-            (task for task, _ in reversed(steps) if self.model_of(task.operator).name == self.offloaded_engine), None
-        )
-        lagging, end = bool(self.spec.schedule.lag) and self.has_shadows, list[SearchSync]()
-        for task, lag in steps:
-            model = self.model_of(task.operator).name
-            reads = tuple(name_of(writer) for writer in (*self._writers(task), *self._separate(task)))
-            yield SearchTask(name_of(task), model, reads, lag)
-            if task is last_rollout:
-                yield SearchTask(SWITCHES[0], model)
-            if last.get(model) is task:
-                syncs = [self._sync(task, follower) for follower in self.sketch.followers if follower.role == model]
-                at_end = [sync for sync in syncs if (lagging and not sync.overlaps) or not self.has_shadows]
-                end += at_end
-                yield from (sync for sync in syncs if sync not in at_end)
-        if self.offloaded_engine is not None:
-            yield SearchTask(SWITCHES[1], self.offloaded_engine)
-        order = [follower.name for follower in self.sketch.followers]
-        yield from sorted(end, key=lambda sync: order.index(ModelName(sync.to)))
+        last = next((run for run in reversed(self.runs) if run.model == engine), None)
+        for each in self.instructions:
+            match each:
+                case Run():
+                    reads = tuple(name_of(writer) for writer in (*self._writers(each), *self._separate(each)))
+                    yield SearchTask(name_of(each), each.model, reads, each.lag)
+                    if each is last:
+                        yield SearchTask("offload", each.model)
+                case Sync():
+                    if each.destination == engine:
+                        yield SearchTask("reload", each.destination)
+                    seconds = partial(self._sync_seconds, each)
+                    yield SearchSync(self._trained(each.source), each.destination, seconds, each.every, each.overlaps)
 
-    def _writers(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
-        """Tasks whose columns ``reader`` reads."""
-        for task, _ in self.steps:
-            is_read = not set(task.operator.writes).isdisjoint(reader.operator.reads)
-            if is_read and not set(self.mini_batches(task)).isdisjoint(self.mini_batches(reader)):
-                yield task
+    def _trained(self, model: ModelName) -> str:
+        """Return the task that ends the training of ``model``."""
+        return [name_of(run) for run in self.runs if run.model == model and run.operator.kind == "train"][-1]
 
-    def _sync(self, task: schedule.OperatorTask, follower: PlacedModel) -> SearchSync:
-        overlaps = follower in self.sketch.shadows and syncs_overlap(self.spec)
-        seconds = partial(self._sync_seconds, follower)
-        return SearchSync(name_of(task), follower.name, seconds, self.spec.sync.every, overlaps)
+    def _writers(self, reader: Run) -> list[Run]:
+        """Return the runs whose columns ``reader`` reads."""
+        return [run for run in self.runs if reader.reads_from(run)]
 
     def _rows(self) -> Iterator[RowTransfer]:
-        """Transfers of columns, and waits between models that must not share a device."""
-        for reader, _ in self.steps:
+        """Yield transfers of columns, and waits between models that must not share a device."""
+        for reader in self.runs:
             for writer in self._writers(reader):
-                sides = self.model_of(writer.operator), self.model_of(reader.operator)
-                size = self._rows_bytes(writer, reader)
-                seconds = partial(self._rows_seconds, size, self._must_be_disjoint(*sides))
+                size = rows_bytes(self.batch, self.spec.lengths, writer, reader)
+                seconds = partial(self._rows_seconds, size, self._must_be_disjoint(writer.model, reader.model))
                 yield RowTransfer(name_of(writer), name_of(reader), seconds)
             for writer in self._separate(reader):
                 yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds)
 
-    def _separate(self, reader: schedule.OperatorTask) -> Iterator[schedule.OperatorTask]:
-        """Ancestors of ``reader`` on models that must not share a device with its own: one of each such model.
+    def _separate(self, reader: Run) -> Iterator[Run]:
+        """Yield ancestors of ``reader`` on models that must not share a device with its own: one of each such model.
 
         Only models that send it no rows. With shadows training waits for all inference: advantages follow from it.
         """
         if not self.has_shadows or reader.operator.kind != "train":
             return
-        own, written = self.model_of(reader.operator), list(self._writers(reader))
-        writers = {self.model_of(task.operator).name for task in written}
-        others = {self.model_of(task.operator).name: task for task in self._ancestors[name_of(reader)].values()}
-        for name, task in others.items():
-            if name not in writers and self._must_be_disjoint(self.model_of(task.operator), own):
-                yield task
+        writers = {run.model for run in self._writers(reader)}
+        others = {run.model: run for run in self._ancestors[name_of(reader)].values()}
+        for name, run in others.items():
+            if name not in writers and self._must_be_disjoint(name, reader.model):
+                yield run
 
     @cached_property
-    def _ancestors(self) -> dict[str, dict[str, schedule.OperatorTask]]:
-        """Task → all tasks that it waits for, by name."""
-        ancestors: dict[str, dict[str, schedule.OperatorTask]] = {}
-        for task, _ in self.steps:
-            mine = ancestors[name_of(task)] = {}
-            for writer in self._writers(task):
+    def _ancestors(self) -> dict[str, dict[str, Run]]:
+        """Task → all runs that it waits for, by name."""
+        ancestors: dict[str, dict[str, Run]] = {}
+        for run in self.runs:
+            mine = ancestors[name_of(run)] = {}
+            for writer in self._writers(run):
                 mine |= ancestors[name_of(writer)] | {name_of(writer): writer}
         return ancestors
 
@@ -408,11 +365,6 @@ class Space:
     def _border_seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         """Seconds between models that must not share a device and send each other nothing."""
         return 0.0 if relation == "disjoint" else FORBIDDEN
-
-    def _rows_bytes(self, writer: schedule.OperatorTask, reader: schedule.OperatorTask) -> int:
-        """Bytes of the rows that ``reader`` reads of ``writer``."""
-        common = common_range(self.mini_batches(writer), self.mini_batches(reader))
-        return rows_bytes(self.batch, self.spec.lengths, writer.operator, reader.operator, common)
 
     def _rows_seconds(
         self, size: int, must_be_disjoint: bool, source: LinkEnd, to: LinkEnd, relation: Relation
@@ -425,19 +377,18 @@ class Space:
             key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
         )
 
-    def _must_be_disjoint(self, first: PlacedModel, second: PlacedModel) -> bool:
+    def _must_be_disjoint(self, first: ModelName, second: ModelName) -> bool:
         """Whether two models must not share a device: with shadows, one for training and one for inference."""
-        trains = [model.name in self.roles.trained for model in (first, second)]
-        return self.has_shadows and trains[0] != trains[1]
+        return self.has_shadows and (first in self.roles.trained) != (second in self.roles.trained)
 
-    def _sync_seconds(self, follower: PlacedModel, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+    def _sync_seconds(self, sync: Sync, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if relation != ("disjoint" if self.has_shadows else "same"):
             return FORBIDDEN
-        weights = self._weights(follower, to)
+        weights = self._weights(self.sketch[sync.destination], to, sync.overlaps)
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
-    def _weights(self, follower: PlacedModel, to: LinkEnd) -> SyncWeights:
-        """Weights that a sync sends to ``follower``."""
+    def _weights(self, follower: PlacedModel, to: LinkEnd, overlaps: bool = False) -> SyncWeights:
+        """Return the weights that a sync sends to ``follower``."""
         side = side_of(to)
         if (follower.name, side) not in self._weights_cache:
             layout = Layout(tuple(range(side.size)), side.tp, side.pp)
@@ -446,7 +397,7 @@ class Space:
             kind = follower.rollout, follower.head
             model = PlacedModel(follower.name, layout, False, settings, *kind, sharded_over=over)
             self._weights_cache[follower.name, side] = synced_weights(
-                model, self.shapes[follower.role], self.spec, self.has_shadows and syncs_overlap(self.spec)
+                model, self.shapes[follower.role], self.spec, overlaps
             )
         return self._weights_cache[follower.name, side]
 
@@ -475,7 +426,7 @@ def with_syncs_in_turn(space: Space) -> Space:
 
 def on_all_devices(space: Space) -> SearchProblem:
     """The problem of ``space`` with every model on all devices."""
-    return replace(space.problem(), meshes=Meshes((), ((0, space.pool.num_devices),), "all devices"))
+    return replace(space.problem, meshes=Meshes((), ((0, space.pool.num_devices),), "all devices"))
 
 
 def chunk_counts(space: Space) -> tuple[int, ...]:
@@ -487,9 +438,9 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
     return tuple(number for number in tried if mini_batches % number == 0 and number <= max(1, most))
 
 
-def name_of(task: schedule.OperatorTask) -> str:
-    """Name of a task in the search problem."""
-    return task.operator.name if task.chunk is None else f"{task.operator.name}.{task.chunk}"
+def name_of(run: Run) -> str:
+    """Return the name of a run in the search problem."""
+    return run.operator.name if run.chunk is None else f"{run.operator.name}.{run.chunk}"
 
 
 def side_of(end: LinkEnd) -> MeshSide:

@@ -303,8 +303,7 @@ class Pricer:
 
     def rows_cost(self, writer: Run, reader: Run) -> Cost:
         """Return the seconds in which what ``reader`` reads of ``writer`` moves from the one's ranks to the other's."""
-        common = common_range(writer.mini_batches, reader.mini_batches)
-        size = rows_bytes(self.plan.batch, self.plan.lengths, writer.operator, reader.operator, common)
+        size = rows_bytes(self.plan.batch, self.plan.lengths, writer, reader)
         return self.model_link(writer.model, reader.model).rows_cost(self.costs, size)
 
     def model_link(self, source: str, destination: str) -> ModelLink:
@@ -425,10 +424,12 @@ def row_patterns(batch: BatchShape, layout: Layout, mini_batches: range) -> tupl
     return tuple(dict.fromkeys(replica_rows(batch, layout, mini_batches).values()))
 
 
-def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Operator, reader: Operator, mini_batches: range) -> int:
+def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Run, reader: Run) -> int:
     """Return the padded bytes of all rows of the columns that ``writer`` writes and ``reader`` reads."""
-    num_rows = batch.samples_per_prompt * sum(len(batch.prompts(m)) for m in mini_batches)
-    return num_rows * sum(lengths.row_bytes(column) for column in writer.writes if column in reader.reads)
+    common = common_range(writer.mini_batches, reader.mini_batches)
+    num_rows = batch.samples_per_prompt * sum(len(batch.prompts(m)) for m in common)
+    columns = (column for column in writer.operator.writes if column in reader.operator.reads)
+    return num_rows * sum(map(lengths.row_bytes, columns))
 
 
 def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, overlaps: bool = False) -> SyncWeights:

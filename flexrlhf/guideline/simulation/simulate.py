@@ -264,7 +264,7 @@ def _timed(
     plain = TimedInstruction(_blocks(it.ranks, block_of), item.cost.seconds, lag=it.lag, every=item.every)
     match it:
         case Run():
-            awaited = {index: pricer.rows_cost(run, it).seconds for index, run in runs if _writes_for(run, it)}
+            awaited = {index: pricer.rows_cost(run, it).seconds for index, run in runs if it.reads_from(run)}
             return replace(plain, after=tuple(awaited), delays=tuple(awaited.values()))
         case Move():
             return replace(plain, blocking=False)
@@ -273,12 +273,6 @@ def _timed(
         case Offload() | Release() | Reload():
             return replace(plain, together=False)
     return plain
-
-
-def _writes_for(writer: Run, reader: Run) -> bool:
-    """Whether ``reader`` reads what ``writer`` writes, of rows that both work on."""
-    common = set(writer.mini_batches) & set(reader.mini_batches)
-    return bool(common) and not set(writer.operator.writes).isdisjoint(reader.operator.reads)
 
 
 def _blocks(ranks: Iterable[int], block_of: Mapping[int, int]) -> tuple[int, ...]:
