@@ -27,7 +27,7 @@ def play(
     overlaps:  parts that share a device with each part.
     """
     visits = [_visit(graph, call, seconds[call], links, overlaps) for call in range(graph.num_calls)]
-    steady = SteadySteps(graph.lag, graph.period)
+    steady = SteadySteps.of(graph.lags, graph.every)
     steps = steady.walked
     # of a part: when the last call that shares a device with its mesh has ended
     free, ends = [0.0] * graph.num_parts, [0.0] * steps

@@ -16,7 +16,7 @@ import numpy as np
 from flexrlhf.guideline.search.graph import CallGraph
 from flexrlhf.guideline.search.pareto import Floats
 from flexrlhf.guideline.search.tables import Bools
-from flexrlhf.guideline.simulation.walk import SteadySteps
+from flexrlhf.guideline.simulation.walk import SteadySteps, due_after, executions
 
 Overlaps = Mapping[tuple[int, int], "Bools | bool"]
 """Pair of parts (the smaller first) → whether they share a device: by row, or one value for all rows."""
@@ -55,32 +55,42 @@ def _wait(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -
 def clock(
     graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int
 ) -> Floats:
-    """Seconds of a settled step of each row, (rows,): ``evaluate`` of many assignments at once.
+    """Seconds of a settled step of each row, (rows,): the walk of the simulation for many lists at once.
+
+    It has the state of ``simulation.walk``, with parts in place of blocks: a call occupies all that share a device with
+    its own.
 
     seconds:   of each call, (rows,).
     delays:    seconds of each link, (rows,).
     overlaps:  which parts share a device.
     """
-    waits = waits_of(graph, overlaps)
-    steady = SteadySteps(graph.lag, graph.period)
-    steps = steady.walked
-    last: list[Floats | None] = [None] * graph.num_calls
-    ends: list[Floats] = [np.zeros(rows) for _ in range(steps)]
-    ready: dict[tuple[int, int], Floats] = {}
-    for turn in range(steps + graph.lag):
-        for call in range(graph.num_calls):
-            step = turn - graph.lags[call]
-            if not 0 <= step < steps or (step + 1) % graph.every[call]:
-                continue
-            start = np.zeros(rows)
-            for other, end in enumerate(last):
-                _raise(start, end, waits[call][other])
-            for edge in graph.edges_to(call):
-                _raise(start, ready.get((step, edge.writer)), delays[edge.rows] if edge.rows >= 0 else 0.0)
-            end = start + seconds[call]
-            last[call] = ready[step, call] = end
-            ends[step] = np.maximum(ends[step], end)
+    steady = SteadySteps.of(graph.lags, graph.every)
+    free, filled = ([np.zeros(rows) for _ in range(graph.num_parts)] for _ in range(2))
+    done: dict[tuple[int, int], Floats] = {}
+    link, ends = np.zeros(rows), [np.zeros(rows) for _ in range(steady.walked)]
+    crowds = [_crowd(parts, graph.num_parts, overlaps) for parts in graph.parts]
+    for call, step in executions(graph.lags, steady.walked, due_after(graph.every, steady.walked)):
+        start = np.zeros(rows)
+        for edge in graph.edges_to(call):
+            _raise(start, done.get((step, edge.writer)), delays[edge.rows] if edge.rows >= 0 else 0.0)
+        for part in graph.parts[call]:
+            np.maximum(start, free[part], out=start)
+            np.maximum(start, filled[part], out=start)
+        if graph.fills[call] >= 0:
+            np.maximum(start, link, out=start)
+        done[step, call] = end = start + seconds[call]
+        if graph.fills[call] >= 0:
+            link = filled[graph.fills[call]] = end
+        for part, wait in crowds[call]:
+            _raise(free[part], end, wait)
+        np.maximum(ends[step], end, out=ends[step])
     return np.asarray((ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured)
+
+
+def _crowd(parts: tuple[int, ...], num_parts: int, overlaps: Overlaps) -> list[tuple[int, Wait]]:
+    """Return the parts that share a device with one of ``parts`` in some row, and how they wait for its calls."""
+    waits = [(other, _wait(parts, (other,), overlaps)) for other in range(num_parts)]
+    return [(other, wait) for other, wait in waits if wait is not None]
 
 
 def _raise(start: Floats, end: Floats | None, wait: Wait) -> None:

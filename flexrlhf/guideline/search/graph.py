@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -65,11 +64,6 @@ class CallGraph:
     @property
     def lag(self) -> int:
         return max(self.lags, default=0)
-
-    @property
-    def period(self) -> int:
-        """Steps after which the same calls are due again."""
-        return math.lcm(*self.every) if self.every else 1
 
     @cached_property
     def _edges_to(self) -> tuple[tuple[Edge, ...], ...]:

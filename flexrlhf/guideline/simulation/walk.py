@@ -8,8 +8,9 @@ an edge whose first has not arrived.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 PERIODS = 3
 """Periods that are walked before some are measured: by then every step has the same batches in flight."""
@@ -28,6 +29,11 @@ class SteadySteps:
 
     lag: int
     period: int
+
+    @classmethod
+    def of(cls, lags: Iterable[int], every: Iterable[int]) -> Self:
+        """Return the batches for a list of instructions, each with its lag and the steps between its turns."""
+        return cls(max(lags, default=0), math.lcm(*every))
 
     @property
     def measured(self) -> int:
@@ -171,29 +177,34 @@ class _Clock:
         return max(ready, *(self.filled.get(copy, 0.0) for copy in instruction.uses)) if instruction.uses else ready
 
 
+def executions(lags: Sequence[int], steps: int, due: Due) -> Iterator[tuple[int, int]]:
+    """Yield (position, batch) of every execution in a run of ``steps`` batches, in the trainer's order."""
+    for turn in range(steps + max(lags, default=0)):
+        for index, lag in enumerate(lags):
+            if due(index, turn - lag):
+                yield index, turn - lag
+
+
+def due_after(every: Sequence[int], steps: int) -> Due:
+    """Return when instructions are due that each have their turn after ``every`` so many batches."""
+    return lambda index, step: 0 <= step < steps and not (step + 1) % every[index]
+
+
 def walk_steps(
     instructions: Sequence[TimedInstruction], num_blocks: int, steps: int, due: Due | None = None
 ) -> WalkResult:
     """Walk ``steps`` batches. ``due``: when instructions are due, if not all as their ``every`` says."""
-    lag = max((instruction.lag for instruction in instructions), default=0)
     clock, ends = _Clock(instructions, [0.0] * num_blocks), [0.0] * steps
-    is_due = due or (lambda index, step: 0 <= step < steps and not (step + 1) % instructions[index].every)
-    for turn in range(steps + lag):
-        for index, instruction in enumerate(instructions):
-            step = turn - instruction.lag
-            if is_due(index, step):
-                end, batch = clock.execute(index, step), min(step, steps - 1)
-                ends[batch] = max(ends[batch], end)
+    lags = [instruction.lag for instruction in instructions]
+    due = due or due_after([instruction.every for instruction in instructions], steps)
+    for index, step in executions(lags, steps, due):
+        end, batch = clock.execute(index, step), min(step, steps - 1)
+        ends[batch] = max(ends[batch], end)
     return WalkResult(tuple(clock.visits), tuple(ends))
-
-
-def period_of(instructions: Sequence[TimedInstruction]) -> int:
-    """Return the steps after which what is due repeats."""
-    return math.lcm(*(instruction.every for instruction in instructions)) if instructions else 1
 
 
 def steady_seconds(instructions: Sequence[TimedInstruction], num_blocks: int) -> float:
     """Return the seconds of one step of a settled run."""
-    steady = SteadySteps(max((instruction.lag for instruction in instructions), default=0), period_of(instructions))
+    steady = SteadySteps.of((each.lag for each in instructions), (each.every for each in instructions))
     ends = walk_steps(instructions, num_blocks, steady.walked).ends
     return (ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured
