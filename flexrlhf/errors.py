@@ -33,7 +33,14 @@ class RunStopped(Exception):
 
 
 class RankFailure(RuntimeError):
-    """End of a job by a rank that failed; the message names the rank."""
+    """End of a job by a rank that failed; the message names the rank.
+
+    is_final: whether a user must mend its cause, so that another attempt would fail as well.
+    """
+
+    def __init__(self, sentence: str, is_final: bool = False) -> None:
+        super().__init__(sentence)
+        self.is_final = is_final
 
 
 class Interrupted(RuntimeError):

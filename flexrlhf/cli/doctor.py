@@ -55,14 +55,14 @@ def run_preflight(
     from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()
-    from flexrlhf.measure.checks import closing_line, failed, format_checks
-    from flexrlhf.measure.doctor import Waits, preflight
+    from flexrlhf.measure.doctor import preflight
+    from flexrlhf.measure.facts import closing_line, failed, format_checks
     from flexrlhf.runs.resume import resume_runs
 
     runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
     if not runs:
         return
-    checks = preflight(runs, hosts, Waits(join_seconds, rank_seconds), factory)
+    checks = preflight(runs, hosts, join_seconds, rank_seconds, factory)
     shown = checks if hosts.is_first_node else [check for check in checks if check.result == "FAILS"]
     if shown:
         typer.echo(format_checks(shown))

@@ -26,8 +26,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
 
     quiet_torch()
     from flexrlhf.launch.job import checked_job
-    from flexrlhf.launch.job_offer import find_job
-    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
     from flexrlhf.runs.resume import resumed
 
     job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)

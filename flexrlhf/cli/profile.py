@@ -58,8 +58,7 @@ def profile(
         if not hosts.is_first_node:
             typer.echo(f"slowest link between machines: {network:.3g} GB/s; node 0 measures the rest")
             return
-    from flexrlhf.measure.profile import profile
-    from flexrlhf.measure.profile_text import format_measurements
+    from flexrlhf.measure.profile import format_measurements, profile
 
     measured_plans = plans
     if not runs.paths:
@@ -76,6 +75,6 @@ def _network(plan: Plan, hosts: Hosts) -> float:
 
     quiet_torch()
     from flexrlhf.launch.rendezvous import JOIN_SECONDS
-    from flexrlhf.measure.doctor import Waits, measure_network
+    from flexrlhf.measure.doctor import measure_network
 
-    return measure_network(plan, hosts, Waits(JOIN_SECONDS, plan.spec.timeout_seconds))
+    return measure_network(plan, hosts, JOIN_SECONDS, plan.spec.timeout_seconds)

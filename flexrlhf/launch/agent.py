@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from flexrlhf.launch.failures import Failure, root_cause
 from flexrlhf.launch.node_watch import NodeWatch
-from flexrlhf.launch.rank_environment import Meeting, RankPlace, rank_variables
 from flexrlhf.launch.rank_factory import RankFactory
+from flexrlhf.launch.rendezvous import NodeRendezvous
 
 EXIT_BARRIER_SECONDS = 60.0
 SHUTDOWN_SECONDS = 10
@@ -64,7 +64,7 @@ Report = Callable[[Mapping[int, ProcessFailure]], list[Failure]]
 
 
 class RankAgent(LocalElasticAgent):
-    """Agent whose ranks fail and restart together with those of the other nodes.
+    """Agent whose ranks fail and restart together with the ranks of the other nodes.
 
     cause:  the failure that ended the last attempt; None while there is none.
     """
@@ -72,6 +72,7 @@ class RankAgent(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
+        rendezvous: NodeRendezvous,
         factory: RankFactory,
         directory: str,
         make_watch: Callable[[dist.Store], NodeWatch],
@@ -80,13 +81,14 @@ class RankAgent(LocalElasticAgent):
         """Start nothing yet.
 
         spec:        of the ranks; its entry point is a module
+        rendezvous:  with the other nodes, which counts the attempts
         factory:     forks them
         directory:   for the errors of ranks
         make_watch:  makes the watch over the nodes of an attempt, with its store
         """
         super().__init__(spec, DefaultLogsSpecs(directory), "spawn", EXIT_BARRIER_SECONDS, None, SHUTDOWN_SECONDS)
         self.cause: Failure | None = None
-        self._factory, self._make_watch, self._report = factory, make_watch, report
+        self._meeting, self._factory, self._make_watch, self._report = rendezvous, factory, make_watch, report
         self._watch: NodeWatch | None = None
 
     def close(self, failure: Failure | None = None) -> None:
@@ -102,19 +104,12 @@ class RankAgent(LocalElasticAgent):
         assert store is not None, "ranks start after the rendezvous"
         self._watch = self._make_watch(store)
         spec = worker_group.spec
-        variables = {worker.local_rank: self._variables(worker_group, worker) for worker in worker_group.workers}
+        variables = {
+            each.local_rank: rank_variables(worker_group, each, self._meeting.attempt) for each in worker_group.workers
+        }
         self._pcontext = _ForkedRanks(self._factory, (spec.entrypoint, *spec.args), variables, self._logs_specs)
         self._pcontext.start()
         return self._pcontext.pids()
-
-    def _variables(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
-        """Return the variables of a rank, which are torchrun's."""
-        assert group.master_addr is not None and group.master_port is not None, "ranks start after the rendezvous"
-        place = RankPlace(worker.global_rank, worker.world_size, worker.local_rank, group.spec.local_world_size)
-        meeting = Meeting(group.master_addr, group.master_port, self._attempt, group.spec.max_restarts)
-        handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        further = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_NCCL_ASYNC_ERROR_HANDLING": handling}
-        return rank_variables(place, meeting, ()) | further
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if any(map(_has_failed, self._pids)):
@@ -134,9 +129,9 @@ class RankAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         assert self.cause is not None, "an attempt that has not failed is not restarted"
-        sentence = f"{self.cause.sentence}; restart {self._attempt} of {self._worker_group.spec.max_restarts}"
         if worker_group.group_rank == 0:
-            print(f"flexrlhf: {sentence}", file=sys.stderr, flush=True)
+            restart = f"restart {self._meeting.attempt + 1} of {worker_group.spec.max_restarts}"
+            print(f"flexrlhf: {self.cause.sentence}; {restart}", file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
 
     @property
@@ -150,11 +145,6 @@ class RankAgent(LocalElasticAgent):
                 os.kill(pid, signal.SIGTERM)
                 os.kill(pid, signal.SIGCONT)
 
-    @property
-    def _attempt(self) -> int:
-        """Number of the attempt, from 0."""
-        return self._worker_group.spec.max_restarts - self._remaining_restarts
-
     def _conclude(self, failures: list[Failure]) -> None:
         """Find the cause of the failure of this attempt with the other nodes. What a user must mend is not retried."""
         assert self._watch is not None
@@ -164,6 +154,24 @@ class RankAgent(LocalElasticAgent):
         self._watch.close()
         if self.cause.kind == "user":
             self._remaining_restarts = 0
+
+
+def rank_variables(group: WorkerGroup, worker: Worker, attempt: int) -> dict[str, str]:
+    """Return the variables of a rank, which are torchrun's. ``attempt``: its number, from 0."""
+    assert group.master_addr is not None and group.master_port is not None, "ranks start after the rendezvous"
+    variables = {
+        "RANK": worker.global_rank,
+        "WORLD_SIZE": worker.world_size,
+        "LOCAL_RANK": worker.local_rank,
+        "LOCAL_WORLD_SIZE": group.spec.local_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _has_failed(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Agreement of the machines of a job before anything is written: each compares its terms with those of node 0.
+"""Agreement of the machines of a job before anything is written: each compares its terms with node 0's.
 
 Node 0 publishes its terms and the directories of the runs in the job's store, every other node its verdict on them, and
 then all go on or all end with the same sentence.
@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from flexrlhf.comm.store import Notice, await_keys
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes, probed_directories
-from flexrlhf.launch.terms import Sides, Terms, difference, dump_terms, load_terms
+from flexrlhf.launch.shared_directories import DirectoryFacts, probed_directories
+from flexrlhf.launch.terms import Sides, Terms, compare_machine, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
 
 LAST_WORD_SECONDS = 10.0
@@ -30,7 +30,7 @@ class Member:
     number:   0 for the one whose terms count.
     members:  how many there are.
     host:     name of the machine.
-    noun:     of the process, for messages: ``node``, or ``rank`` where another launcher starts the ranks.
+    noun:     of the process, for messages: ``node``, or ``rank`` if another launcher starts the ranks.
     """
 
     number: int
@@ -52,14 +52,14 @@ class Member:
 def agree(
     store: dist.Store, member: Member, plans: Sequence[Plan], make_terms: Callable[[], Terms] | None, seconds: float
 ) -> bool:
-    """Compare the terms of all members with those of number 0, and look whether they share its directories of runs.
+    """Compare the terms of all members with number 0's, and look whether they share its directories of runs.
 
     Returns whether this member's machine shares them; meaningless without terms.
 
-    make_terms: returns the terms of this member; None where another member of its machine compares them.
+    make_terms: returns the terms of this member; None if another member of its machine compares them.
     seconds:    longest wait for another member.
 
-    Raises UserError on all members with the first difference, RunStopped where a member does not come.
+    Raises UserError on all members with the first difference, RunStopped if a member does not come.
     """
     shares = True
     try:
@@ -106,16 +106,17 @@ def _await_readers(store: dist.Store, member: Member) -> None:
 def _compare(
     store: dist.Store, member: Member, plans: Sequence[Plan], make_terms: Callable[[], Terms] | None, seconds: float
 ) -> tuple[str, bool]:
-    """Return what this member, or another one, has found to differ from number 0, and whether it shares directories."""
+    """Return the difference from number 0 that a member has found, and whether this one shares directories."""
     own, shares = "", True
     if make_terms is not None:
         terms, first = make_terms(), {"terms": member.first}
         await_keys(store, first, seconds, Notice(f"{member.name} waits for the terms of {member.first}"))
         sides = Sides(f"{member.first} (host {store.get('host').decode()})", member.name)
-        own = difference(load_terms(store.get("terms")), terms, sides)
-        if not own:
-            sharing = _directories(store, member, plans)
-            own, shares = sharing.problem, sharing.shares
+        directories = _DIRECTORIES.validate_json(store.get("directories"))
+        sharing = compare_machine(load_terms(store.get("terms")), terms, sides, directories, member.number)
+        own, shares = sharing.problem, sharing.shares
+        if not own and not shares:
+            own = _unwritable(plans, member)
     store.set(f"verdict/{member.number}", own)
     if not own:
         notice = Notice(f"{member.name} waits for the comparison of the others", prints=make_terms is not None)
@@ -125,13 +126,8 @@ def _compare(
     return sentence, shares
 
 
-def _directories(store: dist.Store, member: Member, plans: Sequence[Plan]) -> Sharing:
-    """Return whether this machine shares the directories of number 0, or what is wrong with them or its own ones."""
-    first = [each for each in _DIRECTORIES.validate_json(store.get("directories")) if not each.problem]
-    found = look_for_probes([(each.path, each.probe) for each in first], member.number)
-    if found.shares or found.problem:
-        return Sharing(found.shares, f"runs: {member.name} {found.problem}" if found.problem else "")
+def _unwritable(plans: Sequence[Plan], member: Member) -> str:
+    """Return which directory of this machine's own cannot be written; empty if all can."""
     with probed_directories(plans, makes_probes=True) as directories:
-        unwritable = [each for each in directories if each.problem]
-    problems = [f"runs: {each.place} on {member.name} cannot be written ({each.problem})" for each in unwritable]
-    return Sharing(False, next(iter(problems), ""))
+        found = [each for each in directories if each.problem]
+    return f"runs: {found[0].place} on {member.name} cannot be written ({found[0].problem})" if found else ""

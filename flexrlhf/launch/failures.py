@@ -36,7 +36,7 @@ class Failure:
 
     kind:      ``killed`` by a signal; an error of the ``user`` or another ``error``; a ``node`` that is lost; a rank
                that ``waited`` in vain, or whose connection ``closed``; one that was ``ended`` by the launcher.
-    sentence:  what a user reads.
+    sentence:  for the user.
     time:      seconds since the epoch.
     """
 
@@ -98,12 +98,9 @@ class FailureReporter:
     record:  directory of the records, once a rank has failed.
     """
 
-    def __init__(
-        self, plan: Plan, directories: Sequence[Path], ranks: Sequence[int], hosts: Mapping[int, str] | None = None
-    ) -> None:
-        """Report on ``ranks``, of the runs in ``directories``. ``hosts``: of the ranks; None: all are on this one."""
+    def __init__(self, plan: Plan, directories: Sequence[Path], ranks: Sequence[int]) -> None:
+        """Report on ``ranks``, of the runs in ``directories``."""
         self.record: Path | None = None
-        self._hosts = hosts or {}
         self._plan, self._directories, self._ranks = plan, directories, ranks
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> list[Failure]:
@@ -118,25 +115,19 @@ class FailureReporter:
         return list(found.values())
 
     def place(self) -> str:
-        """Return what the first rank of this machine did last, such as ``rank 2 was at step 3, ...``; may be empty."""
+        """Return where the first rank of this machine was, such as ``rank 2 was at step 3, ...``; may be empty."""
         directory, rank = running_directory(self._directories), self._ranks[0]
         place = read_flight(directory, rank).place if directory is not None else ""
         return f"rank {rank} was at {place}" if place else ""
 
-    def lost(self, rank: int, how: str, kind: Kind) -> Failure:
-        """Return the failure of a rank of which nothing but its loss is seen. ``how``: it was lost."""
-        directory = running_directory(self._directories)
-        flight = read_flight(directory, rank) if directory is not None else None
-        return Failure(kind, self._ended(rank, flight, how), time.time())
-
     def _ended(self, rank: int, flight: Flight | None, how: str) -> str:
-        """Return that a rank ended the run, with its models and host and what it did last."""
+        """Return that a rank ended the run, with its models, host and last instruction."""
         models = (flight.header.get("models") if flight else None) or model_names(self._plan, rank) or "no model"
         at = f" at {flight.place}" if flight and flight.place else ""
-        return f"rank {rank} ({models}; host {self._hosts.get(rank) or socket.gethostname()}) ended the run{at}, {how}"
+        return f"rank {rank} ({models}; host {socket.gethostname()}) ended the run{at}, {how}"
 
     def _failure(self, rank: int, failure: ProcessFailure, flight: Flight | None) -> Failure:
-        """Return the failure of a rank, with what it did last and the first line of its error."""
+        """Return the failure of a rank, with its last instruction and the first line of its error."""
         data: Mapping[str, Any] = failure.error_file_data if failure.exitcode > 0 else {}
         text = str(data.get("text", ""))
         # a failed wait names its rank by itself

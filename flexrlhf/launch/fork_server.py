@@ -39,7 +39,7 @@ def serve(channel: socket.socket, launcher: int, modules: Sequence[str]) -> None
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"rank-factory")
     problem = problem_after(modules)
-    # no collection writes to the pages of what is there, which so remain shared
+    # no collection writes to the pages of these objects, which so remain shared
     gc.freeze()
     while True:
         try:
@@ -55,7 +55,7 @@ def serve(channel: socket.socket, launcher: int, modules: Sequence[str]) -> None
 
 
 def problem_after(modules: Sequence[str]) -> str:
-    """Load modules; return why a fork of this process could not work then, empty where it can."""
+    """Load modules; return why a fork of this process could not work then, empty if it can."""
     was_enabled = gc.isenabled()
     gc.disable()
     with changed_environment(_LOADING):

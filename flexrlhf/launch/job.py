@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import IO
 
 from flexrlhf.errors import Preempted, UserError
 from flexrlhf.launch.rank_factory import RankFactory
+from flexrlhf.launch.terms import Terms, terms_of
 from flexrlhf.loggers.base import check_loggers
 from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
 from flexrlhf.plan.input_checks import check_runs
@@ -43,36 +43,39 @@ class Job:
         """Plans of the runs."""
         return tuple(run.plan for run in self.runs)
 
+    @property
+    def orders(self) -> list[RunOrder]:
+        """Orders to the ranks, one for each run."""
+        return [
+            RunOrder(with_device(each.plan.spec, self.device), each.candidates, each.continues) for each in self.runs
+        ]
+
+    def terms(self, max_restarts: int = 0) -> Terms:
+        """Return the terms of this machine, which must be the same on all."""
+        return terms_of(self.plans, self.device, self.hosts.nnodes, max_restarts)
+
     def start(self, max_restarts: int = 0, factory: RankFactory | None = None) -> None:
         """Start the ranks of this node, or be one of them; returns when all runs have ended.
 
         ``max_restarts``: how often the ranks are started again after one has failed; under torchrun it restarts them.
         ``factory``: of the ranks, started while the runs were checked.
 
-        Raises UserError where machines differ or a directory cannot be written, RankFailure when a rank fails,
+        Raises UserError if machines differ or a directory cannot be written, RankFailure if a rank fails,
         Interrupted on a signal and Preempted on a request to save and end; no process is left.
         """
         if not self.runs:
             return
-        from flexrlhf.launch.launchers.choice import launcher
-        from flexrlhf.launch.launchers.job_start import JobStart
-        from flexrlhf.launch.terms import terms_of
+        from flexrlhf.launch.launchers import LAUNCHERS
 
-        job = JobStart(
-            orders=[_order(run, self.device) for run in self.runs],
-            plans=self.plans,
-            hosts=self.hosts,
-            max_restarts=max_restarts,
-            make_terms=partial(terms_of, self.plans, self.device, self.hosts.nnodes, max_restarts),
-            factory=factory,
-            directories=self._directories,
-        )
-        if launcher(self.launcher)(job):
+        if LAUNCHERS[self.launcher](self, max_restarts, factory):
             raise Preempted(stopped_sentence(self.plans))
 
     @contextmanager
-    def _directories(self, keeps: bool) -> Iterator[None]:
-        """Make the directories of the runs, in the process that ``keeps`` them, and keep other processes from them."""
+    def directories(self, keeps: bool) -> Iterator[None]:
+        """Make and lock the directories of the runs while this is open, if ``keeps``.
+
+        One process of each machine does so that does not mount the directories of the first one.
+        """
         locks = _make_directories(self.runs) if keeps else ()
         try:
             yield
@@ -81,12 +84,8 @@ class Job:
                 lock.close()
 
 
-def _order(run: Resumption, device: str) -> RunOrder:
-    return RunOrder(with_device(run.plan.spec, device), run.candidates, run.continues)
-
-
 def stopped_sentence(plans: Sequence[Plan]) -> str:
-    """Return where the job has stopped on a request, and what goes on with it."""
+    """Return where the job has stopped on a request, and the command that goes on with it."""
     for plan in plans:
         status = read_status(plan.spec.directory)
         if status is not None and status.state == "stopped":
@@ -125,10 +124,9 @@ def prepare_job(
 def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
     """Return how each run begins by the orders of node 0, which alone need have the checkpoints.
 
-    Raises UserError where its command has another run, RunStopped where it does not come.
+    Raises UserError if its command has another run, RunStopped if it does not come.
     """
-    from flexrlhf.launch.job_offer import find_job
-    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
 
     by_name = {plan.spec.name: plan for plan in plans}
     orders = find_job(endpoint_at(hosts.rdzv_endpoint), JOIN_SECONDS).offer.orders
@@ -159,7 +157,7 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
 
 
 def _device_of_this_node(plan: Plan, hosts: Hosts) -> str:
-    """Return the device of the ranks of a job, by what this machine has."""
+    """Return the device of the ranks of a job, by the devices of this machine."""
     from flexrlhf.launch.start import choose_device
 
     is_rank, planned = under_torchrun(), plan.placement.num_ranks
@@ -168,8 +166,8 @@ def _device_of_this_node(plan: Plan, hosts: Hosts) -> str:
 
 
 def _device_in_ray(plan: Plan) -> str:
-    """Return the device of the ranks of a job, by what the Ray cluster has."""
-    from flexrlhf.launch.ray_job.cluster import ray_device, require_ray
+    """Return the device of the ranks of a job, by the devices of the Ray cluster."""
+    from flexrlhf.launch.ray_cluster import ray_device, require_ray
 
     require_ray()
     return ray_device(plan.spec.cluster.device, plan.placement.num_ranks)

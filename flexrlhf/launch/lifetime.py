@@ -1,4 +1,4 @@
-"""Lifetime of a process: that of a rank is no longer than its launcher's, however that ends. Loads no torch."""
+"""Lifetime of a process: a rank lives no longer than its launcher, however that ends. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Signs of life and failures that the launchers of a job exchange, so that all end with the same sentence.
 
-Each launcher writes one key of the job's store every second and reads those of all others.
+Each launcher writes one key of the job's store every second and reads the keys of all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexrlhf.launch.failures import Failure
 
 BEAT_SECONDS = 1.0
 SETTLE_SECONDS = 7.0
-"""Time in which the other launchers publish what they have seen of a failure."""
+"""Time in which the other launchers publish their view of a failure."""
 CLOSE_SECONDS = 5.0
 CLOSING_BEAT_SECONDS = 0.1
 GONE_SECONDS = 5.0
@@ -30,7 +30,7 @@ class _Peer:
     """Another node.
 
     name:     number, host and ranks.
-    beat:     what it wrote last.
+    beat:     number that it wrote last.
     since:    when that changed, by this machine's clock.
     failure:  of its ranks.
     is_done:  whether its launcher has stopped its ranks and reads no more.
@@ -78,7 +78,7 @@ class NodeWatch:
         return self._lost(silent[0], f"has given no sign of life for {self._limit:g} s") if silent else None
 
     def settle(self) -> list[Failure]:
-        """Wait a little for what the other nodes have seen of the failure of this one, and return it."""
+        """Wait a little until the other nodes have seen the failure of this one, and return their failures."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and not all(map(self._is_settled, self._peers.values())):
             time.sleep(0.05)
@@ -122,7 +122,7 @@ class NodeWatch:
         self._posted.set()
 
     def _read(self) -> None:
-        """Read what the others wrote. None of the keys is missing: all launchers have met."""
+        """Read the keys of the others. None of the keys is missing: all launchers have met."""
         nodes = sorted((self._node, *self._peers))
         now = time.monotonic()
         for node, value in zip(nodes, self._store.multi_get([f"beat/{each}" for each in nodes]), strict=True):

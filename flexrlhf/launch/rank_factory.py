@@ -175,7 +175,7 @@ class RankFactory:
         )
 
     def close(self) -> None:
-        """End the process; what it has forked goes on."""
+        """End the process; its forks go on."""
         if self._process is None or self._channel is None:
             return
         self._channel.close()

@@ -1,4 +1,4 @@
-"""Watch over a rank, in a thread: it ends the process where a wait of the main thread cannot end by itself.
+"""Watch over a rank, in a thread: it ends the process if a wait of the main thread cannot end by itself.
 
 A rank waits inside torch, where no signal handler of Python runs, and a connection whose packets are lost blocks for a
 quarter of an hour. The thread reads signals from a pipe, checks the job's store every few seconds, and measures waits.
@@ -51,13 +51,13 @@ def silence_limit(timeout_seconds: float) -> float:
 
 
 class RankWatch:
-    """Thread that ends this rank on SIGTERM, with a record of where it was, and when it waits for what cannot come."""
+    """Thread that ends this rank on SIGTERM, with a record of where it was, and when it waits in vain."""
 
     def __init__(self, world: World, timeout_seconds: float, stop_file: Path | None = None) -> None:
         """Watch from ``__enter__`` on.
 
         timeout_seconds:  the longest wait of the runs.
-        stop_file:        exists where SIGTERM is a request to save and end, which schedulers send to every process.
+        stop_file:        exists if SIGTERM is a request to save and end, which schedulers send to every process.
         """
         self._world = world
         self._stop_file = stop_file
@@ -136,7 +136,7 @@ class RankWatch:
         return False
 
     def _check_waits(self) -> None:
-        """Check in turn that the store responds and no wait is too long. ``_watch`` notices where this blocks."""
+        """Check in turn that the store responds and no wait is too long. ``_watch`` notices if this blocks."""
         number = 0
         while not self._closed.is_set():
             number += 1

@@ -1,4 +1,5 @@
-"""Rendezvous of the launchers of a job: a store on the first node, and a word on the nodes that are missing.
+"""Rendezvous of the launchers of a job: a store on the first node, a word on the nodes that are missing, and the offer
+by which other machines join without a YAML.
 
 The job's store listens on the loopback address with one node and on the address of ``--rdzv-endpoint`` with several.
 """
@@ -8,32 +9,61 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
 from flexrlhf.errors import UserError
 from flexrlhf.launch.agreement import Member, agree
-from flexrlhf.launch.job_offer import JOB_OFFER, OFFER, JobOffer, agreement_store, taken_key
 from flexrlhf.launch.terms import Terms
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.resume import RunOrder
 
+OFFER = "offer"
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 900.0
 """Longest wait for the launchers of all nodes."""
 
 
-class NodeRendezvous(RendezvousHandler):
-    """Meeting of the launchers of fixed nodes, once for every attempt to run the ranks."""
+@dataclass(frozen=True)
+class JobOffer:
+    """A job that machines may join.
 
-    def __init__(self, hosts: Hosts, join_seconds: float = JOIN_SECONDS) -> None:
-        """Meet nobody yet. ``join_seconds``: longest wait for the launchers of all nodes."""
+    orders:        runs that the ranks execute.
+    nnodes:        machines of the job.
+    max_restarts:  how often all ranks are started again after one has failed.
+    """
+
+    orders: tuple[RunOrder, ...]
+    nnodes: int
+    max_restarts: int
+
+
+JOB_OFFER = TypeAdapter(JobOffer)
+
+
+class NodeRendezvous(RendezvousHandler):
+    """Meeting of the launchers of fixed nodes, once for every attempt to run the ranks.
+
+    attempt:  number of the one that the nodes have come to last, from 0.
+    """
+
+    def __init__(self, hosts: Hosts, join_seconds: float = JOIN_SECONDS, attempt: int = 0) -> None:
+        """Meet nobody yet.
+
+        join_seconds:  longest wait for the launchers of all nodes
+        attempt:       the first one of these launchers
+        """
         self._hosts, self._join_seconds = hosts, join_seconds
         self._sign: socket.socket | None = None
-        self._attempt = -1
-        self._endpoint = endpoint_of(hosts)
+        self.attempt = attempt - 1
+        one = Endpoint("loopback", LOOPBACK, 0)
+        self._endpoint = one if hosts.nnodes == 1 else endpoint_at(hosts.rdzv_endpoint)
         self.store: dist.TCPStore | None = None
 
     def get_backend(self) -> str:
@@ -48,11 +78,11 @@ class NodeRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store of the next attempt once the launchers of all nodes have come to it.
 
-        Raises RunStopped when one is missing for too long, and UserError where the store cannot be served.
+        Raises RunStopped when one is missing for too long, and UserError if the store cannot be served.
         """
-        self._attempt += 1
+        self.attempt += 1
         hosts = self._hosts
-        store = dist.PrefixStore(f"nodes/{self._attempt}", self._opened())
+        store = dist.PrefixStore(f"nodes/{self.attempt}", self._opened())
         self._join(store)
         port = self._opened().port if hosts.nnodes == 1 else self._endpoint.port
         return RendezvousInfo(store, hosts.node_rank, hosts.nnodes, RendezvousStoreInfo(self._endpoint.host, port))
@@ -93,7 +123,7 @@ class NodeRendezvous(RendezvousHandler):
             sign.recv(1)
 
     def _join(self, store: dist.Store) -> None:
-        """Wait for the launchers of all nodes. Raises UserError where two have the same number."""
+        """Wait for the launchers of all nodes. Raises UserError if two have the same number."""
         hosts = self._hosts
         self._take_number(store)
         store.set(f"node/{hosts.node_rank}", socket.gethostname())
@@ -125,14 +155,51 @@ class NodeRendezvous(RendezvousHandler):
         return True
 
 
-def endpoint_of(hosts: Hosts) -> Endpoint:
-    """Return where the store of a job is served: on the loopback address with one node."""
-    if hosts.nnodes == 1:
-        return Endpoint("loopback", LOOPBACK, 0)
-    return endpoint_at(hosts.rdzv_endpoint)
-
-
 def endpoint_at(address: str) -> Endpoint:
     """Return the endpoint of ``HOST:PORT``, of which ``Hosts`` has checked the form."""
     host, _, port = address.rpartition(":")
     return Endpoint("--rdzv-endpoint", host, int(port))
+
+
+@dataclass(frozen=True)
+class OpenJob:
+    """A job that this machine is about to join.
+
+    offer:  of node 0.
+    store:  in which numbers of nodes are taken.
+    """
+
+    offer: JobOffer
+    store: dist.Store
+
+    def take_number(self, cluster: Cluster) -> int:
+        """Return the first free number of a node, which is this machine's from now on.
+
+        Raises UserError if the nodes of ``cluster`` differ, so that the numbers matter, and if none is free.
+        """
+        sizes = [len(cluster.ranks_on_node(node)) for node in range(self.offer.nnodes)]
+        classes = [cluster.devices[cluster.ranks_on_node(node)[0]].device_class for node in range(self.offer.nnodes)]
+        if len({*zip(sizes, classes, strict=True)}) > 1:
+            raise UserError("--node-rank: missing; the nodes of this job differ, so give the number of this one")
+        for number in range(1, self.offer.nnodes):
+            if not self.store.check([taken_key(number)]) and self.store.add(f"promised/{number}", 1) == 1:
+                return number
+        raise UserError(f"join: all {self.offer.nnodes} nodes of this job are taken; start it with more --nnodes")
+
+
+def find_job(endpoint: Endpoint, seconds: float) -> OpenJob:
+    """Return the job whose store is served at ``endpoint``, once it is. Raises RunStopped if none comes in time."""
+    notice = Notice(f"this machine waits for a job at {endpoint}")
+    store = agreement_store(connect_store(endpoint, seconds, notice))
+    await_keys(store, {OFFER: "node 0"}, seconds, notice)
+    return OpenJob(JOB_OFFER.validate_json(store.get(OFFER)), store)
+
+
+def agreement_store(store: dist.Store) -> dist.Store:
+    """Return the part of a job's store in which its machines agree."""
+    return dist.PrefixStore("agreement", store)
+
+
+def taken_key(number: int) -> str:
+    """Return the key that counts the machines under a number of a node."""
+    return f"taken/{number}"

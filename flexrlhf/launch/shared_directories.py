@@ -28,7 +28,7 @@ class DirectoryFacts:
 
     path:     as the YAML has it
     place:    absolute
-    problem:  why nothing can be written there; empty where it can
+    problem:  why nothing can be written there; empty if it can
     probe:    name of the probe directory that node 0 made in it; empty elsewhere
     """
 
@@ -40,7 +40,7 @@ class DirectoryFacts:
 
 @contextmanager
 def probed_directories(plans: Sequence[Plan], makes_probes: bool) -> Iterator[list[DirectoryFacts]]:
-    """Yield facts of the distinct ``runs`` of ``plans``, with a probe directory in each where ``makes_probes``.
+    """Yield facts of the distinct ``runs`` of ``plans``, with a probe directory in each if ``makes_probes``.
 
     At the end the probes and the directories made for them are removed.
     """
@@ -63,7 +63,7 @@ class Sharing:
     """Directories of runs on node 0, as another machine sees them.
 
     shares:   whether it has the same ones; else it has others of these names.
-    problem:  why it cannot use them, in words; empty where it can.
+    problem:  why it cannot use them, in words; empty if it can.
     """
 
     shares: bool

@@ -49,7 +49,7 @@ OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def why_no_gpu(driver: Path = NVIDIA_DRIVER, cuda: str | None = torch.version.cuda) -> str:
-    """Return why torch, built for ``cuda``, finds no GPU next to NVIDIA's driver; empty where none is loaded."""
+    """Return why torch, built for ``cuda``, finds no GPU next to NVIDIA's driver; empty if none is loaded."""
     found = re.search(r"Kernel Module.*?(\d+)\.[\d.]+", driver.read_text()) if driver.is_file() else None
     if found is None:
         return ""
@@ -159,7 +159,7 @@ def start_ranks(
 ) -> None:
     """Run ``module``, with its arguments, on every rank of this node and wait. Raises as ``launch`` does.
 
-    directories:     of the runs, in order; that of the run that fails gets the records of its ranks.
+    directories:     of the runs, in order; the one of the run that fails gets the records of its ranks.
     max_restarts:    how often all ranks are started again after one has failed.
     others_signals:  those that the caller handles; all others end the ranks.
     rendezvous:      of the launchers; None: one that waits as long as a run does.
@@ -167,12 +167,24 @@ def start_ranks(
     """
     _silence_agent()
     reporter = FailureReporter(plan, directories, hosts.local_ranks(plan.cluster))
+    rendezvous = rendezvous or NodeRendezvous(hosts)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=hosts.num_local_ranks(plan.cluster),
+        entrypoint=module[0],
+        args=tuple(module[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=max_restarts,
+        monitor_interval=0.2,
+    )
+    silence = silence_limit(plan.spec.timeout_seconds)
     with TemporaryDirectory(prefix="flexrlhf-") as log_directory, ExitStack() as stack:
         agent = RankAgent(
-            _worker_spec(module, plan, hosts, max_restarts, rendezvous or NodeRendezvous(hosts)),
+            spec,
+            rendezvous,
             factory or stack.enter_context(RankFactory()),
             log_directory,
-            lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), _silence(plan)),
+            lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), silence),
             reporter.report,
         )
         ending = [number.name for number in HANDLED if number not in others_signals]
@@ -197,31 +209,13 @@ def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> Non
 
 
 def _raise(cause: Failure | None, result: RunResult, reporter: FailureReporter) -> None:
-    """Raise the end of a job, with what this machine did when another one failed, and where its records are."""
+    """Raise the end of a job, with where this machine was when another one failed, and the place of its records."""
     if any(failure.exitcode == -signal.SIGINT for failure in result.failures.values()):
         raise Interrupted(STOPPED)
     assert cause is not None, "an attempt that failed has a cause"
     place = reporter.place() if cause.kind == "node" else ""
     record = f"record: {reporter.record}" if reporter.record is not None else ""
-    raise RankFailure("; ".join(filter(None, (cause.sentence, place, record))))
-
-
-def _worker_spec(
-    module: Sequence[str], plan: Plan, hosts: Hosts, max_restarts: int, rendezvous: NodeRendezvous
-) -> WorkerSpec:
-    return WorkerSpec(
-        role="rank",
-        local_world_size=hosts.num_local_ranks(plan.cluster),
-        entrypoint=module[0],
-        args=tuple(module[1:]),
-        rdzv_handler=rendezvous,
-        max_restarts=max_restarts,
-        monitor_interval=0.2,
-    )
-
-
-def _silence(plan: Plan) -> float:
-    return silence_limit(plan.spec.timeout_seconds)
+    raise RankFailure("; ".join(filter(None, (cause.sentence, place, record))), is_final=cause.kind == "user")
 
 
 def _node_names(store: dist.Store, plan: Plan, hosts: Hosts) -> list[str]:

@@ -1,9 +1,9 @@
-"""Terms of a job: what all its machines must have in common for the replicas of a model to stay the same."""
+"""Terms of a job, which all its machines must have in common for the replicas of a model to stay the same."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import shown
+from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes
 from flexrlhf.placement.hosts import with_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import input_digests, needed_versions
@@ -22,8 +23,6 @@ from flexrlhf.text import counted
 
 MOST_NAMED = 3
 SAME_COMMAND = "start the same command with the same files on all machines"
-SAME_VERSIONS = "install the same versions on all machines"
-SAME_INPUTS = "copy models and data to all machines"
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -33,9 +32,9 @@ class Terms:
 
     nodes:     machines of the job
     restarts:  how often all ranks are started again after one has failed
-    specs:     resolved YAML of each run; empty where they are those of node 0
+    specs:     resolved YAML of each run; empty if they are the same as node 0's
     versions:  of Python, this package and its libraries
-    sources:   digest of each file of this package; empty where they are those of node 0
+    sources:   digest of each file of this package; empty if they are the same as node 0's
     inputs:    digest of each file of models and data, by setting and path
     """
 
@@ -47,7 +46,7 @@ class Terms:
     inputs: dict[str, str]
 
     def without_equals(self, first: Terms) -> Terms:
-        """Return these terms without the files and settings that are those of ``first``: they are long."""
+        """Return these terms without the files and settings that ``first`` has, too: they are long."""
         sources = {} if self.sources == first.sources else self.sources
         return replace(self, sources=sources, specs=() if self.specs == first.specs else self.specs)
 
@@ -95,24 +94,25 @@ class Sides:
         return f"{what} is {here} on {self.first} and {there} on {self.other}"
 
 
-def difference(first: Terms, other: Terms, sides: Sides) -> str:
-    """Return what differs between the terms of two machines, and what mends it; empty where nothing does."""
-    checks = (
-        (_option_difference, SAME_COMMAND),
-        (setting_difference, SAME_COMMAND),
-        (version_difference, SAME_VERSIONS),
-        (input_difference, SAME_INPUTS),
-    )
-    return next((f"{found}; {advice}" for check, advice in checks if (found := check(first, other, sides))), "")
+def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in {**first, **other}:
+        here, there = first.get(name, ""), other.get(name, "")
+        if here != there:
+            yield name, here, there
 
 
-def _option_difference(first: Terms, other: Terms, sides: Sides) -> str:
+def _value(setting: Any) -> str:
+    return shown(without_secrets(setting))
+
+
+def option_difference(first: Terms, other: Terms, sides: Sides) -> str:
+    """Return the option that differs; empty if none does."""
     options = {"--nnodes": (first.nodes, other.nodes), "--max-restarts": (first.restarts, other.restarts)}
     return next((sides.differ(name, *pair) for name, pair in options.items() if pair[0] != pair[1]), "")
 
 
 def version_difference(first: Terms, other: Terms, sides: Sides) -> str:
-    """Return what differs in Python, libraries and files of this package; empty where nothing does."""
+    """Return the difference in Python, libraries and files of this package; empty without any."""
     named = [
         sides.differ(name, here or "missing", there or "missing")
         for name, here, there in _differing(first.versions, other.versions)
@@ -125,7 +125,7 @@ def version_difference(first: Terms, other: Terms, sides: Sides) -> str:
 
 
 def setting_difference(first: Terms, other: Terms, sides: Sides) -> str:
-    """Return what differs in the resolved settings; empty where nothing does."""
+    """Return the differences of the resolved settings; empty without any."""
     if not other.specs:
         return ""
     if len(first.specs) != len(other.specs):
@@ -141,7 +141,7 @@ def setting_difference(first: Terms, other: Terms, sides: Sides) -> str:
 
 
 def input_difference(first: Terms, other: Terms, sides: Sides) -> str:
-    """Return which files of models and data differ; empty where none does."""
+    """Return the files of models and data that differ; empty if none does."""
     found = [
         f"{file} differs between {sides.first} ({here or 'missing'}) and {sides.other} ({there or 'missing'})"
         for file, here, there in _differing(first.inputs, other.inputs)
@@ -150,12 +150,29 @@ def input_difference(first: Terms, other: Terms, sides: Sides) -> str:
     return found[0] + more if found else ""
 
 
-def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    for name in {**first, **other}:
-        here, there = first.get(name, ""), other.get(name, "")
-        if here != there:
-            yield name, here, there
+COMPARED: dict[str, tuple[Callable[[Terms, Terms, Sides], str], str]] = {
+    "command": (option_difference, SAME_COMMAND),
+    "settings": (setting_difference, SAME_COMMAND),
+    "versions": (version_difference, "install the same versions on all machines"),
+    "inputs": (input_difference, "copy models and data to all machines"),
+}
+"""Terms that must be the same on all machines: how they are compared, and the advice for a difference."""
 
 
-def _value(setting: Any) -> str:
-    return shown(without_secrets(setting))
+def difference(first: Terms, other: Terms, sides: Sides) -> str:
+    """Return the difference between the terms of two machines, with its advice; empty without any."""
+    found = ((compare(first, other, sides), advice) for compare, advice in COMPARED.values())
+    return next((f"{each}; {advice}" for each, advice in found if each), "")
+
+
+def compare_machine(
+    first: Terms, own: Terms, sides: Sides, directories: Sequence[DirectoryFacts], number: int
+) -> Sharing:
+    """Compare this machine with the first one: their terms, then the directories of the runs.
+
+    ``directories``: of the first machine, with its probes. ``number``: of this one, from 1.
+    """
+    if found := difference(first, own, sides):
+        return Sharing(False, found)
+    sharing = look_for_probes([(each.path, each.probe) for each in directories if not each.problem], number)
+    return replace(sharing, problem=f"runs: {sides.other} {sharing.problem}") if sharing.problem else sharing

@@ -29,7 +29,7 @@ from flexrlhf.display.plain_lines import print_plainly
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.failures import ErrorReport
-from flexrlhf.launch.launchers.job_start import JobStart
+from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.plan.data_report import data_line, data_warnings
 from flexrlhf.plan.data_sources import data_sources
@@ -52,7 +52,7 @@ from flexrlhf.trainer.trainer import Trainer
 def work(
     orders: Sequence[RunOrder],
     stop_file: Path | None = None,
-    begin: JobStart | None = None,
+    begin: Job | None = None,
     shares: bool = True,
     events_file: Path | None = None,
 ) -> bool:
@@ -60,10 +60,10 @@ def work(
 
     Returns whether all have finished; else a request has stopped them.
 
-    stop_file:  exists once the launcher has received a signal to save and end; None: signals come to this process.
-    begin:      of a job without a launcher of ours: its ranks agree by themselves before anything is written.
-    shares:     whether this machine mounts the directories of rank 0's; without ``begin``, which finds it out.
-    events_file:  where the launcher reads what to display; None: rank 0 prints plain lines.
+    stop_file:    exists once the launcher has received a signal to save and end; None: signals come to this process.
+    begin:        of a job without a launcher of ours: its ranks agree by themselves before anything is written.
+    shares:       whether this machine mounts the directories of rank 0's; without ``begin``, which finds it out.
+    events_file:  that the launcher displays; None: rank 0 prints plain lines.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -78,7 +78,9 @@ def work(
             shares = stack.enter_context(_agreed(begin, world))
             orders = _orders_of_first(orders, world, timeout_seconds)
         files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
-        send = _sender(world, events_file)
+        send: Send = discard
+        if world.rank == 0:
+            send = print_plainly() if events_file is None else EventFile(events_file)
         rank = _Rank(world, files, MemoryMeter(world.device), stops, watch, send)
         if stop_file is None:
             stops.install_handlers()
@@ -87,9 +89,9 @@ def work(
             gc.collect()
             gc.freeze()
             earlier = [each.spec.directory for each in orders[:index]]
-            found = _found(order, world)
-            next_step = order.spec.steps if found.is_finished else _run(found.order, earlier, rank)
-            # the next run may read what a rank of this one has just written
+            order, is_finished = _continued(order, world)
+            next_step = order.spec.steps if is_finished else _run(order, earlier, rank)
+            # the next run may read a file that a rank of this one has just written
             world.meet(f"the end of {order.spec.name}", order.spec.timeout_seconds)
             files.clear(order.spec.directory)
             if next_step < order.spec.steps:
@@ -98,7 +100,7 @@ def work(
 
 
 @contextmanager
-def _agreed(job: JobStart, world: World) -> Iterator[bool]:
+def _agreed(job: Job, world: World) -> Iterator[bool]:
     """Make the directories of the runs once all machines agree, and yield whether this one mounts those of rank 0.
 
     One rank of each machine compares.
@@ -106,7 +108,7 @@ def _agreed(job: JobStart, world: World) -> Iterator[bool]:
     store, seconds = dist.PrefixStore("agreement", world.store), job.plans[0].spec.timeout_seconds
     first, compares = world.first_here, world.rank == world.first_here
     member = Member(world.rank, world.size, world.host, "rank")
-    shares = agree(store, member, job.plans, job.make_terms if compares else None, seconds)
+    shares = agree(store, member, job.plans, job.terms if compares else None, seconds)
     if compares:
         store.set(f"shares/{first}", str(int(shares)))
     else:
@@ -172,52 +174,29 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
     return next_step
 
 
-def _sender(world: World, events_file: Path | None) -> Send:
-    """Return what takes the events of this rank: those of rank 0 are displayed, others not."""
-    if world.rank != 0:
-        return discard
-    return print_plainly() if events_file is None else EventFile(events_file)
-
-
 def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
-    """Send what the limits do to the rows of each data file."""
+    """Send the effect of the limits on the rows of each data file."""
     for source in data_sources(plan):
         send(Note(plan.spec.name, data_line(source, data.counts[source.key])))
         for warning in data_warnings(source, data.counts[source.key]):
             print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
 
 
-def is_restarted() -> bool:
-    """Return whether the elastic agent has started this rank again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def _continued(order: RunOrder, world: World) -> tuple[RunOrder, bool]:
+    """Return an order with the checkpoints of earlier attempts, and whether they have come to its end.
 
-
-@dataclass(frozen=True)
-class _Found:
-    """A run as the attempts before this one have left it.
-
-    order:        with the checkpoints that they have written.
-    is_finished:  whether they have come to its end.
+    All ranks call this; rank 0 looks into the directory of the run.
     """
-
-    order: RunOrder
-    is_finished: bool
-
-
-def _found(order: RunOrder, world: World) -> _Found:
-    """Return what rank 0 finds of a run in its directory; all ranks call this."""
-    if not is_restarted():
-        return _Found(order, False)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return order, False
     directory, key = order.spec.directory, f"found/{order.spec.name}"
     if world.rank == 0:
         status = read_status(directory)
         is_finished = status is not None and status.state == "finished"
-        world.store.set(
-            key, json.dumps({"is_finished": is_finished, "names": list(map(str, checkpoints_of(directory)))})
-        )
+        world.store.set(key, json.dumps([is_finished, list(map(str, checkpoints_of(directory)))]))
     world.wait_for(world.store, {key: "rank 0"}, f"what is there of {order.spec.name}", order.spec.timeout_seconds)
-    found = json.loads(world.store.get(key))
-    return _Found(replace(order, candidates=(*map(Path, found["names"]), *order.candidates)), found["is_finished"])
+    is_finished, names = json.loads(world.store.get(key))
+    return replace(order, candidates=(*map(Path, names), *order.candidates)), is_finished
 
 
 def main(orders_file: str, stop_file: str, directories: str, events_file: str = "") -> None:
@@ -249,7 +228,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def check_commits(plan: Plan, world: World) -> None:
-    """Raise UserError where this rank has another commit of a model or a data set than rank 0."""
+    """Raise UserError if this rank has another commit of a model or a data set than rank 0."""
     mine = commits(plan.spec, data_sources(plan))
     if not mine:
         return

@@ -1,5 +1,5 @@
 """One rank of a preflight: join the job, collect facts with all other ranks; the first rank of every machine writes
-them for its launcher, after each part, so that what was seen before a failure is not lost."""
+them for its launcher, after each part, so that a failure loses no earlier fact."""
 
 from __future__ import annotations
 
@@ -28,19 +28,14 @@ from flexrlhf.launch.lifetime import end_with_launcher
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.launch.shared_directories import look_for_probes, sees_rank
 from flexrlhf.measure.facts import (
+    HOST_FACTS,
+    JOB_FACTS,
+    RANK_FACTS,
     ClockFacts,
     HostFacts,
     JobFacts,
     RankFacts,
     SharedFacts,
-    SurveyRequest,
-    dump_host,
-    dump_job,
-    dump_rank,
-    load_host,
-    load_job,
-    load_rank,
-    read_request,
 )
 from flexrlhf.measure.network import Network
 from flexrlhf.plan.pipeline import make_plans
@@ -55,19 +50,18 @@ CONNECT_SECONDS = 5.0
 _AT_ONCE = 16
 
 
-def survey(request: SurveyRequest, result: Path) -> None:
-    """Collect the facts of all machines with all other ranks. Raises RunStopped with the rank that is missing."""
-    with open_world("cpu", request.seconds) as world, RankWatch(world, request.seconds):
-        Survey(world, request, result).collect()
-        world.meet("the end of the preflight", request.seconds)
-
-
 class Survey:
     """Parts of a preflight on this rank, in order."""
 
-    def __init__(self, world: World, request: SurveyRequest, result: Path) -> None:
-        """Collect nothing yet. ``result``: file for the launcher of this machine."""
-        self._world, self._request, self._result = world, request, result
+    def __init__(self, world: World, host: HostFacts, nodes: int, seconds: float, result: Path) -> None:
+        """Collect nothing yet.
+
+        host:     facts of this machine
+        nodes:    machines of the job
+        seconds:  longest wait for another rank
+        result:   file for the launcher of this machine
+        """
+        self._world, self._host, self._nodes, self._seconds, self._result = world, host, nodes, seconds, result
         self._store = dist.PrefixStore("preflight", world.store)
         self._part = 0
 
@@ -80,8 +74,8 @@ class Survey:
         if job.unreachable:
             return
         same = not any(host.terms.specs for host in job.hosts[1:])
-        plans = make_plans([parse_spec(read_yaml(text)) for text in self._request.host.terms.specs]) if same else []
-        network = Network(self._world_of_device(job), self._store, job.hosts, self._request.seconds)
+        plans = make_plans([parse_spec(read_yaml(text)) for text in self._host.terms.specs]) if same else []
+        network = Network(self._world_of_device(job), self._store, job.hosts, self._seconds)
         links = network.check_pairs() if self._world.size > 1 else []
         job = self._shared(replace(job, links=tuple(links)))
         self._shared(replace(job, groups=network.check_groups(plans)))
@@ -91,35 +85,35 @@ class Survey:
         self._part += 1
         key = f"facts/{self._part}"
         if self._world.rank == 0:
-            self._store.set(key, dump_job(job))
+            self._store.set(key, JOB_FACTS.dump_json(job).decode())
         self._await({key: "rank 0"}, "the facts of rank 0", 2)
         text = self._store.get(key)
         if self._world.local_rank == 0:
             fresh = self._result.with_suffix(".writing")
             fresh.write_bytes(text)
             fresh.replace(self._result)
-        return load_job(text)
+        return JOB_FACTS.validate_json(text)
 
     def _gathered(self) -> JobFacts:
-        """Return the facts of all machines and ranks on rank 0, elsewhere those of this machine."""
-        host, rank = self._request.host, self._world.rank
-        self._store.set(f"rank/{rank}", dump_rank(self._rank_facts()))
+        """Return the facts of all machines and ranks on rank 0, elsewhere of this machine."""
+        host, rank = self._host, self._world.rank
+        self._store.set(f"rank/{rank}", RANK_FACTS.dump_json(self._rank_facts()).decode())
         if self._world.local_rank == 0:
-            self._store.set(f"host/{host.node}", dump_host(host))
+            self._store.set(f"host/{host.node}", HOST_FACTS.dump_json(host).decode())
         if rank != 0:
             return JobFacts((host,))
-        nodes = {f"host/{node}": f"node {node}" for node in range(self._request.nodes)}
+        nodes = {f"host/{node}": f"node {node}" for node in range(self._nodes)}
         ranks = {f"rank/{each}": f"rank {each}" for each in range(self._world.size)}
         self._await({**nodes, **ranks}, "the facts of all ranks")
-        first, *others = (load_host(self._store.get(key)) for key in nodes)
+        first, *others = (HOST_FACTS.validate_json(self._store.get(key)) for key in nodes)
         return JobFacts(
             (first, *(other.without_equals(first) for other in others)),
-            tuple(load_rank(self._store.get(key)) for key in ranks),
+            tuple(RANK_FACTS.validate_json(self._store.get(key)) for key in ranks),
         )
 
     def _rank_facts(self) -> RankFacts:
-        facts = RankFacts(self._world.rank, self._request.host.node)
-        if self._request.host.device != "cuda":
+        facts = RankFacts(self._world.rank, self._host.node)
+        if self._host.device != "cuda":
             return replace(facts, tflops=measured_tflops(torch.device("cpu"), torch.float32))
         torch.cuda.set_device(local_device("cuda"))
         free, total = torch.cuda.mem_get_info()
@@ -142,9 +136,9 @@ class Survey:
         others = [host for host in job.hosts if host.node != 0]
         if self._world.rank == 0:
             return tuple(self._clock(host.node, host.ranks[0]) for host in others)
-        if self._world.local_rank == 0 and self._request.host.node != 0:
+        if self._world.local_rank == 0 and self._host.node != 0:
             for number in range(NUM_PINGS):
-                key = f"{self._request.host.node}/{number}"
+                key = f"{self._host.node}/{number}"
                 self._await({f"ping/{key}": "rank 0"}, "the clock of rank 0", 2)
                 self._store.set(f"pong/{key}", repr(time.time()))
         return ()
@@ -162,10 +156,10 @@ class Survey:
         return min(readings, key=lambda each: each.uncertainty)
 
     def _directories(self, job: JobFacts) -> SharedFacts:
-        """Return what ranks see of the directories of rank 0, on rank 0."""
+        """Return, on rank 0, how the ranks see its directories."""
         probes = [
             (mine, first)
-            for mine, first in zip(self._request.host.directories, job.hosts[0].directories, strict=False)
+            for mine, first in zip(self._host.directories, job.hosts[0].directories, strict=False)
             if first.probe
         ]
         sharing = look_for_probes([(mine.path, first.probe) for mine, first in probes], self._world.rank)
@@ -184,11 +178,11 @@ class Survey:
 
     def _unreachable(self, job: JobFacts) -> tuple[str, ...]:
         """Return sentences about machines that do not reach each other, on rank 0."""
-        host = self._request.host
+        host = self._host
         if len(job.hosts) == 1:
             return ()
         if self._world.local_rank == 0:
-            problem = unreachable(self._world, self._store, host, job.hosts, self._request.seconds)
+            problem = unreachable(self._world, self._store, host, job.hosts, self._seconds)
             self._store.set(f"reach/{host.node}", json.dumps(problem))
         if self._world.rank != 0:
             return ()
@@ -197,17 +191,26 @@ class Survey:
         return tuple(filter(None, (json.loads(self._store.get(key)) for key in keys)))
 
     def _await(self, keys: Mapping[str, str], what: str, times: int = 1) -> None:
-        """Wait for keys; what rank 0 has to collect first, ``times`` as long, so that it names who is missing."""
-        self._world.wait_for(self._store, keys, what, times * self._request.seconds)
+        """Wait for keys, ``times`` as long if rank 0 collects them first, so that it names who is missing."""
+        self._world.wait_for(self._store, keys, what, times * self._seconds)
 
 
-def main(request_file: str, result: str) -> None:
-    """Collect facts as a request file says, for the launcher of this machine."""
+def main(host_file: str, nodes: str, wait: str, result: str) -> None:
+    """Collect the facts of all machines with all other ranks, for the launcher of this one.
+
+    host_file:  facts of this machine
+    nodes:      machines of the job
+    wait:       longest wait for another rank, in seconds
+    result:     file for the facts
+    """
     # as in launch/worker.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    seconds = float(wait)
     try:
-        with ErrorReport():
-            survey(read_request(Path(request_file)), Path(result))
+        with ErrorReport(), open_world("cpu", seconds) as world, RankWatch(world, seconds):
+            host = HOST_FACTS.validate_json(Path(host_file).read_bytes())
+            Survey(world, host, int(nodes), seconds, Path(result)).collect()
+            world.meet("the end of the preflight", seconds)
     except (RunStopped, UserError):
         # the launcher prints the sentence
         sys.exit(1)
@@ -233,7 +236,7 @@ def _multiply(first: torch.Tensor, second: torch.Tensor, product: torch.Tensor) 
 
 
 def unreachable(world: World, store: dist.Store, host: HostFacts, hosts: Sequence[HostFacts], seconds: float) -> str:
-    """Return which of the other machines ``host`` does not reach, as one sentence; empty where it reaches all.
+    """Return which of the other machines ``host`` does not reach, as one sentence; empty if it reaches all.
 
     Called by the first rank of every machine at the same time; none stops to listen before all have tried.
     """
@@ -264,7 +267,7 @@ def _listening(host: HostFacts) -> Iterator[tuple[str, int]]:
 
 
 def _own_address(name: str) -> str:
-    """Return the IPv4 address where gloo listens: of the interface in its variable, else that of the host's name."""
+    """Return the IPv4 address where gloo listens: of the interface in its variable, else of the host's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     found = address_of(interface) if interface else None
     try:
@@ -274,7 +277,7 @@ def _own_address(name: str) -> str:
 
 
 def _problem(target: tuple[str, int]) -> str:
-    """Return why no connection can be made; empty where one can."""
+    """Return why no connection can be made; empty if one can."""
     try:
         with socket.create_connection((target[0], target[1]), timeout=CONNECT_SECONDS):
             return ""
@@ -286,4 +289,4 @@ def _problem(target: tuple[str, int]) -> str:
 
 if __name__ == "__main__":
     end_with_launcher()
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -1,15 +1,76 @@
-"""Facts that a preflight collects on every host and rank, as JSON between ranks and launchers."""
+"""Facts that a preflight collects on every host and rank, and results of its checks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 from flexrlhf.launch.shared_directories import DirectoryFacts
 from flexrlhf.launch.terms import Terms
-from flexrlhf.measure.checks import Check
+from flexrlhf.text import table
+
+Result = Literal["ok", "warning", "FAILS", "skipped"]
+MOST_PARTS = 4
+"""Hosts or ranks that a line shows."""
+_WORST: tuple[Result, ...] = ("FAILS", "warning", "ok", "skipped")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a preflight.
+
+    name:    of the check
+    result:  ``FAILS`` if a run would end early or give other results, ``warning`` if it may
+    seen:    values that were measured
+    advice:  for the user; empty if all is well
+    """
+
+    name: str
+    result: Result
+    seen: str
+    advice: str = ""
+
+
+def united(name: str, parts: Iterable[Check]) -> Check:
+    """Return the checks of several hosts or runs as one line: the worst result, with its values and places."""
+    found = list(parts)
+    worst = min((part.result for part in found), key=_WORST.index)
+    shown = [part for part in found if part.result == worst]
+    return Check(name, worst, _joined(part.seen for part in shown), _joined(part.advice for part in shown))
+
+
+def failed(checks: Iterable[Check]) -> list[str]:
+    """Return the names of the checks that fail."""
+    return [check.name for check in checks if check.result == "FAILS"]
+
+
+def format_checks(checks: Sequence[Check]) -> str:
+    """Return a table with a line for each check."""
+    return "\n".join(table([(each.name, each.result, _last_cell(each)) for each in checks], "<<<"))
+
+
+def closing_line(checks: Sequence[Check]) -> str:
+    """Return how many checks there were, and which of them fail or warn."""
+    names = {result: [check.name for check in checks if check.result == result] for result in _WORST}
+    if names["FAILS"]:
+        return f"{len(names['FAILS'])} of {len(checks)} checks failed: {', '.join(names['FAILS'])}"
+    warned = f", with warnings: {', '.join(names['warning'])}" if names["warning"] else ""
+    return f"{len(checks) - len(names['skipped'])} checks passed{warned}"
+
+
+def _last_cell(check: Check) -> str:
+    return " -> ".join(filter(None, (check.seen, check.advice)))
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """Return distinct texts with semicolons, at most the first few of many."""
+    distinct = list(dict.fromkeys(filter(None, texts)))
+    more = [f"{len(distinct) - MOST_PARTS} more"] if len(distinct) > MOST_PARTS else []
+    return "; ".join([*distinct[:MOST_PARTS], *more])
+
 
 UNLIMITED = 2**40
 """Open files of a process without a limit."""
@@ -21,17 +82,17 @@ class HostFacts:
 
     node, host:   its number and name
     ranks:        that it starts
-    terms:        what must be the same on all machines
+    terms:        that must be the same on all machines
     libraries:    check of the libraries that its plans need
-    input_problem: why models or data cannot be read; empty where they can
+    input_problem:  why models or data cannot be read; empty if they can
     device:       of its ranks: cpu or cuda
     devices:      CUDA devices
-    problem:      why its ranks cannot have the device of the cluster; empty where they can
+    problem:      why its ranks cannot have the device of the cluster; empty if they can
     cores:        that its processes may use
     memory:       bytes of host memory that are free
-    shared:       free bytes of /dev/shm; None where there is none
+    shared:       free bytes of /dev/shm; None if there is none
     open_files:   limit of a process
-    disk:         check of the space for what the runs write
+    disk:         check of the space for the files of the runs
     directories:  of the runs
     """
 
@@ -57,7 +118,7 @@ class HostFacts:
         return f"node {self.node} (host {self.host})"
 
     def without_equals(self, first: HostFacts) -> HostFacts:
-        """Return these facts without the files and settings that are those of the ``first`` host: they are long."""
+        """Return these facts without the files and settings that the ``first`` host has, too: they are long."""
         return replace(self, terms=self.terms.without_equals(first.terms))
 
 
@@ -65,7 +126,7 @@ class HostFacts:
 class RankFacts:
     """Facts of one rank.
 
-    rank, node:   its number, and that of its machine
+    rank, node:   its number, and its machine's
     device:       name of its CUDA device; empty on CPUs
     total, free:  bytes of that device's memory
     tflops:       of a matrix product while all ranks of its machine compute one; None: not measured
@@ -81,7 +142,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class ClockFacts:
-    """Clock of a node against that of node 0, in seconds: difference, and how exactly it is measured."""
+    """Clock of a node against node 0's, in seconds: difference, and how exactly it is measured."""
 
     node: int
     difference: float
@@ -134,9 +195,9 @@ class SharedFacts:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Everything that a preflight has collected so far; None for what it has not come to.
+    """Everything that a preflight has collected so far; None for parts that it has not come to.
 
-    directories:  of the runs, as the ranks see those of rank 0
+    directories:  of the runs on rank 0's machine, as the ranks see them
     unreachable:  sentences about machines that do not reach each other
     """
 
@@ -149,59 +210,5 @@ class JobFacts:
     links: tuple[LinkFacts, ...] | None = None
 
 
-@dataclass(frozen=True)
-class SurveyRequest:
-    """Request of a launcher to its ranks.
-
-    host:     facts of the machine
-    nodes:    machines of the job
-    seconds:  longest wait for another rank
-    """
-
-    host: HostFacts
-    nodes: int
-    seconds: float
-
-
-_HOST, _RANK = TypeAdapter(HostFacts), TypeAdapter(RankFacts)
-_JOB, _REQUEST = TypeAdapter(JobFacts), TypeAdapter(SurveyRequest)
-
-
-def dump_host(facts: HostFacts) -> str:
-    """Return the facts of a host as JSON."""
-    return _HOST.dump_json(facts).decode()
-
-
-def load_host(text: str | bytes) -> HostFacts:
-    """Return the facts of a host from JSON."""
-    return _HOST.validate_json(text)
-
-
-def dump_rank(facts: RankFacts) -> str:
-    """Return the facts of a rank as JSON."""
-    return _RANK.dump_json(facts).decode()
-
-
-def load_rank(text: str | bytes) -> RankFacts:
-    """Return the facts of a rank from JSON."""
-    return _RANK.validate_json(text)
-
-
-def dump_job(facts: JobFacts) -> str:
-    """Return the facts of a job as JSON."""
-    return _JOB.dump_json(facts).decode()
-
-
-def load_job(text: str | bytes) -> JobFacts:
-    """Return the facts of a job from JSON."""
-    return _JOB.validate_json(text)
-
-
-def write_request(path: Path, request: SurveyRequest) -> None:
-    """Write a request for the ranks of this machine."""
-    path.write_bytes(_REQUEST.dump_json(request))
-
-
-def read_request(path: Path) -> SurveyRequest:
-    """Return the request of this machine's launcher."""
-    return _REQUEST.validate_json(path.read_bytes())
+HOST_FACTS, RANK_FACTS, JOB_FACTS = TypeAdapter(HostFacts), TypeAdapter(RankFacts), TypeAdapter(JobFacts)
+"""JSON of facts, between ranks and launchers."""

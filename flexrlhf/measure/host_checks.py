@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flexrlhf.errors import UserError
-from flexrlhf.measure.checks import Check, united
-from flexrlhf.measure.facts import UNLIMITED, HostFacts, JobFacts, RankFacts
+from flexrlhf.measure.facts import UNLIMITED, Check, HostFacts, JobFacts, RankFacts, united
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
@@ -111,7 +110,7 @@ def _device_memory(plans: Sequence[Plan], rank: RankFacts) -> Check:
 
 
 def check_host_libraries(hosts: Iterable[HostFacts]) -> Check:
-    """Check the libraries of every host; what is not in order has the host's name."""
+    """Check the libraries of every host; a failure has the host's name."""
     parts = [(host, host.libraries) for host in hosts]
     return united(
         "libraries",
@@ -137,13 +136,13 @@ def _shared(host: HostFacts) -> Check:
     seen = f"{host.name}: /dev/shm has {bytes_text(host.shared)} free"
     if host.shared < SHARED_BYTES * len(host.ranks):
         advice = f"give it {bytes_text(SHARED_BYTES * len(host.ranks))}, in a container with --shm-size"
-        # NCCL ends where it cannot allocate; ranks on CPUs communicate by sockets
+        # NCCL ends if it cannot allocate; ranks on CPUs communicate by sockets
         return Check("shared memory", "FAILS" if host.device == "cuda" else "warning", seen, advice)
     return Check("shared memory", "ok", seen)
 
 
 def check_open_files(job: JobFacts) -> Check:
-    """Check the limit of open files against those of a rank with all its connections."""
+    """Check the limit of open files against the number of a rank with all its connections."""
     used = job.groups.open_files if job.groups is not None else 0
     return united("open files", (_open_files(host, used) for host in job.hosts))
 

@@ -1,22 +1,23 @@
-"""Checks of all machines together: the same software and settings, shared directories, clocks, connections, links."""
+"""All checks of a preflight, and the checks of its machines together: software, settings, shared directories, clocks,
+connections, links."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from flexrlhf.launch.terms import (
-    MOST_NAMED,
-    SAME_INPUTS,
-    SAME_VERSIONS,
-    Sides,
-    Terms,
-    input_difference,
-    setting_difference,
-    version_difference,
+from flexrlhf.launch.terms import COMPARED, MOST_NAMED, Sides
+from flexrlhf.measure.facts import Check, HostFacts, JobFacts, LinkFacts, Result, united
+from flexrlhf.measure.host_checks import (
+    check_devices,
+    check_host_libraries,
+    check_inputs,
+    check_memory_found,
+    check_memory_plan,
+    check_open_files,
+    check_shared_memory,
 )
-from flexrlhf.measure.checks import Check, Result, united
-from flexrlhf.measure.facts import HostFacts, JobFacts, LinkFacts
 from flexrlhf.placement.cluster import Cluster
+from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.free_space import DiskDemand
 from flexrlhf.text import bytes_text, counted, ranks_text
 
@@ -29,37 +30,48 @@ MOST_SPEED_SHARE = 0.25
 _NOT_REACHED = "not reached"
 
 
-def check_versions(hosts: Sequence[HostFacts]) -> Check:
-    """Check that all hosts have the same Python, libraries and source files of this package as node 0."""
-    versions = hosts[0].terms.versions
-    found = ", ".join(f"{library} {versions.get(library, '?')}" for library in ("flexrlhf", "torch", "python"))
-    return _check_terms("same versions", hosts, version_difference, found, SAME_VERSIONS)
+def judge(plans: Sequence[Plan], job: JobFacts, failure: str = "") -> list[Check]:
+    """Return the checks in the order of their table.
+
+    ``failure``: sentence with which the ranks ended early; empty if they did not.
+    """
+    return [
+        check_devices(plans, job),
+        check_host_libraries(job.hosts),
+        check_memory_plan(plans),
+        check_memory_found(plans, job),
+        check_inputs(job.hosts),
+        check_reached(job, failure),
+        *check_terms(job.hosts),
+        check_directories(job),
+        job.hosts[0].disk,
+        check_clocks(job),
+        check_speed(plans[0].cluster, job),
+        check_shared_memory(job.hosts),
+        check_open_files(job),
+        check_links(plans[0].cluster, job),
+    ]
 
 
-def check_settings(hosts: Sequence[HostFacts]) -> Check:
-    """Check that all hosts have the same resolved settings as node 0."""
-    found, advice = (
-        counted(len(hosts[0].terms.specs), "run"),
-        "start the same command with the same files on all machines",
-    )
-    return _check_terms("same settings", hosts, setting_difference, found, advice)
-
-
-def check_same_inputs(hosts: Sequence[HostFacts]) -> Check:
-    """Check that the files of models and data are the same on all hosts."""
-    found = counted(len(hosts[0].terms.inputs), "file")
-    return _check_terms("same inputs", hosts, input_difference, found, SAME_INPUTS)
-
-
-def _check_terms(
-    name: str, hosts: Sequence[HostFacts], compare: Callable[[Terms, Terms, Sides], str], found: str, advice: str
-) -> Check:
-    """Compare the terms of every host with those of node 0. ``found``: what is the same where nothing differs."""
+def check_terms(hosts: Sequence[HostFacts]) -> list[Check]:
+    """Compare versions, settings and inputs of all hosts with node 0's."""
     first = hosts[0]
-    parts = [compare(first.terms, host.terms, Sides(first.name, host.name)) for host in hosts[1:]]
-    if any(parts):
-        return Check(name, "FAILS", "; ".join(filter(None, parts)), advice)
-    return Check(name, "ok", f"{found} on {_machines(hosts)}")
+    versions = first.terms.versions
+    same = {
+        "versions": ", ".join(f"{library} {versions.get(library, '?')}" for library in ("flexrlhf", "torch", "python")),
+        "settings": counted(len(first.terms.specs), "run"),
+        "inputs": counted(len(first.terms.inputs), "file"),
+    }
+    machines = "one machine" if len(hosts) == 1 else f"all {len(hosts)} machines"
+    checks = []
+    for subject, found in same.items():
+        compare, advice = COMPARED[subject]
+        parts = [compare(first.terms, host.terms, Sides(first.name, host.name)) for host in hosts[1:]]
+        if any(parts):
+            checks.append(Check(f"same {subject}", "FAILS", "; ".join(filter(None, parts)), advice))
+        else:
+            checks.append(Check(f"same {subject}", "ok", f"{found} on {machines}"))
+    return checks
 
 
 def check_reached(job: JobFacts, failure: str) -> Check:
@@ -191,7 +203,3 @@ def planned_gb_s(cluster: Cluster, job: JobFacts, link: LinkFacts) -> float | No
         found.append(given or (None if figures is None else figures.link_gb_s if is_within else figures.node_gb_s))
     known = [figure for figure in found if figure is not None]
     return min(known) if known else None
-
-
-def _machines(hosts: Sequence[HostFacts]) -> str:
-    return "one machine" if len(hosts) == 1 else f"all {len(hosts)} machines"

@@ -63,14 +63,14 @@ class ProfileContext:
 
     def computed(self, loaded: LoadedModel, row_counts: Sequence[int]) -> tuple[int | None, dict[int, int]]:
         """Return the mean width of the rows that forward and training passes compute (None without any), and the tokens
-        of all passes by number of texts."""
+        of all passes by number of sequences."""
         found = {rows: self._passes(loaded, rows) for rows in row_counts}
         tokens = {rows: sum(each.tokens for each in passes) for rows, passes in found.items()}
         pairs = sum(each.tokens * each.width for passes in found.values() for each in passes)
         return round(pairs / sum(tokens.values())) if tokens else None, tokens
 
     def _passes(self, loaded: LoadedModel, rows: int) -> tuple[PackedPass, ...]:
-        """Return the passes that the engine makes of ``rows`` texts of a call."""
+        """Return the passes that the engine makes of ``rows`` sequences of a call."""
         model, samples = loaded.placed, self.plan.batch.samples_per_prompt
         settings, lengths = model.settings, self.lengths.rows(rows, samples)
         packs = packs_texts(settings, self.plan.shapes.get(model.role), self.plan.lengths.total)
@@ -220,7 +220,7 @@ def _points(
 
 
 def _decode_steps(timings: Mapping[tuple[str, int], Timing], longest: int) -> Points:
-    """Return the time of one decoding step: what full responses take after the first token, over their other tokens."""
+    """Return the time of one decoding step: full responses after the first token, over their other tokens."""
     first = {point.rows: point.seconds for point in _points(timings, FIRST)}
     full = _points(timings, FULL)
     steps = [(point, max(0.0, point.seconds - first[point.rows]) / (longest - 1)) for point in full if longest > 1]

@@ -20,7 +20,7 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.plan.plan import Plan
 
 MESSAGE_BYTES = {"gloo": 2**24, "nccl": 2**27}
-"""Bytes of a message whose time is that of the link, by back end."""
+"""Bytes of a message whose time is the link's, by back end."""
 NUM_MESSAGES = 4
 """Messages in a direction, after a first one that is not timed."""
 Pair = tuple[int, int]
@@ -85,7 +85,7 @@ class Network:
         return [self._link(ends) for ends in (*within, *(pair for pairs in across for pair in pairs))]
 
     def _measure(self, group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]]) -> None:
-        """Measure the link of this rank among those of ``pairs`` of nodes, if it has one, in both directions."""
+        """Measure the link of this rank among ``pairs`` of nodes, if it has one, in both directions."""
         for ends in pairs:
             for index, (first, second) in enumerate(self._rank_pairs(ends)):
                 if self._world.rank in (first, second):
@@ -176,5 +176,5 @@ def rounds_of_pairs(number: int) -> list[list[Pair]]:
 
 
 def partner_of(member: int, pairs: list[Pair]) -> int | None:
-    """Return whom ``member`` meets in a round; None where it meets no one."""
+    """Return the partner of ``member`` in a round; None without one."""
     return next((a if b == member else b for a, b in pairs if member in (a, b)), None)

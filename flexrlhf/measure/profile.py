@@ -1,4 +1,4 @@
-"""Start the ranks of a profile on this machine and save their measurements."""
+"""Profile of this machine: start its ranks, save their measurements, and format them as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from tempfile import TemporaryDirectory
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.display.live_display import is_terminal, live_display
-from flexrlhf.guideline.costs.measurements import Measurements, are_measurements, read_measurements, write_measurements
+from flexrlhf.guideline.costs.measurements import (
+    LinearTime,
+    Measurements,
+    ModelTimes,
+    Points,
+    are_measurements,
+    read_measurements,
+    write_measurements,
+)
 from flexrlhf.launch import start as launch
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
 from flexrlhf.placement.hosts import Hosts
@@ -35,7 +43,7 @@ def profile(
     command_plans:  plans of the same command that write models which ``plans`` start from
     seconds:        time for which the calls of each model are repeated
     inputs:         files that the command reads; ``path`` is none of them
-    network_gb_s:   of the slowest link between two machines, where there are several
+    network_gb_s:   of the slowest link between two machines, if there are several
 
     Raises UserError, RankFailure or Interrupted; no process is left.
     """
@@ -68,3 +76,73 @@ def _displayed(events: Path, ranks: int) -> Iterator[None]:
         return
     with live_display(events, f"measuring with {counted(ranks, 'rank')}"):
         yield
+
+
+MAX_SPREAD = 0.4
+"""A larger spread is a sign of other work on the machine."""
+
+
+def format_measurements(measurements: Measurements) -> str:
+    """Return times in milliseconds, each with half the interquartile range of its repetitions, and speeds in GB/s."""
+    machine = measurements.machine
+    head = (
+        f"{machine.ranks} ranks of {machine.threads} thread{'s' * (machine.threads > 1)} on {machine.cores} cores, "
+        f"{machine.device}, torch {machine.torch}"
+    )
+    models = [line for times in measurements.models for line in _model_lines(times)]
+    return "\n".join([head, *models, "", *_other_lines(measurements), *_warning(measurements)])
+
+
+def _warning(measurements: Measurements) -> Iterator[str]:
+    # calls of a rank by itself; replicas that wait for each other vary in any case
+    curves = [curve for each in measurements.models for curve in (each.forward, each.step, each.train.get(1, ()))]
+    spread = max(point.spread for curve in curves for point in curve)
+    if spread > MAX_SPREAD:
+        yield f"repetitions of one call differ by ±{50 * spread:.0f}%: measure again when nothing else is running"
+
+
+def _model_lines(times: ModelTimes) -> Iterator[str]:
+    model = times.model
+    millions = model.parameters / 1e6
+    yield f"\n{model.head} model, {model.layers} layers of {model.hidden}, {millions:.3g} M parameters, {times.engine}"
+    yield from _call_line(f"forward, {times.width} tokens a row", times.forward)
+    yield from _call_line(f"prompts, {times.prompt} tokens a row", times.prefill)
+    yield from _call_line("one decoding step", times.step)
+    for replicas, points in sorted(times.train.items()):
+        yield from _call_line(f"optimizer step, {replicas} replica{'s' * (replicas > 1)}", points)
+
+
+def _call_line(name: str, points: Points) -> Iterator[str]:
+    if points:
+        cells = "   ".join(f"{p.rows:>4} rows {_milliseconds(p.seconds)} ms ±{50 * p.spread:2.0f}%" for p in points)
+        yield f"  {name:<30}{cells}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:>6.{max(0, 2 - (seconds >= 0.01) - (seconds >= 0.1))}f}"
+
+
+def _other_lines(measurements: Measurements) -> Iterator[str]:
+    yield from _call_line("advantages", measurements.combine)
+    around, sums = 1000 * measurements.bookkeeping, 1000 * measurements.statistics
+    yield f"  {'bookkeeping of a run':<34}{around:.3g} ms, {sums:.3g} ms with sums over replicas"
+    for count, ratio in sorted(measurements.contention.items()):
+        ranks = f"{count} ranks at once" if count > 1 else "one rank"
+        yield f"  {f'forward on {ranks}':<34}{ratio:.2f} x its time on one"
+    yield f"  {'memory read by each rank':<34}{measurements.memory_bytes_s / 1e9:.3g} GB/s"
+    lines: dict[str, LinearTime | None] = {"sum over ranks": measurements.reduce}
+    lines |= {str(primitive): line for primitive, line in measurements.moves.items()}
+    lines |= {"sync": measurements.sync, "host memory": measurements.switch, "save": measurements.save}
+    for name, line in lines.items():
+        if line is not None:
+            yield f"  {name.replace('_', ' '):<34}{_line_text(name, line)}"
+    if measurements.network_gb_s is not None:
+        yield f"  {'slowest link between machines':<34}{measurements.network_gb_s:.3g} GB/s"
+
+
+def _line_text(name: str, line: LinearTime) -> str:
+    item = "tensor" if name == "sync" else "message"
+    parts = [f"{1000 * line.start:.3g} ms"] if line.start else []
+    parts += [f"{1000 * line.per_item:.3g} ms a {item}"] if line.per_item else []
+    parts += [f"{1e-9 / line.per_byte:.3g} GB/s"] if line.per_byte else []
+    return " + ".join(parts) or "nothing"

@@ -29,7 +29,7 @@ MAX_SCALE = 4
 class ProfiledModel:
     """A model to be measured, which stands for all models of its shape.
 
-    role:         a role of that shape, a trained one where there is one
+    role:         a role of that shape, a trained one if there is one
     transformer:  its sizes
     engine:       name of its engine
     item:         bytes of a weight
@@ -72,7 +72,7 @@ def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -
     # a role that is not trained must have no settings of an optimizer
     frozen = {"learning_rate": 0.0, "warmup_steps": 0} if role in plan.graph.trained else {}
     optimizer = model.optimizer.model_copy(update=frozen)
-    # seconds are of texts as long as the policy's, whose tokens stand for those of another tokenizer
+    # times are of sequences as long as the policy's, whose tokens stand for another tokenizer's
     plain = {"path": None, "init": init, "shadow": None, "retokenize": False, "max_text_tokens": None}
     return model.model_copy(update={**plain, "optimizer": optimizer})
 
@@ -147,7 +147,7 @@ def _upper_half(maximum: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of a replica at which calls are measured, ascending, around those of the run.
+    """Rows of a replica at which calls are measured, ascending, around the rows of the run.
 
     calls:   for forward passes and combines
     decode:  for generation
@@ -182,6 +182,6 @@ def first_combine(plan: Plan) -> Operator | None:
 
 
 def truncation_settings(plan: Plan) -> dict[str, Any]:
-    """Return ``top_p`` and ``top_k`` where the algorithm has them: truncated sampling takes more time."""
+    """Return ``top_p`` and ``top_k`` if the algorithm has them: truncated sampling takes more time."""
     algorithm = plan.spec.algorithm
     return {key: getattr(algorithm, key) for key in ("top_p", "top_k") if hasattr(algorithm, key)}

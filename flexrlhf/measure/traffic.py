@@ -27,11 +27,11 @@ from flexrlhf.weights.sync_plan import plan_sync
 
 COLUMN = "logprobs"
 REDUCE_SIZES = (2, 2**16, 2**20)
-"""Float32 numbers of a sum over ranks."""
+"""Float32 values of a sum over ranks."""
 SYNC_SIZES = ((1, 2**14), (64, 2**14), (4, 2**21))
-"""Tensors of a sync, and float32 numbers of all of them together."""
+"""Tensors of a sync, and float32 values of all of them together."""
 SAVE_SIZES = (2**18, 2**22)
-"""Float32 numbers of a checkpoint."""
+"""Float32 values of a checkpoint."""
 READ_BYTES = 2**27
 """Bytes that each rank reads from memory, far more than its caches have."""
 
@@ -130,7 +130,7 @@ def _move_call(channel: Channel, primitive: MeasuredPrimitive, transfers: list[T
 
 
 def measure_sync(channel: Channel) -> LinearTime:
-    """Measure a sync from the first rank to the second, checksums included where the run has them."""
+    """Measure a sync from the first rank to the second, checksums included if the run has them."""
     context = channel.context
     calls, sizes = {}, {}
     for tensors, numbers in SYNC_SIZES:

@@ -1,13 +1,12 @@
-"""Bundles of Ray's placement groups for the nodes of a plan: a group for each planned node, a bundle for each device.
+"""Bundles of Ray's placement group for a plan: one for each planned node, with all its devices.
 
-Ray keeps a group on one of its nodes (STRICT_PACK), so that tensor parallel stays inside a node and rank r is where the
-plan has it. Two planned nodes may share a Ray node that is large enough for both.
+Ray keeps a bundle on one of its nodes, so that tensor parallel stays inside a node and rank r is where the plan has it.
+Two planned nodes may share a Ray node that is large enough for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import ANY_CLASS, Cluster
@@ -20,51 +19,32 @@ OWN = "flexrlhf_"
 """Beginning of a resource with which a user marks the nodes of a device class."""
 
 
-@dataclass(frozen=True)
-class NodeBundles:
-    """Placement group of one planned node.
-
-    node:     number of the planned node.
-    ranks:    of its devices; each one's bundle is in the same place of ``bundles``.
-    bundles:  resources of each device.
-    """
-
-    node: int
-    ranks: tuple[int, ...]
-    bundles: tuple[Mapping[str, float], ...]
-
-    @property
-    def total(self) -> dict[str, float]:
-        """Resources of all bundles together."""
-        return {name: sum(bundle[name] for bundle in self.bundles) for name in self.bundles[0]}
+Bundle = Mapping[str, float]
+"""Resources of one planned node, by their names in Ray."""
 
 
-def node_bundles(cluster: Cluster, device: str, offered: Collection[str]) -> tuple[NodeBundles, ...]:
-    """Return the placement groups of ``cluster``, in the order of its nodes.
+def node_bundles(cluster: Cluster, device: str, offered: Collection[str]) -> tuple[Bundle, ...]:
+    """Return the bundle of each node of ``cluster``: a CPU and, with CUDA, a GPU for each of its devices.
 
     device:   ``cpu`` or ``cuda``, of all ranks
     offered:  names of the resources of the Ray cluster
 
-    Raises UserError where Ray cannot distinguish the device classes of the plan.
+    Raises UserError if Ray cannot distinguish the device classes of the plan.
     """
     resources = class_resources(cluster.classes, device, offered)
-    groups = []
+    bundles = []
     for node in range(cluster.num_nodes):
         ranks = cluster.ranks_on_node(node)
-        of_class = [resources.get(cluster.devices[rank].device_class) for rank in ranks]
-        groups.append(NodeBundles(node, ranks, tuple(_bundle(device, name) for name in of_class)))
-    return tuple(groups)
-
-
-def _bundle(device: str, class_resource: str | None) -> dict[str, float]:
-    bundle = {"GPU": 1.0, "CPU": 1.0} if device == "cuda" else {"CPU": 1.0}
-    return bundle if class_resource is None else {**bundle, class_resource: CLASS_SHARE}
+        bundle = dict.fromkeys(("GPU", "CPU") if device == "cuda" else ("CPU",), float(len(ranks)))
+        classes = (resources.get(cluster.devices[rank].device_class) for rank in ranks)
+        bundles.append(bundle | {name: CLASS_SHARE for name in classes if name is not None})
+    return tuple(bundles)
 
 
 def class_resources(classes: Sequence[str], device: str, offered: Collection[str]) -> dict[str, str]:
     """Return the resource by which Ray finds the nodes of each class. One class needs none.
 
-    Raises UserError where several classes have none, or two the same.
+    Raises UserError if several classes have none, or two the same.
     """
     found = {name: resource for name in classes if (resource := _resource_of(name, device, offered)) is not None}
     if len(classes) == 1:
@@ -92,28 +72,34 @@ def _resource_of(name: str, device: str, offered: Collection[str]) -> str | None
     return next((each for each in (f"{OWN}{name}", *kinds) if each in offered), None)
 
 
-def check_capacity(groups: Sequence[NodeBundles], ray_nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raise UserError where the Ray cluster is too small, whatever else it runs. ``ray_nodes``: resources of each."""
-    for group in groups:
-        if not any(_fits(group.total, node) for node in ray_nodes):
+def check_capacity(bundles: Sequence[Bundle], ray_nodes: Sequence[Bundle]) -> None:
+    """Raise UserError if the Ray cluster is too small, whatever else it runs. ``ray_nodes``: resources of each."""
+    for node, bundle in enumerate(bundles):
+        if not any(_fits(bundle, each) for each in ray_nodes):
             raise UserError(
-                f"--launcher ray: node {group.node} of the plan needs {resources_text(group.total)} on one Ray node; "
-                f"Ray has {nodes_text(ray_nodes, group.total)}"
+                f"--launcher ray: node {node} of the plan needs {resources_text(bundle)} on one Ray node; "
+                f"Ray has {nodes_text(ray_nodes, bundle)}"
             )
-    need = _sum([group.total for group in groups])
-    if not _fits(need, _sum(ray_nodes)):
+    need = total_of(bundles)
+    if not _fits(need, total_of(ray_nodes)):
         raise UserError(f"--launcher ray: the plan needs {resources_text(need)}; Ray has {nodes_text(ray_nodes, need)}")
 
 
-def nodes_text(ray_nodes: Sequence[Mapping[str, float]], names: Collection[str]) -> str:
-    """Return what Ray nodes have of the resources ``names``."""
+def total_of(bundles: Sequence[Bundle]) -> dict[str, float]:
+    """Return the resources of all bundles together."""
+    names = dict.fromkeys(name for each in bundles for name in each)
+    return {name: sum(each.get(name, 0.0) for each in bundles) for name in names}
+
+
+def nodes_text(ray_nodes: Sequence[Bundle], names: Collection[str]) -> str:
+    """Return the amounts that Ray nodes have of the resources ``names``."""
     kinds = [resources_text({name: node.get(name, 0) for name in names}) for node in ray_nodes]
     counts = {kind: kinds.count(kind) for kind in kinds}
     listed = "; ".join(f"{count} with {kind}" for kind, count in counts.items())
     return f"{len(kinds)} node{'' if len(kinds) == 1 else 's'}{': ' if listed else ''}{listed}"
 
 
-def resources_text(resources: Mapping[str, float]) -> str:
+def resources_text(resources: Bundle) -> str:
     """Return resources as ``2 CPU, flexrlhf_big``; a class's is named without its share."""
     shown = [f"{value:g} {name}" for name, value in resources.items() if not _is_class(name)]
     return ", ".join([*shown, *(name for name, value in resources.items() if _is_class(name) and value)])
@@ -123,10 +109,5 @@ def _is_class(name: str) -> bool:
     return name.startswith((OWN, ACCELERATOR))
 
 
-def _fits(need: Mapping[str, float], available: Mapping[str, float]) -> bool:
+def _fits(need: Bundle, available: Bundle) -> bool:
     return all(available.get(name, 0.0) >= value for name, value in need.items())
-
-
-def _sum(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in resources for name in each)
-    return {name: sum(each.get(name, 0.0) for each in resources) for name in names}

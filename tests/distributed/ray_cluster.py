@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-from commands import children_of, name_of
+from commands import children_of, comm_of, name_of, ranks_of
 
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 * 2**20
@@ -40,18 +40,17 @@ class RayCluster:
         self.process.stdin.flush()
 
     def ranks(self) -> dict[int, tuple[int, int]]:
-        """Processes of each rank and of its actor. Only those that this cluster has started."""
-        found = {}
-        for pid in descendants(self.process.pid):
-            if "flexrlhf.launch.rank" in name_of(pid):
-                variables = dict(line.partition("=")[::2] for line in environment_of(pid))
-                parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-                found[int(variables["RANK"])] = (pid, parent)
-        return found
+        """Processes of each rank and of its node's actor. Only those that this cluster has started."""
+        launchers = [pid for pid in descendants(self.process.pid) if "-m flexrlhf.launch.ray_node" in name_of(pid)]
+        return {
+            int(comm_of(rank).removeprefix("rank ")): (rank, parent_of(launcher))
+            for launcher in launchers
+            for rank in (ranks_of(launcher) if comm_of(launcher) != "rank-factory" else [])
+        }
 
 
-def environment_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def descendants(pid: int) -> list[int]:

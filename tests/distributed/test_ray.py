@@ -80,7 +80,7 @@ def test_the_numbers_are_those_of_the_local_launcher(
         assert len(numbers(there, case)) >= 3
     nodes = {line.partition("Ray node ")[2] for line in outputs[1].splitlines() if line.startswith("node ")}
     assert len(nodes) == 2, outputs[1]
-    assert f"[rank 0, host {os.uname().nodename}] {TWO.name}  step 3/3  " in outputs[1]
+    assert f"[node 0, host {os.uname().nodename}] {TWO.name}  step 3/3  " in outputs[1]
 
 
 def end_of(process: subprocess.Popen[str], pids: list[int]) -> tuple[str, float]:
@@ -104,8 +104,10 @@ def test_an_actor_that_is_killed_is_named(
     os.kill(ranks[1][1], signal.SIGKILL)
     sentence, seconds = end_of(job, [rank for rank, _ in ranks.values()])
     print(f"a killed actor is named, and all ranks have ended, after {seconds:.1f} s")
-    assert sentence.startswith(f"flexrlhf: rank 1 (actor, critic, reward; host {os.uname().nodename}) ended the run")
-    assert "its Ray actor was killed" in sentence and "record: runs/" in sentence
+    assert sentence.startswith(
+        f"flexrlhf: node 1 (host {os.uname().nodename}; rank 1) ended the run, its Ray actor was "
+    )
+    assert "killed; rank 1 was at step " in sentence and "record: runs/" in sentence
 
 
 @pytest.mark.full
@@ -131,8 +133,8 @@ def test_a_signal_saves_and_a_failure_restarts(
     job = start_under_ray(cluster, settings, tmp_path, monkeypatch)
     read_until(job, "step 3/")
     os.kill(cluster.ranks()[1][0], signal.SIGKILL)
-    read_until(job, "killed by SIGKILL; restart 1 of 1")
-    read_until(job, "step 6/")
+    read_until(job, "killed by SIGKILL; record: runs/two_halves_2/failure; restart 1 of 1")
+    read_until(job, f"{TWO.name}  step ")
     job.send_signal(signal.SIGTERM)
     output = job.communicate(timeout=SECONDS)[0]
     assert job.returncode == 143 and "the same command with --resume goes on" in output, output[-2000:]
@@ -147,8 +149,8 @@ def test_a_node_that_is_removed_is_named(assets: Assets, tmp_path: Path, monkeyp
         cluster.remove_node()
         sentence, seconds = end_of(job, pids)
     print(f"a removed node is named, and all ranks have ended, after {seconds:.1f} s")
-    assert sentence.startswith("flexrlhf: rank ") and f"; host {os.uname().nodename}) ended the run" in sentence
-    assert "its Ray node was removed" in sentence
+    assert sentence.startswith("flexrlhf: node ") and f"(host {os.uname().nodename}; rank " in sentence
+    assert ") ended the run, its Ray node was removed" in sentence
 
 
 @pytest.mark.full

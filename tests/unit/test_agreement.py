@@ -12,9 +12,9 @@ import torch.distributed as dist
 from small_runs import plan_of
 
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch import agreement, shared_directories
+from flexrlhf.launch import shared_directories, terms
 from flexrlhf.launch.agreement import Member, agree
-from flexrlhf.launch.job_offer import JOB_OFFER, JobOffer, OpenJob
+from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob
 from flexrlhf.launch.shared_directories import Sharing
 from flexrlhf.launch.terms import Sides, Terms, difference, dump_terms, load_terms
 from flexrlhf.plan.plan import Plan
@@ -108,7 +108,7 @@ def test_a_directory_that_is_another_one_is_not_shared(
 ) -> None:
     monkeypatch.setattr(shared_directories, "SEEN_SECONDS", 0.1)
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, True, True]
-    monkeypatch.setattr(agreement, "look_for_probes", lambda probes, rank: Sharing(False))
+    monkeypatch.setattr(terms, "look_for_probes", lambda probes, rank: Sharing(False))
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, False, False]
     assert not list(tmp_path.iterdir())
 

@@ -10,12 +10,14 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 
 from flexrlhf.comm.interfaces import interface_to
 from flexrlhf.comm.store import Endpoint, serve_store
 from flexrlhf.comm.world import cuda_backend
 from flexrlhf.errors import UserError
 from flexrlhf.launch import node_watch
+from flexrlhf.launch.agent import rank_variables
 from flexrlhf.launch.failures import Failure
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rendezvous import NodeRendezvous
@@ -166,3 +168,22 @@ def test_one_node_watches_nothing() -> None:
     watch = NodeWatch(serve_store(Endpoint("loopback", "127.0.0.1", 0), False, 5), 0, NAMES[:1], 1.0)
     assert watch.problem() is None and watch.settle() == []
     watch.close()
+
+
+def test_a_rank_gets_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    rendezvous = NodeRendezvous(Hosts(), attempt=1)
+    group = WorkerGroup(WorkerSpec("rank", 2, rendezvous, entrypoint="module", max_restarts=2))
+    group.master_addr, group.master_port = "10.0.0.1", 4000
+    assert rank_variables(group, Worker(local_rank=1, global_rank=3, world_size=4), attempt=1) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "4000",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }

@@ -18,9 +18,10 @@ from flexrlhf.errors import UserError
 from flexrlhf.launch import shared_directories as directories
 from flexrlhf.launch.shared_directories import Sharing, look_for_probes, probed_directories
 from flexrlhf.launch.terms import Terms
-from flexrlhf.measure.checks import Check, closing_line, format_checks, united
-from flexrlhf.measure.doctor_report import judge
+from flexrlhf.measure.doctor import available_memory, judge_libraries
 from flexrlhf.measure.facts import (
+    JOB_FACTS,
+    Check,
     ClockFacts,
     GroupFacts,
     HostFacts,
@@ -28,10 +29,11 @@ from flexrlhf.measure.facts import (
     LinkFacts,
     RankFacts,
     SharedFacts,
-    dump_job,
-    load_job,
+    closing_line,
+    format_checks,
+    united,
 )
-from flexrlhf.measure.host import available_memory, judge_libraries
+from flexrlhf.measure.job_checks import judge
 from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.plan.plan import Plan
@@ -113,7 +115,7 @@ def test_all_is_well(plan: Plan) -> None:
 
 
 def test_facts_survive_json(plan: Plan) -> None:
-    assert load_job(dump_job(job(plan))) == job(plan)
+    assert JOB_FACTS.validate_json(JOB_FACTS.dump_json(job(plan))) == job(plan)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import signal
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec import ClusterSpec
 from flexrlhf.errors import UserError
-from flexrlhf.launch.failures import FailureReporter
-from flexrlhf.launch.rank_environment import Meeting, RankPlace, passed_on, rank_variables
-from flexrlhf.launch.ray_job.actor import RankActor
-from flexrlhf.launch.ray_job.cluster import check_address, ray_device, require_ray
-from flexrlhf.launch.ray_job.ranks import reason
+from flexrlhf.launch.job import Job
+from flexrlhf.launch.ray_cluster import check_address, ray_device, require_ray
+from flexrlhf.launch.ray_driver import PlannedNode, end_of_job, passed_on, reason
+from flexrlhf.launch.ray_node import NodeEnd, RayNode, RayPlace
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.hosts import Hosts, hosts_of
-from flexrlhf.placement.ray_bundles import check_capacity, class_resources, node_bundles, resources_text
+from flexrlhf.placement.ray_bundles import check_capacity, class_resources, node_bundles, resources_text, total_of
+from flexrlhf.runs.resume import Resumption
 
 TWO_NODES = make_cluster(ClusterSpec.model_validate({"nodes": [{"count": 2, "devices": 2}], "device": "cpu"}))
 MIXED = make_cluster(
@@ -30,18 +30,17 @@ MIXED = make_cluster(
 GPU_NODES = ("CPU", "GPU", "accelerator_type:A100", "accelerator_type:V100")
 
 
-def test_a_planned_node_is_one_group_with_a_bundle_for_each_device() -> None:
-    first, second = node_bundles(TWO_NODES, "cpu", ["CPU"])
-    assert (first.ranks, second.ranks) == ((0, 1), (2, 3))
-    assert first.bundles == second.bundles == ({"CPU": 1.0}, {"CPU": 1.0})
-    assert first.total == {"CPU": 2.0}
+def test_a_planned_node_is_one_bundle_with_all_its_devices() -> None:
+    bundles = node_bundles(TWO_NODES, "cpu", ["CPU"])
+    assert bundles == ({"CPU": 2.0}, {"CPU": 2.0})
+    assert total_of(bundles) == {"CPU": 4.0}
 
 
 def test_device_classes_are_the_kinds_of_gpus_of_ray() -> None:
     first, second = node_bundles(MIXED, "cuda", GPU_NODES)
-    assert first.bundles[0] == {"GPU": 1.0, "CPU": 1.0, "accelerator_type:A100": 0.001}
-    assert second.bundles == ({"GPU": 1.0, "CPU": 1.0, "accelerator_type:V100": 0.001},)
-    assert resources_text(second.total) == "1 GPU, 1 CPU, accelerator_type:V100"
+    assert first == {"GPU": 2.0, "CPU": 2.0, "accelerator_type:A100": 0.001}
+    assert second == {"GPU": 1.0, "CPU": 1.0, "accelerator_type:V100": 0.001}
+    assert resources_text(second) == "1 GPU, 1 CPU, accelerator_type:V100"
 
 
 def test_a_resource_of_the_user_marks_a_class() -> None:
@@ -68,30 +67,14 @@ def test_one_class_needs_no_resource() -> None:
 
 
 def test_a_cluster_that_is_too_small_is_refused_at_once() -> None:
-    groups = node_bundles(TWO_NODES, "cpu", ["CPU"])
-    check_capacity(groups, [{"CPU": 2.0}, {"CPU": 2.0}])
+    bundles = node_bundles(TWO_NODES, "cpu", ["CPU"])
+    check_capacity(bundles, [{"CPU": 2.0}, {"CPU": 2.0}])
     # a large Ray node has room for two planned ones
-    check_capacity(groups, [{"CPU": 8.0}])
+    check_capacity(bundles, [{"CPU": 8.0}])
     with pytest.raises(UserError, match="node 0 .* needs 2 CPU on one Ray node; Ray has 4 nodes: 4 with 1 CPU$"):
-        check_capacity(groups, [{"CPU": 1.0}] * 4)
+        check_capacity(bundles, [{"CPU": 1.0}] * 4)
     with pytest.raises(UserError, match="the plan needs 4 CPU; Ray has 2 nodes: 1 with 3 CPU; 1 with 0 CPU$"):
-        check_capacity(groups, [{"CPU": 3.0}, {"memory": 1.0}])
-
-
-def test_a_rank_gets_the_variables_of_torchrun() -> None:
-    variables = rank_variables(RankPlace(3, 4, 1, 2), Meeting("10.0.0.1", 4000, 1, 2), ("5", "7"))
-    assert variables == {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "4000",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "2",
-        "CUDA_VISIBLE_DEVICES": "5,7",
-    }
-    assert "CUDA_VISIBLE_DEVICES" not in rank_variables(RankPlace(0, 1, 0, 1), Meeting("a", 1, 0, 0), ())
+        check_capacity(bundles, [{"CPU": 3.0}, {"memory": 1.0}])
 
 
 def test_variables_of_a_run_are_passed_on() -> None:
@@ -111,7 +94,7 @@ def test_options_of_other_launchers_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr("flexrlhf.launch.ray_job.cluster.find_spec", lambda _: None)
+    monkeypatch.setattr("flexrlhf.launch.ray_cluster.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"needs the package ray, .*; pip install 'flexrlhf\[ray\]'$"):
         require_ray()
 
@@ -128,41 +111,53 @@ def test_the_line_of_an_error_of_ray_that_says_most() -> None:
     assert reason(RuntimeError()) == "RuntimeError"
 
 
-def test_a_rank_that_is_lost_is_named_with_its_host() -> None:
-    reporter = FailureReporter(plan_of([1, 1, 0.5, 0.5], 2), [], (0, 1), {1: "b"})
-    found = reporter.lost(1, "its Ray node was removed", "node")
-    assert found.kind == "node"
-    assert found.sentence.startswith("rank 1 (") and found.sentence.endswith(
-        "; host b) ended the run, its Ray node was removed"
-    )
-
-
-def test_an_actor_runs_a_rank_and_reports_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program in the place of the rank's writes a line and an error, and waits for its end."""
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayNode:
+    """Node whose launcher is a program: it writes its arguments, and waits for its end."""
     package = tmp_path / "flexrlhf" / "launch"
     package.mkdir(parents=True)
-    program = (
-        "import json, os, signal, sys, time\n"
-        "print(os.environ['RANK'], open(sys.argv[1]).read(), flush=True)\n"
-        "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write(json.dumps({'kind': 'closed'}))\n"
-        "time.sleep(60)\n"
-    )
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
-    (package / "rank.py").write_text(program)
+    program = (
+        "import json, os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "files = Path(sys.argv[1])\n"
+        "def end(*_):\n"
+        "    (files / 'end.json').write_text(json.dumps(['failed', 'rank 1 ended the run']))\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print((files / 'orders.json').read_text(), *sys.argv[2:], os.environ['FLEXRLHF_LAUNCHER'], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    (package / "ray_node.py").write_text(program)
     monkeypatch.chdir(tmp_path)
-    actor = RankActor()
-    actor.start("orders", {"RANK": "2", "PYTHONPATH": str(tmp_path)})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    actor = RayNode()
+    actor.start("orders", 2, 1, "a:1", 3)
     lines: list[tuple[int, str]] = []
     while not lines:
-        report = actor.poll()
-        lines += report.lines
-        assert report.code is None, report
-    assert lines == [(1, "2 orders")]
-    actor.request_stop("now")
-    end = actor.stop()
-    assert end.code == -signal.SIGTERM and json.loads(end.error) == {"kind": "closed"}
-    actor.close()
+        more, end = actor.poll()
+        lines += more
+        assert end is None, end
+    assert lines == [(1, f"orders 2 1 a:1 3 {os.getpid()}")]
+    return actor
+
+
+def end_of(actor: RayNode) -> NodeEnd:
+    while True:
+        _, end = actor.poll()
+        if end is not None:
+            return end
+
+
+def test_an_actor_runs_a_launcher_and_reports_its_end(node: RayNode) -> None:
+    node.signal(signal.SIGTERM)
+    assert end_of(node) == NodeEnd("failed", "rank 1 ended the run")
+
+
+def test_a_launcher_that_is_killed_is_lost(node: RayNode) -> None:
+    node.signal(signal.SIGKILL)
+    assert end_of(node) == NodeEnd("lost", "its launcher was killed by SIGKILL")
 
 
 def test_an_address_where_nothing_listens_is_refused() -> None:
@@ -170,3 +165,30 @@ def test_an_address_where_nothing_listens_is_refused() -> None:
         check_address(address)
     with pytest.raises(UserError, match=r"^RAY_ADDRESS 127.0.0.1:1: no Ray cluster responds \(Connection refused\)$"):
         check_address("127.0.0.1:1")
+
+
+LOST = "node 1 (host b; rank 1) ended the run, its Ray node was removed"
+KILLED = NodeEnd("failed", "rank 0 (actor; host a) ended the run, killed by SIGKILL")
+GONE = NodeEnd("lost", "its Ray node was removed")
+NODES = [PlannedNode(number, None, RayPlace("ab"[number], "10.0.0.1", "7af8", 4000)) for number in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "sentence"),
+    [
+        ((NodeEnd("finished"), NodeEnd("finished")), "finished", ""),
+        ((NodeEnd("finished"), NodeEnd("stopped")), "stopped", ""),
+        ((KILLED, NodeEnd("failed", "the same")), "failed", KILLED.sentence),
+        ((NodeEnd("failed", "rank 0: the connection to rank 1 closed"), GONE), "failed", LOST),
+        ((NodeEnd("interrupted"), GONE), "interrupted", ""),
+        ((NodeEnd("refused", "lr: too large"), NodeEnd("interrupted")), "refused", "lr: too large"),
+    ],
+    ids=["finished", "stopped", "failed", "lost", "interrupted", "refused"],
+)
+def test_the_end_of_a_job_is_that_of_the_node_that_explains_the_others(
+    ends: tuple[NodeEnd, ...], kind: str, sentence: str
+) -> None:
+    cluster = "cluster={nodes: [{count: 2, devices: 1}], device: cpu}"
+    job = Job((Resumption(plan_of([1, 1, 0.5, 0.5], 2, cluster)),), Hosts(), "cpu", "ray")
+    found = end_of_job(list(zip(NODES, ends, strict=True)), job)
+    assert (found.kind, found.sentence) == (kind, sentence)
