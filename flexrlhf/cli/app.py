@@ -1,28 +1,26 @@
-"""The application: its commands, one file each."""
+"""The application: its commands by their groups, and its version."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 
 from flexrlhf.cli.advise import advise
-from flexrlhf.cli.compare import compare
 from flexrlhf.cli.data import data
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
-from flexrlhf.cli.export import export
-from flexrlhf.cli.join import join
 from flexrlhf.cli.plan import plan
 from flexrlhf.cli.profile import profile
-from flexrlhf.cli.report import report
-from flexrlhf.cli.run import run
-from flexrlhf.cli.schema import schema
-from flexrlhf.cli.settings import settings
+from flexrlhf.cli.results import compare, export, report
+from flexrlhf.cli.run import join, run
+from flexrlhf.cli.settings import schema, settings
 from flexrlhf.cli.simulate import simulate
 from flexrlhf.cli.slurm import slurm
 from flexrlhf.cli.verify import verify
-from flexrlhf.cli.version import Version
 
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Train": (run, join, slurm, doctor),
@@ -33,7 +31,27 @@ COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
 """Commands by the heading that they have in the help."""
 
 
-def start(version: Version = False) -> None:
+def print_version(is_given: bool) -> None:
+    """Print the versions of this package, of Python and of torch, and exit."""
+    if is_given:
+        others = ", ".join((f"Python {platform.python_version()}", f"torch {_version('torch')}"))
+        typer.echo(f"flexrlhf {_version('flexrlhf')} ({others})")
+        raise typer.Exit
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+]
+
+
+def start(with_version: Version = False) -> None:
     """RLHF by placement ratios: one YAML, one printed list of instructions, the same numbers under every placement.
 
     Without a config, `run`, `plan` and others take the quick start's three runs.

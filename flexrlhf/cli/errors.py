@@ -79,7 +79,7 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
             command(*args, **{name: _in_home(value) for name, value in kwargs.items()})
         except tuple(EXIT_CODES) as error:
             print_error(str(error))
-            raise typer.Exit(_exit_code(error)) from None
+            raise typer.Exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))) from None
         except OSError as error:
             if error.filename is None:
                 raise
@@ -112,7 +112,3 @@ def _check_current_directory() -> None:
 def print_error(sentence: str) -> None:
     """Print a sentence on stderr, behind the program's name, in one line whatever a user's texts contain."""
     typer.echo(f"flexrlhf: {one_line(sentence)}", err=True)
-
-
-def _exit_code(error: Exception) -> int:
-    return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))

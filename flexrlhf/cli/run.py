@@ -1,4 +1,4 @@
-"""``flexrlhf run``."""
+"""``flexrlhf run``, and ``join``, which starts the ranks of another machine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner
 from flexrlhf.plan.memory_text import measured_memory, memory_note
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.text import ranks_text
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check configs, models and data, print the plan, start nothing")
@@ -41,6 +42,9 @@ Fresh = Annotated[
     typer.Option("--fresh", help="train all runs of the quick start again, finished and unchanged ones, too"),
 ]
 Preflight = Annotated[bool, typer.Option("--preflight", help="first check what `flexrlhf doctor` does")]
+Number = Annotated[
+    int | None, typer.Option(min=1, help="number of this node; without it the first free one, where all are equal")
+]
 PREFLIGHT_SECONDS = 60.0
 """Longest wait of a preflight for a rank."""
 
@@ -91,6 +95,32 @@ def run(
         job.start(max_restarts, factory)
     if hosts.is_first:
         _print_summaries(job.plans)
+
+
+def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Force = False) -> None:
+    """Start this machine's ranks of a run that node 0 describes.
+
+    No config is needed here, only models and data.
+    """
+    Hosts(nnodes=2, rdzv_endpoint=rdzv_endpoint)
+    from flexrlhf.launch.lifetime import quiet_torch
+
+    quiet_torch()
+    from flexrlhf.launch.job import checked_job
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
+    from flexrlhf.runs.resume import resumed
+
+    job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)
+    orders = job.offer.orders
+    plans = plan_runs([order.spec for order in orders])
+    check_memory(plans, force)
+    cluster = plans[0].cluster
+    hosts = Hosts(job.offer.nnodes, job.take_number(cluster) if node_rank is None else node_rank, rdzv_endpoint)
+    names, ranks = ", ".join(plan.spec.name for plan in plans), ranks_text(hosts.local_ranks(cluster))
+    typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
+    runs = [resumed(plan, order) for plan, order in zip(plans, orders, strict=True)]
+    checked_job(runs, hosts).start(job.offer.max_restarts)
+    typer.echo(f"{names} has ended; results are on node 0")
 
 
 def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:

@@ -1,14 +1,18 @@
-"""``flexrlhf settings``."""
+"""``flexrlhf settings`` and ``schema``: the settings of the YAML as a list, and as a JSON Schema."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.json_schema import TITLE, json_schema
 from flexrlhf.config.setting_search import find_settings, format_sections, keys_from
+from flexrlhf.config.user_paths import check_output
 
 
 def complete_settings_text(incomplete: str) -> list[str]:
@@ -25,6 +29,8 @@ Text = Annotated[
     ),
 ]
 
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write; without it the schema is printed")]
+
 
 def settings(text: Text = None) -> None:
     """List the settings of the YAML: values, default, meaning.
@@ -34,3 +40,22 @@ def settings(text: Text = None) -> None:
     """
     width = shutil.get_terminal_size((100, 24)).columns
     typer.echo(format_sections(find_settings(text), width))
+
+
+def schema(output: Output = None) -> None:
+    """Write the JSON Schema of the YAML, for editors.
+
+    A comment in the first line of a YAML makes an editor with a YAML language server complete and check it:
+    # yaml-language-server: $schema=flexrlhf.schema.json
+    """
+    text = json.dumps(json_schema(), indent=2, ensure_ascii=False)
+    if output is None:
+        typer.echo(text)
+        return
+    check_output(output, "--output", "flexrlhf.schema.json", _is_schema)
+    output.write_text(text + "\n", encoding="utf-8")
+    typer.echo(f"wrote {output}; in the first line of a YAML: # yaml-language-server: $schema={output}")
+
+
+def _is_schema(text: str) -> bool:
+    return f'"title": "{TITLE}"' in text

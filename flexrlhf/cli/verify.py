@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,19 +91,15 @@ def verify(
     if keep is not None:
         check_output_directory(keep, "--keep")
     if config is None:
-        _prepare_quickstart()
-    with _directory(keep) as directory:
-        is_same = _verify(_plans(first, sides, directory, steps, force), sides)
+        prepare_corpus()
+        if random_weights():
+            typer.echo("the quick start's models are not trained yet (flexrlhf run): random weights take their place\n")
+    with TemporaryDirectory(prefix="flexrlhf-verify-") if keep is None else nullcontext(keep) as directory:
+        is_same = _verify(_plans(first, sides, Path(directory), steps, force), sides)
     if keep is not None:
         typer.echo(f"the runs are in {keep}")
     if not is_same:
         raise typer.Exit(1)
-
-
-def _prepare_quickstart() -> None:
-    prepare_corpus()
-    if random_weights():
-        typer.echo("the quick start's models are not trained yet (flexrlhf run): random weights take their place\n")
 
 
 def _load(config: Path | None, placement_ratio: str | None, settings: Sequence[str]) -> Spec:
@@ -121,16 +117,6 @@ def _other_side(config: Path | None, other: str, settings: Sequence[str]) -> Sid
     if not Path(other).exists():
         raise UserError(f"{option}: neither a vector such as 1,1,0.5,0.5 nor a YAML file")
     return Side(option, "against", _load(Path(other), None, settings))
-
-
-@contextmanager
-def _directory(keep: Path | None) -> Iterator[Path]:
-    """Yield the directory of the runs."""
-    if keep is not None:
-        yield keep
-        return
-    with TemporaryDirectory(prefix="flexrlhf-verify-") as directory:
-        yield Path(directory)
 
 
 def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, force: bool) -> list[Plan]:
