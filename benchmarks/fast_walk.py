@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexrlhf.guideline.search.graph import CallGraph
+from flexrlhf.guideline.search.evaluate import CallGraph
 from flexrlhf.guideline.simulation.walk import SteadySteps
 
 
@@ -68,5 +68,5 @@ def _visit(
     parts, fills = graph.parts[call], graph.fills[call]
     touched = overlaps[parts[0]] if len(parts) == 1 else sorted({q for part in parts for q in overlaps[part]})
     first, last = (parts[0], parts[-1]) if parts else (fills, fills)
-    reads = [(edge.writer, links[edge.rows] if edge.rows >= 0 else 0.0) for edge in graph.edges_to(call)]
+    reads = [(edge.writer, links[edge.rows] if edge.rows >= 0 else 0.0) for edge in graph.edges_to[call]]
     return call, graph.lags[call], graph.every[call], first, last, touched, reads, seconds, fills

@@ -21,7 +21,7 @@ from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.space import make_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.search import branch_and_bound, state
+from flexrlhf.guideline.search import branch_and_bound, result
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -193,7 +193,7 @@ def test_a_search_depends_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     own = planned([spec])
     ticks = itertools.count(step=1000)
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
-    for module in (state, branch_and_bound, advise_module):
+    for module in (result, branch_and_bound, advise_module):
         monkeypatch.setattr(module, "perf_counter", time.perf_counter)
     assert planned([spec]) == own
 

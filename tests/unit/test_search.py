@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from benchmarks.fast_walk import overlaps_of, play
-from flexrlhf.guideline.search.bounds import clock, cycle_bound
+from flexrlhf.guideline.search.assignments import clock
+from flexrlhf.guideline.search.bounds import cycle_bound
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.guideline.search.evaluate import call_seconds, evaluate
+from flexrlhf.guideline.search.evaluate import call_graph, call_seconds, evaluate
 from flexrlhf.guideline.search.evaluate import link_seconds as seconds_of_link
-from flexrlhf.guideline.search.graph import call_graph
 from flexrlhf.guideline.search.problem import (
     Assignment,
     Choice,

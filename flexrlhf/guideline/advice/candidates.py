@@ -9,9 +9,9 @@ from typing import Literal
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.proposals import device_bytes, seconds_of, spec_of
+from flexrlhf.guideline.advice.proposals import seconds_of, spec_of
 from flexrlhf.guideline.advice.space import Space
-from flexrlhf.guideline.search.problem import Assignment
+from flexrlhf.guideline.search.problem import Assignment, device_bytes
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan

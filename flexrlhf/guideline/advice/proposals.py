@@ -12,7 +12,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem
+from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem, device_bytes
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.place import place
 from flexrlhf.placement.placed import ModelName
@@ -221,12 +221,6 @@ def _choices(problem: SearchProblem, model: SearchModel, ranks: Sequence[int], a
 def _is_allowed(model: SearchModel, option: Option, allowed: Allowed | None) -> bool:
     assert isinstance(option.settings, ModelSpec), "options of a Space have settings"
     return allowed is None or allowed(model, option.settings)
-
-
-def device_bytes(chosen: Sequence[Choice], device: int) -> float:
-    """Most bytes that the models on a device need."""
-    options = [choice.option for choice in chosen if choice.start <= device < choice.start + choice.size]
-    return sum(option.resting for option in options) + max((option.active for option in options), default=0.0)
 
 
 def _fullest(problem: SearchProblem, chosen: Sequence[Choice]) -> int | None:

@@ -1,29 +1,44 @@
-"""Many assignments at once, one a row: the mesh and the option of every part as numbers."""
+"""Many assignments at once, one a row: the bytes that they need, and the seconds of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flexrlhf.guideline.search.bounds import Overlaps, clock
-from flexrlhf.guideline.search.pareto import Floats
+from flexrlhf.guideline.search.evaluate import CallGraph
 from flexrlhf.guideline.search.problem import Assignment, Choice
-from flexrlhf.guideline.search.tables import DISJOINT, OVERLAPPING, SAME, Bools, Ints, Tables
+from flexrlhf.guideline.search.tables import DISJOINT, OVERLAPPING, SAME, Bools, Floats, Ints, Tables
+from flexrlhf.guideline.simulation.walk import SteadySteps, due_after, executions
 
 ROUNDING = 1e-9
 """Relative difference below which two assignments take the same time; memory may be exceeded by as much."""
+Overlaps = Mapping[tuple[int, int], "Bools | bool"]
+"""Pair of parts (the smaller first) → whether they share a device: by row, or one value for all rows."""
+Wait = Floats | float | None
+"""Added to the end of an earlier call: 0 in rows that wait for it, minus infinity in others. None: no row waits."""
+
+
+def assignment_of(tables: Tables, starts: Sequence[int], options: Sequence[int]) -> Assignment:
+    """Return one row as an assignment."""
+    return tuple(
+        Choice(part.name, start, int(table.size[option]), table.options[option])
+        for part, table, start, option in zip(tables.problem.parts, tables.parts, starts, options, strict=True)
+    )
+
+
+# --- meshes
 
 
 def relations(start: Ints, size: Ints, other_start: Ints, other_size: Ints) -> Ints:
-    """Relations of pairs of meshes, as indices of ``RELATIONS``."""
+    """Return the relations of pairs of meshes, as indices of ``RELATIONS``."""
     shared = (start < other_start + other_size) & (other_start < start + size)
     same = (start == other_start) & (size == other_size)
     return np.where(same, SAME, np.where(shared, OVERLAPPING, DISJOINT))
 
 
 def pairwise(starts: Ints, sizes: Ints, parts: Sequence[int]) -> Overlaps:
-    """Overlaps between the meshes of ``parts``. ``starts``, ``sizes``: (n, len(parts))."""
+    """Return which meshes of ``parts`` overlap. ``starts``, ``sizes``: (n, len(parts))."""
     overlaps: dict[tuple[int, int], Bools | bool] = {}
     ends = starts + sizes
     for i, one in enumerate(parts):
@@ -34,8 +49,20 @@ def pairwise(starts: Ints, sizes: Ints, parts: Sequence[int]) -> Overlaps:
     return overlaps
 
 
+# --- memory
+
+
+def assignments_over(tables: Tables, starts: Ints, options: Ints) -> Floats:
+    """Return ``most_over`` of whole assignments, (n,). ``starts``, ``options``: (n, parts)."""
+    columns = list(enumerate(tables.parts))
+    sizes = np.stack([part.size[options[:, p]] for p, part in columns], axis=1)
+    resting = np.stack([part.resting[options[:, p]] for p, part in columns], axis=1)
+    active = np.stack([part.active[options[:, p]] for p, part in columns], axis=1)
+    return most_over(tables, starts, sizes, resting, active)
+
+
 def most_over(tables: Tables, starts: Ints, sizes: Ints, resting: Floats, active: Floats) -> Floats:
-    """Bytes by which the fullest device of each row exceeds its memory, (n,); negative: it fits.
+    """Return the bytes by which the fullest device of each row exceeds its memory, (n,); negative: it fits.
 
     All arguments are (n, parts). Parts that share a device all have the first device of one of them, or the first of
     its run of alike devices.
@@ -50,42 +77,40 @@ def most_over(tables: Tables, starts: Ints, sizes: Ints, resting: Floats, active
             covers = (first[part] <= point) & (point < end[part])
             used += covers * resting[part]
             np.maximum(most, covers * active[part], out=most)
-        np.maximum(worst, used + most - _memory(tables, point), out=worst)
+        np.maximum(worst, used + most - tables.memory_on(point), out=worst)
     return worst
 
 
-def _memory(tables: Tables, point: Ints) -> Floats:
-    """Bytes of the devices ``point``, (n,)."""
-    if tables.is_uniform:
-        return np.full(len(point), tables.memory_at[0][1])
-    firsts = np.array([first for first, _ in tables.memory_at])
-    memory = np.array([size for _, size in tables.memory_at])
-    return np.asarray(memory[np.searchsorted(firsts, point, side="right") - 1])
-
-
 def rooms(tables: Tables, starts: Ints, sizes: Ints, resting: Floats) -> Floats:
-    """Bytes that the others' ``resting`` leaves to each part on the fullest device of its mesh, (n, parts)."""
+    """Return the bytes that the others leave to each part on the fullest device of its mesh, (n, parts)."""
     room = np.full(starts.shape, np.inf)
     runs = [np.full(len(starts), first) for first, _ in tables.memory_at[1:]]
     for point in (*starts.T, *runs):
         covers = (starts <= point[:, None]) & (point[:, None] < starts + sizes)
         used = np.where(covers, resting, 0.0)
-        left = _memory(tables, point)[:, None] - used.sum(axis=1, keepdims=True) + used
+        left = tables.memory_on(point)[:, None] - used.sum(axis=1, keepdims=True) + used
         room = np.minimum(room, np.where(covers, left, np.inf))
     return room
 
 
 def fits(tables: Tables, over: Floats) -> Bools:
     """Whether ``over`` bytes too many are a matter of rounding, (n,)."""
-    room = max(memory for _, memory in tables.memory_at)
-    return np.asarray(over <= ROUNDING * room)
+    return np.asarray(over <= ROUNDING * tables.most_memory)
+
+
+# --- seconds
 
 
 def assignment_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
-    """Seconds of a settled step of each row, whatever it needs of memory. ``starts``, ``options``: (n, parts)."""
+    """Return the seconds of a settled step of each row, (n,), whether or not it fits. The arguments are (n, parts)."""
     sizes = np.stack([part.size[options[:, p]] for p, part in enumerate(tables.parts)], axis=1)
     overlaps = pairwise(starts, sizes, range(len(tables.parts)))
-    seconds, delays = call_seconds(tables, options)
+    graph, zeros = tables.graph, np.zeros(len(options))
+    seconds = [
+        tables.parts[parts[0]].seconds[options[:, parts[0]], column] if column >= 0 else zeros
+        for parts, column in zip(graph.parts, graph.column, strict=True)
+    ]
+    delays = [zeros] * len(tables.links)
     for index, table in enumerate(tables.links):
         a, b = table.link.source, table.link.to
         relation = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
@@ -94,31 +119,60 @@ def assignment_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
             seconds[table.link.call] = taken
         else:
             delays[index] = taken
-    return clock(tables.graph, seconds, delays, overlaps, len(starts))
+    return clock(graph, seconds, delays, overlaps, len(starts))
 
 
-def call_seconds(tables: Tables, options: Ints) -> tuple[list[Floats], list[Floats]]:
-    """Seconds of each call and delay of each link; only those of tasks are filled in, others are 0."""
-    graph, zeros = tables.graph, np.zeros(len(options))
-    seconds = [
-        tables.parts[parts[0]].seconds[options[:, parts[0]], column] if column >= 0 else zeros
-        for parts, column in zip(graph.parts, graph.column, strict=True)
+def clock(
+    graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int
+) -> Floats:
+    """Return the seconds of a settled step of each row, (rows,): the walk of the simulation, of many lists at once.
+
+    It has the state of ``simulation.walk``, with parts in place of blocks: a call occupies all that share a device with
+    its own.
+
+    seconds:   of each call, (rows,).
+    delays:    seconds of each link, (rows,).
+    overlaps:  which parts share a device.
+    """
+    steady = SteadySteps.of(graph.lags, graph.every)
+    free, filled = ([np.zeros(rows) for _ in range(graph.num_parts)] for _ in range(2))
+    done: dict[tuple[int, int], Floats] = {}
+    link, ends = np.zeros(rows), [np.zeros(rows) for _ in range(steady.walked)]
+    occupied = [
+        [(other, wait_of(parts, (other,), overlaps)) for other in range(graph.num_parts)] for parts in graph.parts
     ]
-    return seconds, [zeros] * len(tables.links)
+    for call, step in executions(graph.lags, steady.walked, due_after(graph.every, steady.walked)):
+        start = np.zeros(rows)
+        for edge in graph.edges_to[call]:
+            delay_to(start, done.get((step, edge.writer)), delays[edge.rows] if edge.rows >= 0 else 0.0)
+        for part in graph.parts[call]:
+            np.maximum(start, free[part], out=start)
+            np.maximum(start, filled[part], out=start)
+        if graph.fills[call] >= 0:
+            np.maximum(start, link, out=start)
+        done[step, call] = end = start + seconds[call]
+        if graph.fills[call] >= 0:
+            link = filled[graph.fills[call]] = end
+        for part, wait in occupied[call]:
+            delay_to(free[part], end, wait)
+        np.maximum(ends[step], end, out=ends[step])
+    return np.asarray((ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured)
 
 
-def assignments_over(tables: Tables, starts: Ints, options: Ints) -> Floats:
-    """``most_over`` of whole assignments. ``starts``, ``options``: (n, parts)."""
-    columns = list(enumerate(tables.parts))
-    sizes = np.stack([part.size[options[:, p]] for p, part in columns], axis=1)
-    resting = np.stack([part.resting[options[:, p]] for p, part in columns], axis=1)
-    active = np.stack([part.active[options[:, p]] for p, part in columns], axis=1)
-    return most_over(tables, starts, sizes, resting, active)
+def wait_of(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -> Wait:
+    """Return how a call of ``parts`` waits for a call of ``others``."""
+    shared: Bools | bool = False
+    for part in parts:
+        for other in others:
+            overlap = True if part == other else overlaps[min(part, other), max(part, other)]
+            if overlap is True or shared is True:
+                return 0.0
+            shared = overlap if shared is False else shared | overlap
+    return None if shared is False else np.where(shared, 0.0, -np.inf)
 
 
-def assignment_of(tables: Tables, starts: Sequence[int], options: Sequence[int]) -> Assignment:
-    """Return one row as an assignment."""
-    return tuple(
-        Choice(part.name, start, int(table.size[option]), table.options[option])
-        for part, table, start, option in zip(tables.problem.parts, tables.parts, starts, options, strict=True)
-    )
+def delay_to(start: Floats, end: Floats | None, wait: Wait) -> None:
+    """Delay ``start``, in place, to ``end`` in the rows that wait for it."""
+    if end is None or wait is None:
+        return
+    np.maximum(start, end if isinstance(wait, float) and wait == 0.0 else end + wait, out=start)

@@ -1,4 +1,4 @@
-"""Many assignments at once: their seconds, and lower bounds on the seconds of any completion of a partial assignment.
+"""Lower bounds on the seconds of any completion of assignments of which only some parts are decided.
 
 A step cannot be shorter than any cycle of waits that comes back to where it began one step later: calls in list order
 that share devices or read each other. It cannot be shorter than the work of all calls spread over all devices either,
@@ -8,96 +8,30 @@ and the way back (``Window``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
-from flexrlhf.guideline.search.graph import CallGraph
-from flexrlhf.guideline.search.pareto import Floats
-from flexrlhf.guideline.search.tables import Bools
-from flexrlhf.guideline.simulation.walk import SteadySteps, due_after, executions
+from flexrlhf.guideline.search.assignments import (
+    Overlaps,
+    Wait,
+    delay_to,
+    most_over,
+    pairwise,
+    relations,
+    rooms,
+    wait_of,
+)
+from flexrlhf.guideline.search.evaluate import CallGraph
+from flexrlhf.guideline.search.tables import Bools, Floats, Ints, Tables
 
-Overlaps = Mapping[tuple[int, int], "Bools | bool"]
-"""Pair of parts (the smaller first) → whether they share a device: by row, or one value for all rows."""
-Wait = Floats | float | None
-"""Added to the end of an earlier call: 0 in rows that wait for it, minus infinity in others. None: no row waits."""
-
-
-def waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
-    """Wait of each call for each other call: 0 where they share a device, or the weights that the other brings."""
-    calls = range(graph.num_calls)
-    return [
-        [0.0 if _awaits(graph, i, j) else _wait(graph.parts[i], graph.parts[j], overlaps) for j in calls] for i in calls
-    ]
-
-
-def _awaits(graph: CallGraph, call: int, other: int) -> bool:
-    """Whether ``call`` uses the weights that ``other`` brings in the background, or brings some over the same link."""
-    filled = graph.fills[other]
-    return filled >= 0 and (filled in graph.parts[call] or graph.fills[call] >= 0)
-
-
-def _wait(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -> Wait:
-    """Wait between a call of ``parts`` and a call of ``others``."""
-    shared: Bools | bool = False
-    for part in parts:
-        for other in others:
-            overlap = True if part == other else overlaps[min(part, other), max(part, other)]
-            if overlap is True or shared is True:
-                return 0.0
-            shared = overlap if shared is False else shared | overlap
-    if shared is False:
-        return None
-    return np.where(shared, 0.0, -np.inf)
-
-
-def clock(
-    graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int
-) -> Floats:
-    """Seconds of a settled step of each row, (rows,): the walk of the simulation for many lists at once.
-
-    It has the state of ``simulation.walk``, with parts in place of blocks: a call occupies all that share a device with
-    its own.
-
-    seconds:   of each call, (rows,).
-    delays:    seconds of each link, (rows,).
-    overlaps:  which parts share a device.
-    """
-    steady = SteadySteps.of(graph.lags, graph.every)
-    free, filled = ([np.zeros(rows) for _ in range(graph.num_parts)] for _ in range(2))
-    done: dict[tuple[int, int], Floats] = {}
-    link, ends = np.zeros(rows), [np.zeros(rows) for _ in range(steady.walked)]
-    crowds = [_crowd(parts, graph.num_parts, overlaps) for parts in graph.parts]
-    for call, step in executions(graph.lags, steady.walked, due_after(graph.every, steady.walked)):
-        start = np.zeros(rows)
-        for edge in graph.edges_to(call):
-            _raise(start, done.get((step, edge.writer)), delays[edge.rows] if edge.rows >= 0 else 0.0)
-        for part in graph.parts[call]:
-            np.maximum(start, free[part], out=start)
-            np.maximum(start, filled[part], out=start)
-        if graph.fills[call] >= 0:
-            np.maximum(start, link, out=start)
-        done[step, call] = end = start + seconds[call]
-        if graph.fills[call] >= 0:
-            link = filled[graph.fills[call]] = end
-        for part, wait in crowds[call]:
-            _raise(free[part], end, wait)
-        np.maximum(ends[step], end, out=ends[step])
-    return np.asarray((ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured)
-
-
-def _crowd(parts: tuple[int, ...], num_parts: int, overlaps: Overlaps) -> list[tuple[int, Wait]]:
-    """Return the parts that share a device with one of ``parts`` in some row, and how they wait for its calls."""
-    waits = [(other, _wait(parts, (other,), overlaps)) for other in range(num_parts)]
-    return [(other, wait) for other, wait in waits if wait is not None]
-
-
-def _raise(start: Floats, end: Floats | None, wait: Wait) -> None:
-    """Delay ``start``, in place, to ``end`` in the rows that wait for it."""
-    if end is None or wait is None:
-        return
-    np.maximum(start, end if isinstance(wait, float) and wait == 0.0 else end + wait, out=start)
+UNDECIDED = -1
+"""In place of the position of an option."""
+Paths = dict[int, Floats]
+"""Call → the longest way from the start of a first call to its end, (rows,)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +41,10 @@ class Window:
     first: int
     last: int
     between: tuple[int, ...]
+
+
+WHOLE = Window(-1, -1, ())
+"""Key of the whole step where areas are stored by window."""
 
 
 def windows_of(graph: CallGraph) -> tuple[Window, ...]:
@@ -146,22 +84,30 @@ def cycle_bound(
 
     ``areas``: window → device seconds of the calls in between, over the number of devices.
     """
-    waits = _Waits(graph, seconds, delays, waits_of(graph, overlaps), rows)
+    waits = _Waits(graph, seconds, delays, _waits_of(graph, overlaps), rows)
     reached: dict[int, Paths] = {}
-    bound = np.zeros(rows)
+    zeros, bound = np.zeros(rows), np.zeros(rows)
     for first in reversed(waits.calls):
-        reached[first] = waits.paths_from(first)
-        np.maximum(bound, waits.back(reached[first], first), out=bound)
+        # to the ends of the later calls of the same turn, and from there to the next
+        reached[first] = waits.turn(waits.calls[waits.calls.index(first) + 1 :], {}, {first: zeros + seconds[first]})
+        np.maximum(bound, waits.start(first, reached[first], {}), out=bound)
         for window, area in areas.items():
             if window.first == first:
-                np.maximum(bound, seconds[first] + area + waits.back(reached[window.last], first), out=bound)
+                np.maximum(bound, seconds[first] + area + waits.start(first, reached[window.last], {}), out=bound)
     for first in sorted({edge.reader for edge in graph.edges if edge.turns} & set(waits.calls)):
         np.maximum(bound, waits.long_cycle(reached[first], first), out=bound)
     return bound
 
 
-Paths = dict[int, Floats]
-"""Call → the longest way from the start of a first call to its end, (rows,)."""
+def _waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
+    """Return the wait of each call for each other: where they share a device, and for weights in the background by what
+    uses them and by the next ones on their link."""
+    waits = [[wait_of(parts, others, overlaps) for others in graph.parts] for parts in graph.parts]
+    for other, filled in enumerate(graph.fills):
+        for call, parts in enumerate(graph.parts):
+            if filled >= 0 and (filled in parts or graph.fills[call] >= 0):
+                waits[call][other] = 0.0
+    return waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +127,7 @@ class _Waits:
     waits: Sequence[Sequence[Wait]]
     rows: int
 
-    @property
+    @cached_property
     def calls(self) -> list[int]:
         return [call for call in range(self.graph.num_calls) if self.graph.every[call] == 1]
 
@@ -189,36 +135,199 @@ class _Waits:
         """Start of a call, after the calls of the turn ``before`` and of its own."""
         start = np.full(self.rows, -np.inf)
         for other, end in (*before.items(), *now.items()):
-            _raise(start, end, self.waits[call][other])
-        for edge in self.graph.edges_to(call):
+            delay_to(start, end, self.waits[call][other])
+        for edge in self.graph.edges_to[call]:
             if edge.turns <= 1:
                 written = (before if edge.turns else now).get(edge.writer)
-                _raise(start, written, self.delays[edge.rows] if edge.rows >= 0 else 0.0)
+                delay_to(start, written, self.delays[edge.rows] if edge.rows >= 0 else 0.0)
         return start
 
-    def paths_from(self, first: int) -> Paths:
-        """Longest paths from the start of ``first`` to the ends of the later calls of the same turn."""
-        paths = {first: np.zeros(self.rows) + self.seconds[first]}
-        for call in self.calls:
-            if call > first:
-                paths[call] = self.start(call, {}, paths) + self.seconds[call]
-        return paths
-
-    def back(self, paths: Paths, first: int) -> Floats:
-        """Longest of ``paths`` to a call that ``first`` waits for in the next turn."""
-        return self.start(first, paths, {})
+    def turn(self, calls: Iterable[int], before: Paths, now: Paths) -> Paths:
+        """Return ``now`` with the ends of ``calls`` of the same turn, after the calls of the turn ``before``."""
+        for call in calls:
+            now[call] = self.start(call, before, now) + self.seconds[call]
+        return now
 
     def long_cycle(self, paths: Paths, first: int) -> Floats:
         """Longest path from ``first`` back to it ``lag`` + 1 turns later, over those turns: through what it reads of
         earlier turns."""
         before = paths
         for _ in range(self.graph.lag):
-            before = self._turn(before, self.calls)
-        now = self._turn(before, [call for call in self.calls if call < first])
+            before = self.turn(self.calls, before, {})
+        now = self.turn((call for call in self.calls if call < first), before, {})
         return self.start(first, before, now) / (self.graph.lag + 1)
 
-    def _turn(self, before: Paths, calls: Sequence[int]) -> Paths:
-        now: Paths = {}
-        for call in calls:
-            now[call] = self.start(call, before, now) + self.seconds[call]
-        return now
+
+@dataclass(frozen=True, eq=False)
+class Floors:
+    """Least figures of each part over the shapes that are still allowed: bounds for parts without a mesh.
+
+    allowed:     shapes that each part may have, (parts, shapes).
+    seconds:     least seconds of each task, by part.
+    size:        least number of devices, by part.
+    areas:       window → device seconds of its calls, (parts, shapes).
+    least_area:  window → the least of them over the shapes, (parts,).
+    """
+
+    allowed: Bools
+    seconds: tuple[Floats, ...]
+    size: tuple[int, ...]
+    areas: dict[Window, Floats]
+    least_area: dict[Window, Floats]
+
+
+def areas_of(tables: Tables) -> dict[Window, Floats]:
+    """Window → device seconds of its calls, (parts, shapes); infinite where a part has no option."""
+    areas = {}
+    for window in (WHOLE, *windows_of(tables.graph)):
+        areas[window] = np.full((len(tables.parts), len(tables.shapes)), np.inf)
+        for part, table in enumerate(tables.parts):
+            area = table.seconds[:, columns_in(tables, window, part)].sum(axis=1) * table.size
+            np.minimum.at(areas[window][part], table.shape, area)
+    return areas
+
+
+def columns_in(tables: Tables, window: Window, part: int) -> list[int]:
+    """Columns of the part's seconds that belong to calls in ``window``."""
+    graph = tables.graph
+    calls = range(graph.num_calls) if window is WHOLE else window.between
+    return [graph.column[call] for call in calls if graph.parts[call] == (part,) and graph.column[call] >= 0]
+
+
+def floors_of(tables: Tables, areas: dict[Window, Floats], allowed: Bools) -> Floors:
+    """Return the floors over ``allowed``, (parts, shapes). Every part must have a shape left."""
+    seconds = tuple(part.least_seconds[allowed[p]].min(axis=0) for p, part in enumerate(tables.parts))
+    size = tuple(int(tables.sizes[mask].min()) for mask in allowed)
+    least = {w: np.where(allowed, area, np.inf).min(axis=1) for w, area in areas.items()}
+    return Floors(allowed, seconds, size, areas, least)
+
+
+@dataclass(frozen=True, eq=False)
+class PartialAssignments:
+    """Rows of assignments that are decided for some parts only.
+
+    parts:    the parts that are decided, one a column of the others.
+    starts:   first devices of their meshes, (n, parts).
+    shapes:   shapes of their meshes, (n, parts).
+    options:  positions of their options, or ``UNDECIDED``, (n, parts).
+    """
+
+    parts: tuple[int, ...]
+    starts: Ints
+    shapes: Ints
+    options: Ints
+
+    def rows(self, kept: Ints | Bools | slice) -> PartialAssignments:
+        return PartialAssignments(self.parts, self.starts[kept], self.shapes[kept], self.options[kept])
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def figures(self, tables: Tables, figure: Literal["resting", "active"]) -> Floats:
+        """Bytes of each part, (n, parts); the least where the option is undecided."""
+        figures = np.empty(self.starts.shape)
+        for column, part in enumerate(self.parts):
+            table, options = tables.parts[part], self.options[:, column]
+            exact, least = (
+                (table.resting, table.least_resting) if figure == "resting" else (table.active, table.least_active)
+            )
+            figures[:, column] = np.where(options == UNDECIDED, least[self.shapes[:, column]], exact[options])
+        return figures
+
+
+def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, is_anywhere: bool = False) -> Floats:
+    """Lower bound on the seconds of any completion of each row, (n,); infinite where a part has no option that fits.
+
+    ``is_anywhere``: the rows have a single part, and hold wherever it is placed.
+    """
+    graph, sizes = tables.graph, tables.sizes[partial.shapes]
+    column = {part: index for index, part in enumerate(partial.parts)}
+    of_part = _part_seconds(tables, partial, sizes, is_anywhere)
+    fitting: Bools = np.ones(len(partial), dtype=np.bool_)
+    for part, taken in of_part.items():
+        fitting &= np.isfinite(taken).all(axis=1)
+        of_part[part] = np.where(np.isfinite(taken), taken, 0.0)
+    seconds: list[Floats | float] = [0.0] * graph.num_calls
+    for call, (mine, number) in enumerate(zip(graph.parts, graph.column, strict=True)):
+        if number >= 0:
+            part = mine[0]
+            seconds[call] = of_part[part][:, number] if part in column else float(floors.seconds[part][number])
+    delays = _link_bounds(tables, column, partial.starts, partial.shapes, seconds)
+    overlaps = _overlaps(tables, floors, partial.parts, partial.starts, sizes)
+    areas = {w: _area(tables, floors, w, partial, of_part, sizes) / tables.num_devices for w in floors.areas}
+    whole = areas.pop(WHOLE)
+    bound = np.maximum(cycle_bound(graph, seconds, delays, overlaps, len(partial), areas), whole)
+    return np.where(fitting, bound, np.inf)
+
+
+def _part_seconds(tables: Tables, partial: PartialAssignments, sizes: Ints, is_anywhere: bool) -> dict[int, Floats]:
+    """Decided part → least seconds of each of its tasks, (n, tasks), with the memory that the others leave."""
+    if is_anywhere:
+        room = np.full(partial.starts.shape, tables.most_memory)
+    else:
+        room = rooms(tables, partial.starts, sizes, partial.figures(tables, "resting"))
+    seconds = {}
+    for column, part in enumerate(partial.parts):
+        table, options = tables.parts[part], partial.options[:, column]
+        least = table.by_memory.least(partial.shapes[:, column], room[:, column])
+        seconds[part] = np.where((options == UNDECIDED)[:, None], least, table.seconds[options])
+    return seconds
+
+
+def _link_bounds(
+    tables: Tables, column: dict[int, int], starts: Ints, shapes: Ints, seconds: list[Floats | float]
+) -> list[Floats | float]:
+    """Least delay of each row transfer, 0 where one end is undecided. Least seconds of syncs go into ``seconds``."""
+    delays: list[Floats | float] = [0.0] * len(tables.links)
+    for index, table in enumerate(tables.links):
+        if table.link.source not in column or table.link.to not in column:
+            continue
+        a, b = column[table.link.source], column[table.link.to]
+        sizes = tables.sizes[shapes]
+        relation = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
+        least = table.least_seconds(shapes[:, a], shapes[:, b], relation)
+        if table.link.call >= 0:
+            seconds[table.link.call] = least
+        else:
+            delays[index] = least
+    return delays
+
+
+def _overlaps(tables: Tables, floors: Floors, parts: Sequence[int], starts: Ints, sizes: Ints) -> Overlaps:
+    """Overlaps of decided parts; an undecided part shares a device with another where there is no room for both."""
+    overlaps = dict(pairwise(starts, sizes, parts))
+    undecided = [part for part in range(len(tables.parts)) if part not in parts]
+    for position, part in enumerate(undecided):
+        for other in undecided[position + 1 :]:
+            overlaps[part, other] = floors.size[part] + floors.size[other] > tables.num_devices
+        for column, decided in enumerate(parts):
+            crowded: Bools = sizes[:, column] + floors.size[part] > tables.num_devices
+            overlaps[min(part, decided), max(part, decided)] = crowded if crowded.any() else False
+    return overlaps
+
+
+def _area(
+    tables: Tables,
+    floors: Floors,
+    window: Window,
+    partial: PartialAssignments,
+    of_part: dict[int, Floats],
+    sizes: Ints,
+) -> Floats:
+    """Device seconds of the calls in ``window``, (n,). ``of_part``: decided part → its seconds."""
+    area = np.zeros(len(partial))
+    for part, by_shape in enumerate(floors.areas[window]):
+        if part not in partial.parts:
+            area += floors.least_area[window][part]
+            continue
+        column = partial.parts.index(part)
+        columns = columns_in(tables, window, part)
+        taken = of_part[part][:, columns].sum(axis=1) * sizes[:, column]
+        area += np.maximum(taken, by_shape[partial.shapes[:, column]])
+    return area
+
+
+def partial_over(tables: Tables, partial: PartialAssignments) -> Floats:
+    """Bytes that a device lacks even with the leanest options, (n,); negative: it fits."""
+    resting, active = partial.figures(tables, "resting"), partial.figures(tables, "active")
+    return most_over(tables, partial.starts, tables.sizes[partial.shapes], resting, active)

@@ -12,10 +12,7 @@ from time import perf_counter
 import numpy as np
 
 from flexrlhf.guideline.search.assignments import ROUNDING, fits, relations
-from flexrlhf.guideline.search.hill_climb import beginnings, climb, spots_of, with_options
-from flexrlhf.guideline.search.option_search import mesh_assignment, search_options
-from flexrlhf.guideline.search.pareto import Floats
-from flexrlhf.guideline.search.partial_assignments import (
+from flexrlhf.guideline.search.bounds import (
     UNDECIDED,
     WHOLE,
     Floors,
@@ -25,11 +22,18 @@ from flexrlhf.guideline.search.partial_assignments import (
     partial_bound,
     partial_over,
 )
+from flexrlhf.guideline.search.hill_climb import (
+    DistinctMeshes,
+    beginnings,
+    climb,
+    distinct_meshes,
+    spots_of,
+    with_options,
+)
+from flexrlhf.guideline.search.option_search import OptionSearch
 from flexrlhf.guideline.search.problem import Assignment, SearchProblem
-from flexrlhf.guideline.search.result import SearchResult
-from flexrlhf.guideline.search.state import SearchState
-from flexrlhf.guideline.search.symmetry import DistinctMeshes, distinct_meshes
-from flexrlhf.guideline.search.tables import Bools, Ints, PartTable, tables_of
+from flexrlhf.guideline.search.result import SearchResult, SearchState
+from flexrlhf.guideline.search.tables import Bools, Floats, Ints, PartTable, tables_of
 
 MISSED = 0.002
 """Share of the best time that a bound may lose by taking a part's tasks one by one."""
@@ -64,7 +68,9 @@ def search(
     if any(not len(part.options) for part in tables.parts):
         return state.result(np.inf, began, True)
     meshes = distinct_meshes(tables)
-    if any(not _fits_alone(part, max(problem.pool.memory.values())) for part in tables.parts):
+    memory = tables.most_memory * (1 + ROUNDING)
+    if any((part.resting + part.active).min() > memory for part in tables.parts):
+        # a part fits no device, even alone and with its leanest option
         for spots in beginnings(tables, meshes):
             state.offer(np.array([[start for start, _ in spots]]), np.array([[option for _, option in spots]]))
         return state.result(np.inf, began, True)
@@ -79,11 +85,6 @@ def search(
             break  # from here on branches find what is left sooner
     left = _MeshSearch(state, meshes).run()
     return state.result(left, began, not np.isfinite(left))
-
-
-def _fits_alone(part: PartTable, memory: float) -> bool:
-    """Whether the leanest option of a part fits a device of ``memory`` bytes without any other part."""
-    return bool((part.resting + part.active).min() <= memory * (1 + ROUNDING))
 
 
 @dataclass(frozen=True, order=True)
@@ -134,7 +135,7 @@ class _MeshSearch:
         return bool(missed.max() > MISSED * self.state.best)
 
     def run(self) -> float:
-        """Search until nothing is left. Least bound of what is left at the limit, else infinite."""
+        """Search until nothing is left. Returns the least bound of what is left at the limit, else infinite."""
         if self.floors is None:
             return np.inf
         least = self.floors.least_area[WHOLE]
@@ -150,7 +151,7 @@ class _MeshSearch:
         return np.inf
 
     def _step(self, branch: _Branch) -> float:
-        """Expand a branch. Least bound of what is left of it at the limit, else infinite."""
+        """Expand a branch. Returns the least bound of what is left of it at the limit, else infinite."""
         kept = self.state.below_goal(branch.bounds)
         partial = branch.partial.rows(kept)
         if not len(kept):
@@ -163,7 +164,7 @@ class _MeshSearch:
         return np.inf
 
     def _tightened(self) -> Floors | None:
-        """Floors for the present goal; None: no assignment is left."""
+        """Return the floors for the present goal; None: no assignment is left."""
         if self.floors is not None and self.state.goal < self.floor_goal:
             self.floor_goal = self.state.goal
             self.floors = self._fixed(self.floors.allowed)
@@ -189,7 +190,7 @@ class _MeshSearch:
         return None
 
     def _children(self, partial: PartialAssignments, floors: Floors) -> PartialAssignments:
-        """Each row with each mesh of the next part that fits and is not the image of another."""
+        """Return each row with each mesh of the next part that fits and is not the image of another."""
         part = self.order[len(partial.parts)]
         ends = np.concatenate([partial.starts, partial.starts + self.tables.sizes[partial.shapes]], axis=1)
         meshes = [self.meshes.around(row) for row in ends.tolist()]
@@ -235,7 +236,7 @@ class _MeshSearch:
     def _finish(self, partial: PartialAssignments, bounds: Floats) -> float:
         """Search the options of rows with all meshes decided, the most promising first.
 
-        Least bound of what is left at the limit, else infinite.
+        Returns the least bound of what is left at the limit, else infinite.
         """
         columns = np.argsort(self.order)
         starts, shapes, options = partial.starts[:, columns], partial.shapes[:, columns], partial.options[:, columns]
@@ -247,14 +248,13 @@ class _MeshSearch:
                 if self.state.is_exhausted:
                     return float(bound)
                 self.done.add(keys[row])
-                meshes = mesh_assignment(self.tables, starts[row].tolist(), shapes[row].tolist(), options[row].tolist())
-                left = search_options(self.state, meshes)
+                left = OptionSearch(self.state, starts[row].tolist(), shapes[row].tolist()).run(options[row].tolist())
                 if np.isfinite(left):
                     return min(left, float(bound))
         return np.inf
 
     def _keys(self, starts: Ints, shapes: Ints, options: Ints) -> list[tuple[int, ...]]:
-        """Key of each row, equal for rows with the same seconds that fill alike devices alike.
+        """Return the key of each row, equal for rows with the same seconds that fill alike devices alike.
 
         Which parts share one device follows from which overlap in pairs, since meshes are runs of devices.
         """

@@ -276,3 +276,9 @@ class Choice:
 
 Assignment = tuple[Choice, ...]
 """A choice for every part, in the problem's order."""
+
+
+def device_bytes(chosen: Sequence[Choice], device: int) -> float:
+    """Return the most bytes that the parts on a device need."""
+    options = [choice.option for choice in chosen if choice.start <= device < choice.start + choice.size]
+    return sum(option.resting for option in options) + max((option.active for option in options), default=0.0)

@@ -1,12 +1,30 @@
-"""Results of a search: the best assignments, the proven bound, and how the space was covered."""
+"""Result of a search, and its state until then: the best assignments, the proven bound, and how the space was covered.
+
+A limit is on the work of a search, not on its time: it finds the same on every machine.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
 
-from flexrlhf.guideline.search.assignments import ROUNDING
-from flexrlhf.guideline.search.problem import Assignment
+import numpy as np
+
+from flexrlhf.guideline.search.assignments import ROUNDING, assignment_of, assignment_seconds, assignments_over, fits
+from flexrlhf.guideline.search.problem import Assignment, device_bytes
+from flexrlhf.guideline.search.tables import Floats, Ints, Tables
+
+Key = tuple[tuple[int, ...], tuple[int, ...]]
+"""Starts and options of an assignment."""
+NEAREST = 16
+"""Assignments that are timed although they do not fit."""
+EVALUATION_SECONDS = 1.7e-3
+"""Seconds of evaluating some rows at once on an ordinary core, whatever their number."""
+CALL_SECONDS = 0.4e-6
+"""Seconds of each call of each of the rows in addition."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +100,141 @@ class SearchResult:
     @property
     def is_optimal(self) -> bool:
         return self.is_feasible and self.gap <= 2 * ROUNDING
+
+
+@dataclass
+class SearchState:
+    """Mutable state of a search.
+
+    tables:            the problem.
+    seconds_limit:     work after which it stops.
+    slack:             share of the best time that does not matter.
+    keep:              number of assignments to return.
+    fastest:           heap of the best assignments, the slowest on top.
+    stored:            keys of the assignments in the heaps.
+    misfits:           heap of the fastest assignments that do not fit.
+    evaluated:         assignments whose seconds were computed.
+    pruned_by_memory:  sets of assignments that were left out because they do not fit.
+    pruned_by_bound:   sets of assignments that were left out because of their bound.
+    pruned_floor:      the least bound of anything that was left out.
+    best:              least seconds so far.
+    work:              work so far, in seconds that it takes on an ordinary core.
+    """
+
+    tables: Tables
+    seconds_limit: float
+    slack: float
+    keep: int
+    fastest: list[tuple[float, Key]] = field(default_factory=list)
+    stored: set[Key] = field(default_factory=set)
+    misfits: list[tuple[float, Key]] = field(default_factory=list)
+    evaluated: int = 0
+    pruned_by_memory: int = 0
+    pruned_by_bound: int = 0
+    pruned_floor: float = math.inf
+    best: float = math.inf
+    work: float = 0.0
+
+    @property
+    def goal(self) -> float:
+        """Seconds below which an assignment is of interest."""
+        return self.best * (1 - max(self.slack, ROUNDING))
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether its work is done, whether or not something is left to search."""
+        return self.work > self.seconds_limit
+
+    def count(self, rows: int) -> None:
+        """Count the work of evaluating ``rows`` assignments, whole or partial, at once."""
+        self.work += EVALUATION_SECONDS + CALL_SECONDS * rows * self.tables.graph.num_calls
+
+    def below_goal(self, bounds: Floats) -> Ints:
+        """Rows worth continuing with, the most promising first; the others are counted as pruned."""
+        goal = self.goal
+        kept = np.flatnonzero(bounds < goal)
+        if len(kept) < len(bounds):
+            self.pruned_by_bound += len(bounds) - len(kept)
+            self.pruned_floor = min(self.pruned_floor, float(bounds[bounds >= goal].min()))
+        return kept[np.argsort(bounds[kept], kind="stable")]
+
+    def drop(self, bound: float) -> None:
+        """Count a set of assignments as pruned by its ``bound``."""
+        self.pruned_by_bound += 1
+        self.pruned_floor = min(self.pruned_floor, bound)
+
+    def offer(self, starts: Ints, options: Ints) -> tuple[Floats, Floats]:
+        """Time whole assignments and store the best: their seconds, infinite where they do not fit, and bytes lacking.
+
+        Of those that do not fit the nearest and the fastest (call by call) are timed, to be reported.
+        """
+        self.count(len(starts))
+        over = assignments_over(self.tables, starts, options)
+        fitting = fits(self.tables, over)
+        seconds = np.full(len(over), np.inf)
+        self.pruned_by_memory += int((~fitting).sum())
+        if fitting.any():
+            seconds[fitting] = assignment_seconds(self.tables, starts[fitting], options[fitting])
+            self.accept(seconds, starts, options)
+        near = self._lowest(np.where(fitting, np.inf, over), NEAREST)
+        total = sum(part.seconds[options[:, p]].sum(axis=1) for p, part in enumerate(self.tables.parts))
+        near = sorted({*near, *self._lowest(np.where(fitting, np.inf, total), NEAREST)})
+        if near:
+            missed = assignment_seconds(self.tables, starts[near], options[near])
+            for row in self._lowest(missed, 2):
+                self._keep(self.misfits, float(missed[row]), _key(starts[near], options[near], row))
+        self.evaluated += int(fitting.sum()) + len(near)
+        return seconds, over
+
+    def accept(self, seconds: Floats, starts: Ints, options: Ints) -> None:
+        """Store the best of some assignments that fit."""
+        for row in self._lowest(seconds, self.keep):
+            value = float(seconds[row])
+            if value < self.best or len(self.fastest) < self.keep or value < -self.fastest[0][0]:
+                self._keep(self.fastest, value, _key(starts, options, row))
+                self.best = min(self.best, value)
+
+    def _lowest(self, values: Floats, number: int) -> list[int]:
+        """Rows of the ``number`` lowest finite values, ascending."""
+        number = min(number, len(values))
+        rows = np.argpartition(values, number - 1)[:number] if number < len(values) else np.arange(number)
+        return [int(row) for row in rows[np.argsort(values[rows], kind="stable")] if np.isfinite(values[row])]
+
+    def _keep(self, heap: list[tuple[float, Key]], seconds: float, key: Key) -> None:
+        if key in self.stored:
+            return
+        self.stored.add(key)
+        heapq.heappush(heap, (-seconds, key))
+        if len(heap) > self.keep:
+            self.stored.discard(heapq.heappop(heap)[1])
+
+    def result(self, bound: float, began: float, is_finished: bool) -> SearchResult:
+        """Return the result. ``bound``: least bound of what was not searched. ``began``: by ``perf_counter``."""
+        best = [
+            TimedAssignment(-value, assignment_of(self.tables, *key))
+            for value, key in sorted(self.fastest, reverse=True)
+        ]
+        misfits = sorted(((-value, key) for value, key in self.misfits if -value < self.best))
+        return SearchResult(
+            best=tuple(best),
+            bound=min(bound, self.pruned_floor, self.best),
+            space=self.tables.space,
+            evaluated=self.evaluated,
+            pruned_by_memory=self.pruned_by_memory,
+            pruned_by_bound=self.pruned_by_bound,
+            wall_seconds=perf_counter() - began,
+            work=self.work,
+            is_finished=is_finished,
+            rejected=tuple(self._rejected(value, key) for value, key in misfits),
+            meshes=self.tables.problem.meshes.about,
+        )
+
+    def _rejected(self, seconds: float, key: Key) -> RejectedAssignment:
+        assignment = assignment_of(self.tables, *key)
+        devices = {choice.start for choice in assignment} | {first for first, _ in self.tables.memory_at}
+        over, device = max((device_bytes(assignment, at) - self.tables.memory_of(at), -at) for at in devices)
+        return RejectedAssignment(seconds, assignment, over, -device)
+
+
+def _key(starts: Sequence[Sequence[int]] | Ints, options: Sequence[Sequence[int]] | Ints, row: int) -> Key:
+    return tuple(int(value) for value in starts[row]), tuple(int(value) for value in options[row])

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexrlhf.guideline.search.graph import CallGraph, Link, call_graph
-from flexrlhf.guideline.search.pareto import Floats, pareto
+from flexrlhf.guideline.search.evaluate import CallGraph, Link, call_graph
 from flexrlhf.guideline.search.problem import LinkEnd, MeshShape, Option, SearchPart, SearchProblem
 from flexrlhf.placement.routes import RELATIONS
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 SAME, OVERLAPPING, DISJOINT = range(len(RELATIONS))
+SHAPE_STEP = 4.0
+"""Distance of the keys of two shapes; memory counts from 0 to 2 devices."""
+MEMORY_ROUNDING = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +38,11 @@ class SecondsByMemory:
     scale: float
 
     def least(self, shapes: Ints, room: Floats) -> Floats:
-        """Least seconds for each of ``shapes`` within ``room`` bytes, (n, tasks); infinite where no option fits."""
+        """Return the least seconds of ``shapes`` within ``room`` bytes, (n, tasks); infinite where no option fits."""
         limit = np.clip(room / self.scale + MEMORY_ROUNDING, -1.0, 1.5)
         position = np.searchsorted(self.keys, shapes * SHAPE_STEP + limit, side="right")
         seconds: Floats = self.seconds[np.maximum(position - 1, 0)]
         return np.where((position > self.first[shapes])[:, None], seconds, np.inf)
-
-
-SHAPE_STEP = 4.0
-"""ModelLink the keys of two shapes; memory counts from 0 to 2 devices."""
-MEMORY_ROUNDING = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +113,7 @@ class LinkTable:
     least: Floats
 
     def seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
-        """Seconds by link ends and relation, which are broadcast against each other."""
+        """Return the seconds by link ends and relation, which are broadcast against each other."""
         seconds: Floats = self.values[sources, targets, relations]
         missing = np.isnan(seconds)
         if missing.any():
@@ -126,7 +124,7 @@ class LinkTable:
         return seconds
 
     def least_seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
-        """Least seconds by mesh shapes and relation, (n,); 0 where a part has no option on one of the shapes."""
+        """Return the least seconds by mesh shapes and relation, (n,); 0 if a part has no option on one of them."""
         least: Floats = self.least[sources, targets, relations]
         missing = np.isnan(least)
         if missing.any():
@@ -178,9 +176,21 @@ class Tables:
         """Whether all devices have the same memory."""
         return len({memory for _, memory in self.memory_at}) == 1
 
+    @property
+    def most_memory(self) -> float:
+        """Bytes of the largest device."""
+        return max(memory for _, memory in self.memory_at)
+
     def memory_of(self, device: int) -> float:
-        """Bytes of a device that may be used."""
+        """Return the bytes of a device that may be used."""
         return [memory for start, memory in self.memory_at if start <= device][-1]
+
+    def memory_on(self, devices: Ints) -> Floats:
+        """Return the bytes of each of ``devices``, (n,)."""
+        if self.is_uniform:
+            return np.full(len(devices), self.memory_at[0][1])
+        firsts, memory = (np.array(column) for column in zip(*self.memory_at, strict=True))
+        return np.asarray(memory[np.searchsorted(firsts, devices, side="right") - 1])
 
 
 @lru_cache(maxsize=16)
@@ -202,7 +212,7 @@ def tables_of(problem: SearchProblem) -> Tables:
 
 
 def _shapes(problem: SearchProblem) -> tuple[dict[tuple[int, int], int], list[MeshShape], list[int]]:
-    """Shape of every mesh, the shapes by size, and the number of meshes of each."""
+    """Return the shape of every mesh, the shapes by size, and the number of meshes of each."""
     of_mesh = {mesh: problem.shape_of(*mesh) for mesh in problem.all_meshes}
     shapes = sorted(set(of_mesh.values()), key=lambda shape: (shape.size, shape.kinds))
     index = {shape: number for number, shape in enumerate(shapes)}
@@ -214,7 +224,7 @@ def _shapes(problem: SearchProblem) -> tuple[dict[tuple[int, int], int], list[Me
 
 
 def _part_table(part: SearchPart, shapes: Sequence[MeshShape], has_links: bool, memory: float) -> PartTable:
-    """Table of a part. ``memory``: bytes of the largest device."""
+    """Return the table of a part. ``memory``: bytes of the largest device."""
     stated = [list(part.options(shape)) for shape in shapes]
     fronts = [pareto(options, has_links) for options in stated]
     options = [option for front in fronts for option in front]
@@ -244,8 +254,36 @@ def _part_table(part: SearchPart, shapes: Sequence[MeshShape], has_links: bool, 
     )
 
 
+def undominated(rows: Floats) -> Ints:
+    """Return the ascending indices of the rows that no other row matches or undercuts in all columns.
+
+    Of equal rows the first counts. ``rows``: (n, figures).
+    """
+    order = np.lexsort(rows.T[::-1])
+    kept: list[int] = []
+    for index in order:
+        if not kept or not np.any(np.all(rows[kept] <= rows[index], axis=1)):
+            kept.append(int(index))
+    return np.array(sorted(kept), dtype=np.int64)
+
+
+def pareto(options: Sequence[Option], has_links: bool) -> list[Option]:
+    """Return the Pareto front of (seconds of each task, resting, active) among options on one mesh.
+
+    Where seconds of links depend on the layout, an option is compared with those of its own layout alone.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, option in enumerate(options):
+        groups.setdefault(option.layout if has_links else (), []).append(index)
+    kept: list[int] = []
+    for members in groups.values():
+        rows = np.array([[*options[i].seconds, options[i].resting, options[i].active] for i in members])
+        kept += [members[i] for i in undominated(rows)]
+    return [options[index] for index in sorted(kept)]
+
+
 def _by_memory(shape: Ints, seconds: Floats, needed: Floats, first: Ints, scale: float) -> SecondsByMemory:
-    """Least seconds by memory. ``needed``: bytes of each option. ``scale``: bytes of the largest device."""
+    """Return the least seconds by memory. ``needed``: bytes of each option. ``scale``: bytes of the largest device."""
     order = np.lexsort((needed, shape))
     least = seconds[order]
     for start, stop in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
@@ -255,7 +293,7 @@ def _by_memory(shape: Ints, seconds: Floats, needed: Floats, first: Ints, scale:
 
 
 def _least(rows: Floats, first: Ints) -> Floats:
-    """Least of each column by shape, (shapes, columns); infinite where a shape has no rows."""
+    """Return the least of each column by shape, (shapes, columns); infinite where a shape has no rows."""
     least = np.full((len(first) - 1, rows.shape[1]), np.inf)
     for shape in range(len(first) - 1):
         if first[shape] < first[shape + 1]:
