@@ -13,7 +13,7 @@ from flexrlhf.config.code_checks import check_function, definitions, python_file
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url
 from flexrlhf.errors import UserError, nearest, shown
-from flexrlhf.rewards.signatures import FORMS, form_of, required_columns
+from flexrlhf.rewards.worker_calls import FORMS, form_of, required_columns
 
 OWN_COLUMNS = ("num_tokens",)
 """What a function may take in addition to the columns of the data."""

@@ -1,7 +1,8 @@
-"""Limits on the time that the sources of one section take for one step: the other ranks wait for them meanwhile."""
+"""Limits on the sources of one section: their time for one step, since other ranks wait for them, and warnings."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,3 +76,25 @@ class CircuitBreaker:
             if self._timeouts < MAX_TIMEOUTS:
                 is_timeout = reply.failure is not None and reply.failure.kind in TIMEOUTS
                 self._timeouts = self._timeouts + 1 if is_timeout else 0
+
+
+class WarnOnce:
+    """Writer of one line for each kind of failure of a source. Several threads may use it.
+
+    ``name``: the source as the YAML has it, such as ``reward.url``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._kinds: set[str] = set()
+        self._lock = Lock()
+
+    def __call__(self, failure: ScoreFailure | None) -> None:
+        """Write one line to stderr, unless there was one of this kind."""
+        if failure is None:
+            return
+        with self._lock:
+            is_first = failure.kind not in self._kinds
+            self._kinds.add(failure.kind)
+        if is_first:
+            print(f"flexrlhf: {self._name}: {failure.text}; further ones are only counted", file=sys.stderr)

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flexrlhf.rewards.base import NotApplicable, Reply, Score, ScoreBatch, ScoreFailure
-from flexrlhf.rewards.steps import StepScores, ends_of
+from flexrlhf.rewards.base import NotApplicable, Reply, Score, ScoreBatch, ScoreFailure, StepScores, step_ends
 
 NO_SCORE = ScoreFailure("none", "returned no score for a response")
 
@@ -82,7 +81,7 @@ def _steps(value: Any, steps: Sequence[str]) -> StepScores | ScoreFailure:
     numbers = [_number(number) for number in _as_list(value, "numbers, one a step")]
     if len(numbers) != len(steps):
         return ScoreFailure("steps", f"returned {len(numbers)} numbers for a response of {len(steps)} steps")
-    return _scored_steps(ends_of(steps), numbers)
+    return _scored_steps(step_ends(steps), numbers)
 
 
 def _ended_steps(value: Any, response: str) -> StepScores | ScoreFailure:

@@ -23,11 +23,10 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 
 from flexrlhf.config.reward_sources import RuleSource
-from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, make_batches
-from flexrlhf.rewards.limits import Deadline
-from flexrlhf.rewards.warn_once import WarnOnce
+from flexrlhf.rewards.base import Sample, Score, ScoreFailure
+from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.rewards.worker_calls import match, same_value, task_score
-from flexrlhf.rewards.workers import Workers
+from flexrlhf.rewards.workers import Workers, WorkerSource
 
 PATTERN_SECONDS, MATH_SECONDS = 10.0, 120.0
 """For a batch of responses; math-verify itself gives up on one after five seconds."""
@@ -54,33 +53,14 @@ class RowRule:
         """Do nothing: no process runs."""
 
 
-class WorkerRule:
-    """A rule that scores batches in a worker process."""
-
-    def __init__(self, rule: Callable[[ScoreBatch], Reply], seconds: float, batch_size: int, warn: WarnOnce) -> None:
-        """``seconds``: for a batch."""
-        self._rule, self._batch_size, self._warn = rule, batch_size, warn
-        self._workers = Workers(1, seconds)
-
-    def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
-        """Return one score a sample; bounded in time as ``Workers.replies``."""
-        replies = self._workers.replies(self._rule, make_batches(samples, self._batch_size), deadline)
-        for reply in replies:
-            self._warn(reply.failure)
-        return [score for reply in replies for score in reply.scores]
-
-    def close(self) -> None:
-        self._workers.close()
-
-
-def make_rule(source: RuleSource, warn: WarnOnce) -> RowRule | WorkerRule:
+def make_rule(source: RuleSource, warn: WarnOnce) -> RowRule | WorkerSource:
     """Return the rule that ``source`` names."""
     if source.pattern is not None:
-        return WorkerRule(partial(match, source.pattern), PATTERN_SECONDS, source.batch_size, warn)
+        return WorkerSource(partial(match, source.pattern), Workers(1, PATTERN_SECONDS), source.batch_size, warn)
     if source.rule == "math":
-        return WorkerRule(partial(same_value, source.answer), MATH_SECONDS, source.batch_size, warn)
+        return WorkerSource(partial(same_value, source.answer), Workers(1, MATH_SECONDS), source.batch_size, warn)
     if source.rule == "reasoning-gym":
-        return WorkerRule(task_score, MATH_SECONDS, source.batch_size, warn)
+        return WorkerSource(task_score, Workers(1, MATH_SECONDS), source.batch_size, warn)
     if source.target_tokens is not None:
         return RowRule(partial(length, source.target_tokens), source.answer, warn)
     rule = {"exact_answer": exact_match, "gsm8k": gsm8k}[source.rule]

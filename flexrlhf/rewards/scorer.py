@@ -8,14 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from flexrlhf.config.reward_sources import ExternalSource, FunctionSource, RuleSource, ServiceSource
-from flexrlhf.rewards.base import NotApplicable, Sample, Score, Scores, make_batches
-from flexrlhf.rewards.limits import Deadline, ScoreSource
+from flexrlhf.rewards.base import NotApplicable, Sample, Score, Scores, StepScores, step_end_tokens
+from flexrlhf.rewards.limits import Deadline, ScoreSource, WarnOnce
 from flexrlhf.rewards.rules import make_rule
 from flexrlhf.rewards.services import HttpService
-from flexrlhf.rewards.steps import StepScores, end_tokens
-from flexrlhf.rewards.warn_once import WarnOnce
 from flexrlhf.rewards.worker_calls import call, load
-from flexrlhf.rewards.workers import Workers
+from flexrlhf.rewards.workers import Workers, WorkerSource
 
 
 class Scorer:
@@ -87,7 +85,7 @@ class Scorer:
             if isinstance(score, list):
                 tokens = [token + source.weight * value for token, value in zip(tokens, score, strict=True)]
             elif isinstance(score, StepScores):
-                places = end_tokens(score.ends, sample.num_tokens, sample.num_characters)
+                places = step_end_tokens(score.ends, sample.num_tokens, sample.num_characters)
                 for place, value in zip(places, score.values, strict=bool(tokens)):
                     tokens[place] += source.weight * value
             elif isinstance(score, float) and tokens:
@@ -108,39 +106,19 @@ def _ends(row: Sequence[Score], sample: Sample) -> set[int]:
     if None in row:
         return set()
     ends = [end for score in row if isinstance(score, StepScores) for end in score.ends]
-    return set(end_tokens(ends, sample.num_tokens, sample.num_characters))
+    return set(step_end_tokens(ends, sample.num_tokens, sample.num_characters))
 
 
 def _make_source(source: ExternalSource, name: str) -> ScoreSource:
     match source:
         case FunctionSource():
-            return UserFunction(source, WarnOnce(f"{name}.function {source.function}"))
+            workers = Workers(source.workers, source.timeout_seconds, partial(load, source.function))
+            function, warn = (
+                partial(call, source.function, source.level),
+                WarnOnce(f"{name}.function {source.function}"),
+            )
+            return WorkerSource(function, workers, source.batch_size, warn, source.separator)
         case ServiceSource():
             return HttpService(source, WarnOnce(f"{name}.url"))
         case RuleSource():
             return make_rule(source, WarnOnce(f"{name}.rule {source.rule}"))
-
-
-class UserFunction:
-    """A function that worker processes call; see ``signatures`` for its two forms, ``workers`` for faults.
-
-    Columns are the data rows' own, as lists; ``num_tokens``, the responses' tokens; with a separator ``steps``. One
-    that the function has no parameter for is left out, unless it takes ``**columns``.
-    """
-
-    def __init__(self, source: FunctionSource, warn: WarnOnce) -> None:
-        self._source, self._warn = source, warn
-        self._workers = Workers(source.workers, source.timeout_seconds, partial(load, source.function))
-
-    def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
-        """Return one score a sample; bounded in time as ``Workers.replies``."""
-        function = partial(call, self._source.function, self._source.level)
-        replies = self._workers.replies(
-            function, make_batches(samples, self._source.batch_size, self._source.separator), deadline
-        )
-        for reply in replies:
-            self._warn(reply.failure)
-        return [score for reply in replies for score in reply.scores]
-
-    def close(self) -> None:
-        self._workers.close()

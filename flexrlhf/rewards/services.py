@@ -39,9 +39,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url, masked
 from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
-from flexrlhf.rewards.limits import CircuitBreaker, Deadline
+from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
 from flexrlhf.rewards.replies import BadReply, read_reply
-from flexrlhf.rewards.warn_once import WarnOnce
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -124,8 +123,10 @@ class HttpService:
         except RequestFailed as error:
             return failed_reply(batch, error.failure)
         except TimeoutError:
-            is_last = limit < self._source.deadline_seconds
-            return failed_reply(batch, _with_last(step.deadline.failure() if is_last else self._late(), failures))
+            late = ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
+            late = step.deadline.failure() if limit < self._source.deadline_seconds else late
+            further = f"; last {failures[-1].text}" if failures else ""
+            return failed_reply(batch, replace(late, text=late.text + further))
 
     async def _request(
         self, client: httpx.AsyncClient, batch: ScoreBatch, content: bytes, turn: int, failures: list[ScoreFailure]
@@ -176,14 +177,6 @@ class HttpService:
         if isinstance(error, httpx.HTTPStatusError):
             return ScoreFailure("status", f"{url}: status {error.response.status_code}")
         return ScoreFailure("connection", f"{url}: {type(error).__name__} {error}".rstrip())
-
-    def _late(self) -> ScoreFailure:
-        return ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
-
-
-def _with_last(late: ScoreFailure, failures: Sequence[ScoreFailure]) -> ScoreFailure:
-    """Return the failure of a batch that is late, with that of its last request."""
-    return replace(late, text=f"{late.text}; last {failures[-1].text}") if failures else late
 
 
 def _scores(response: httpx.Response) -> Any:

@@ -1,29 +1,72 @@
 """Calls that run in a worker process: here alone a user's code is loaded and run.
 
-The standard library alone, and the package of a rule: math-verify, reasoning-gym.
+The standard library alone, and the package of a rule: math-verify, reasoning-gym. A reward function has one of two
+forms:
+
+| form        | signature                            | called with                                             |
+|-------------|--------------------------------------|---------------------------------------------------------|
+| ``texts``   | ``f(prompts, responses, **columns)`` | two lists of texts by place, columns by name            |
+| ``by_name`` | ``f(completions, **kwargs)`` (TRL)   | prompts, completions, completion_ids, columns: by name  |
+
+A parameter named ``completions`` or ``completion_ids`` makes it TRL's; else two parameters by place make it ours. A
+function of neither that takes ``**kwargs``, and nothing else or ``prompts``, is TRL's, too.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import json
 import re
 from collections.abc import Callable
+from inspect import Parameter, Signature
+from inspect import signature as signature_of
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from flexrlhf.config.code_loading import line_of, load_function
 from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure, failed_reply
 from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
-from flexrlhf.rewards.signatures import FORMS, LEFT_OUT, accepted_names, by_place, form_of
+
+Form = Literal["texts", "by_name"]
+BY_NAME = ("completions", "completion_ids", "prompts")
+"""What a function in TRL's form is called with in addition to columns."""
+LEFT_OUT = ("prompt", "completion")
+"""Columns that a function in TRL's form does not receive: ``prompts`` has them as they are used."""
+FORMS = "f(prompts, responses, **columns) nor, as in TRL, f(completions, **kwargs)"
+_PLACES = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_NAMES = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def form_of(signature: Signature) -> Form | None:
+    """Return the form of a function with ``signature``; None for neither."""
+    names = {one.name for one in signature.parameters.values() if one.kind in _NAMES}
+    if not names.isdisjoint(("completions", "completion_ids")):
+        return "by_name"
+    kinds = {one.kind for one in signature.parameters.values()}
+    if len(by_place(signature)) >= 2 or Parameter.VAR_POSITIONAL in kinds:
+        return "texts"
+    needed = {one.name for one in signature.parameters.values() if one.kind in _PLACES and one.default is one.empty}
+    return "by_name" if Parameter.VAR_KEYWORD in kinds and needed <= {"prompts"} & names else None
+
+
+def by_place(signature: Signature) -> list[str]:
+    """Return the names of the parameters that may be passed by place, in their order."""
+    return [one.name for one in signature.parameters.values() if one.kind in _PLACES]
+
+
+def required_columns(signature: Signature, form: Form) -> list[str]:
+    """Return the parameters without a default that are not texts."""
+    texts = by_place(signature)[:2] if form == "texts" else BY_NAME
+    kinds = (*_PLACES, Parameter.KEYWORD_ONLY)
+    required = [one.name for one in signature.parameters.values() if one.kind in kinds and one.default is one.empty]
+    return [name for name in required if name not in texts]
 
 
 def load(reference: str) -> ScoreFailure | None:
     """Load the function, once in a process. Return why it could not be loaded, or not be called."""
     with _Caught("load", "could not be loaded") as caught:
-        signature = inspect.signature(function_of(reference))
+        signature = signature_of(function_of(reference))
         if form_of(signature) is None:
             return ScoreFailure("load", f"its signature {signature} is neither {FORMS}")
     return caught.failure
@@ -33,7 +76,7 @@ def call(reference: str, level: str, batch: ScoreBatch) -> Reply:
     """Return the function's scores of a batch; whatever it raises is a reply with a failure."""
     with _Caught("raise", "raised") as caught:
         function = function_of(reference)
-        signature = inspect.signature(function)
+        signature = signature_of(function)
         if form_of(signature) == "by_name":
             return read_applicable(function(**_accepted(signature, _named(batch))), batch, level)
         texts = by_place(signature)[:2]
@@ -115,10 +158,12 @@ def _named(batch: ScoreBatch) -> dict[str, list[Any]]:
     return {**columns, "prompts": prompts, "completions": completions, "completion_ids": batch.token_ids}
 
 
-def _accepted(signature: inspect.Signature, values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of ``values`` that a function takes by name."""
-    names = accepted_names(signature)
-    return {name: each for name, each in values.items() if names is None or name in names}
+def _accepted(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
+    """Return those of ``values`` that a function takes by name: all, with ``**kwargs``."""
+    if any(one.kind is Parameter.VAR_KEYWORD for one in signature.parameters.values()):
+        return values
+    names = {one.name for one in signature.parameters.values() if one.kind in _NAMES}
+    return {name: each for name, each in values.items() if name in names}
 
 
 class _Caught:

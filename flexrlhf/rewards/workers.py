@@ -31,8 +31,8 @@ from typing import TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from flexrlhf.rewards.base import Reply, ScoreBatch, ScoreFailure, failed_reply
-from flexrlhf.rewards.limits import CircuitBreaker, Deadline
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
+from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
 from flexrlhf.rewards.processes import WorkerContext, begin, kill_group
 
 START_SECONDS = 60.0
@@ -180,6 +180,37 @@ class Workers:
             if error.failure.kind == "timeout":
                 self._given_up = failure
             return failure
+
+
+class WorkerSource:
+    """A source of scores that worker processes call, batch by batch.
+
+    The columns of a batch are the data rows' own, as lists.
+
+    separator:  of steps, which the call receives; None: responses are not split
+    """
+
+    def __init__(
+        self,
+        call: Callable[[ScoreBatch], Reply],
+        workers: Workers,
+        batch_size: int,
+        warn: WarnOnce,
+        separator: str | None = None,
+    ) -> None:
+        self._call, self._workers, self._warn = call, workers, warn
+        self._batch_size, self._separator = batch_size, separator
+
+    def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
+        """Return one score a sample; bounded in time as ``Workers.replies``."""
+        batches = make_batches(samples, self._batch_size, self._separator)
+        replies = self._workers.replies(self._call, batches, deadline)
+        for reply in replies:
+            self._warn(reply.failure)
+        return [score for reply in replies for score in reply.scores]
+
+    def close(self) -> None:
+        self._workers.close()
 
 
 def _exit(code: int) -> str:

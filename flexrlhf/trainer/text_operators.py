@@ -24,9 +24,8 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import text_encoder
-from flexrlhf.rewards.base import Sample, Scores
+from flexrlhf.rewards.base import Sample, Scores, split_steps, step_end_tokens, step_ends
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.rewards.steps import end_tokens, ends_of, split_steps
 from flexrlhf.trainer.loaded_models import LoadedModel
 
 _DTYPES = {"scores": torch.float32, "token_scores": torch.float32, STEP_ENDS: torch.uint8}
@@ -139,8 +138,8 @@ def _num_characters(decode: Decode, response: Sequence[int], count: int) -> int:
 
 def _step_ends(sample: Sample, separator: str) -> set[int]:
     """Return the places of the tokens that end a step of a response."""
-    ends = ends_of(split_steps(sample.response, separator))
-    return set(end_tokens(ends, sample.num_tokens, sample.num_characters))
+    ends = step_ends(split_steps(sample.response, separator))
+    return set(step_end_tokens(ends, sample.num_tokens, sample.num_characters))
 
 
 def _mark(column: Tensor, mask: Tensor, ends: Sequence[set[int]]) -> None:

@@ -12,10 +12,9 @@ from reward_server import Reply, Request, RewardServer, lengths, rewards
 
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.rewards.base import Sample, Score, ScoreFailure
-from flexrlhf.rewards.limits import Deadline
+from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.services import HttpService
-from flexrlhf.rewards.warn_once import WarnOnce
 
 Behaviour = Callable[[Request], Reply]
 

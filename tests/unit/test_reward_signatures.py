@@ -15,7 +15,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.rewards.signatures import form_of
+from flexrlhf.rewards.worker_calls import form_of
 
 FILE = str(Path(__file__).with_name("trl_reward_functions.py"))
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})

@@ -19,9 +19,8 @@ from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample
 from flexrlhf.rewards.checks import check_sources
-from flexrlhf.rewards.limits import Deadline
+from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.rewards.services import HttpService
-from flexrlhf.rewards.warn_once import WarnOnce
 from flexrlhf.runs.tensor_files import save_tensors
 
 SECRET = "s3cr/t@x"

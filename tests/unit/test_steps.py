@@ -20,10 +20,18 @@ from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
+from flexrlhf.rewards.base import (
+    Sample,
+    ScoreBatch,
+    Scores,
+    StepScores,
+    make_batch,
+    split_steps,
+    step_end_tokens,
+    step_ends,
+)
 from flexrlhf.rewards.replies import BadReply, read_reply
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.rewards.steps import StepScores, end_tokens, ends_of, split_steps
 
 FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
 
@@ -54,9 +62,9 @@ def test_steps_end_behind_separators(response: str, steps: list[str]) -> None:
 def test_a_step_ends_with_the_token_that_completes_it() -> None:
     """Tokens of 2, 3, 1 and no characters, the last the end token: a step that ends with the text ends with it."""
     characters = [0, 2, 5, 6, 6].__getitem__
-    assert end_tokens([1, 2, 3, 5, 6], 4, characters) == [0, 0, 1, 1, 3]
-    assert end_tokens([1], 0, characters) == []
-    assert ends_of(["ab", "c", "def"]) == (2, 3, 6)
+    assert step_end_tokens([1, 2, 3, 5, 6], 4, characters) == [0, 0, 1, 1, 3]
+    assert step_end_tokens([1], 0, characters) == []
+    assert step_ends(["ab", "c", "def"]) == (2, 3, 6)
 
 
 # --- replies
