@@ -11,7 +11,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,22 +96,15 @@ class Timeline:
         self.spans: deque[Span] = deque()
         self._keep_steps = keep_steps
         self._clock = clock
+        self._start: Instant | None = None
         self._begun: Instant | None = None
         self._unsettled: deque[_OnDevice] = deque()
 
-    @contextmanager
-    def span(self, kind: str, label: str, step: int, chunk: int | None) -> Iterator[Span]:
-        """Record the time of the body as a span, to which the body may add ``bytes_sent`` and the like."""
+    def open(self, kind: str, label: str, step: int, chunk: int | None) -> Span:
+        """Return the span of an instruction that starts now; one at a time is open."""
         span = Span(self.rank, kind, label, step, chunk, time.time())
-        self._begun, start = None, self._clock.now() if self._clock else None
-        yield span
-        span.end = time.time()
-        if self._clock and start:
-            self._unsettled.append(_OnDevice(span, start, self._clock.now(), self._begun))
-        self._settle(waits=False)
-        self.spans.append(span)
-        while self.spans[0].step <= step - self._keep_steps:
-            self.spans.popleft()
+        self._start, self._begun = self._clock.now() if self._clock else None, None
+        return span
 
     @property
     def num_unsettled(self) -> int:
@@ -123,6 +115,16 @@ class Timeline:
         """Start ``span`` now: its columns have arrived."""
         span.begin()
         self._begun = self._clock.now() if self._clock else None
+
+    def close(self, span: Span) -> None:
+        """End ``span`` now, and keep it."""
+        span.end = time.time()
+        if self._clock and self._start:
+            self._unsettled.append(_OnDevice(span, self._start, self._clock.now(), self._begun))
+        self._settle(waits=False)
+        self.spans.append(span)
+        while self.spans[0].step <= span.step - self._keep_steps:
+            self.spans.popleft()
 
     def take(self) -> list[Span]:
         """Return the spans since the last call, and forget them."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Totals
 from flexrlhf.objectives.context import CombineContext
-from flexrlhf.objectives.controllers import first_state
+from flexrlhf.trainer.controllers import first_state
 
 ROWS, LENGTH, SAMPLES = 24, 11, 4
 TOLERANCE = 1e-6

@@ -19,11 +19,11 @@ from flexrlhf.config.algorithms.supervised import DpoSpec, RewardSpec, SftSpec
 from flexrlhf.engines.base import Outputs
 from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages
-from flexrlhf.objectives.controllers import next_state
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.kl_penalty import kl_estimate
 from flexrlhf.objectives.losses import likelihood_loss, pair_loss, policy_loss, value_loss
 from flexrlhf.objectives.preferences import preference_loss
+from flexrlhf.trainer.controllers import next_state
 
 ESTIMATORS: tuple[tuple[str, PolicySpec, Any], ...] = (
     ("gae", PpoSpec(like="openrlhf", gae_lambda=0.9, gamma=0.97), ppo_advantages),

@@ -32,11 +32,11 @@ from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec
 from flexrlhf.engines.base import Outputs
 from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages, remax_advantages, whiten
-from flexrlhf.objectives.controllers import next_state
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import policy_loss, value_loss
 from flexrlhf.objectives.reward_shaping import shape_rewards
+from flexrlhf.trainer.controllers import next_state
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 GROUPS = np.arange(ROWS) // SAMPLES

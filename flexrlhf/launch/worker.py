@@ -44,6 +44,7 @@ from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, wr
 from flexrlhf.runs.run_files import RunFiles, open_run_files
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.memory_meter import MemoryMeter
+from flexrlhf.trainer.rank_context import open_rank
 from flexrlhf.trainer.restoration import choose_start
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.trainer import Trainer
@@ -160,11 +161,12 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
             _send_counts(plan, data, send)
         send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
         torch.backends.cuda.enable_cudnn_sdp(plan.spec.debug.cudnn_attention)
-        trainer = Trainer(plan, world, data, rank.meter, rank.stops, flight, files, send, start)
+        opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send)
+        trainer = Trainer(opened, start)
         if start is not None:
             files.remove_checkpoint(plan, world)
         next_step = trainer.run()
-        trainer.close()
+        opened.close()
     send(RunEnds(name, next_step))
     if files.keeps:
         is_finished = next_step == plan.spec.steps

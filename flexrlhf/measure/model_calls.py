@@ -22,10 +22,11 @@ from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
-from flexrlhf.trainer.controller_states import make_controller_states
+from flexrlhf.trainer.controllers import Controllers
+from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.operator_guards import FiniteGuard
-from flexrlhf.trainer.run_operator import OperatorContext, OperatorRun, run_operator
+from flexrlhf.trainer.run_operator import OperatorContext, run_operator
 from flexrlhf.trainer.text_operators import ExternalScorers
 
 NO_TOKEN = -1
@@ -98,7 +99,7 @@ class ProfileContext:
     def _prepare(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[OperatorRun, RowStore]:
         samples = self.plan.batch.samples_per_prompt
         shape = BatchShape(rows // samples * loaded.placed.layout.dp, samples)
-        state = make_controller_states(self.plan).state(operator)
+        state = Controllers(self.plan).state(operator)
         run = OperatorRun(operator, loaded, shape, range(1), self.rank, state=state)
         store = RowStore(self.plan.lengths, self.device)
         for name in operator.reads:

@@ -30,7 +30,7 @@ class CombineContext:
 
     segments: rows of each mini-batch, as slices of the batch.
     reducer:  collectives over the data-parallel group.
-    state:    numbers of the controllers after the step before (objectives/controllers.py).
+    state:    numbers of the controllers after the step before (trainer/controllers.py).
     step:     number of the step.
     seed:     of the run, for hashes of places.
     """

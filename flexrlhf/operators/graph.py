@@ -49,7 +49,7 @@ class Operator:
     suffix:       may stand behind the names of its columns; whoever computes sees them without it.
     barrier:      needs every row of the step at once, so chunks end here, and for all that reads what it writes.
     is_greedy:    a generate that takes the likeliest tokens.
-    is_controlled: uses values that follow from the step before (objectives/controllers.py).
+    is_controlled: uses values that follow from the step before (trainer/controllers.py).
     either_copy:  may run on the trained copy, in parallel with the inference copy, while both store the same weights.
     first_step:   it does not run before this step.
     adapters:     False: computed by the base weights alone, without the low-rank adapters that are trained.
@@ -99,6 +99,16 @@ class Operator:
     def is_rare(self) -> bool:
         """Whether most steps skip it."""
         return self.every > 1
+
+    @property
+    def samples_responses(self) -> bool:
+        """Whether it samples the responses that are trained on."""
+        return self.kind == "generate" and not self.is_greedy
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether it reads the rows of the data set as text."""
+        return self.kind in ("score", "retokenize")
 
     @property
     def extra_reads(self) -> tuple[str, ...]:
@@ -186,11 +196,6 @@ class Graph:
 def is_own(function: str) -> bool:
     """Whether the function of an operator is one of a user's file."""
     return ":" in function
-
-
-def reads_texts(operator: Operator) -> bool:
-    """Whether ``operator`` reads the rows of the data set as text."""
-    return operator.kind in ("score", "retokenize")
 
 
 def after(operators: tuple[Operator, ...], name: str, further: Operator) -> tuple[Operator, ...]:

@@ -150,8 +150,7 @@ def also_writing(operators: Iterable[Operator], column: str) -> tuple[Operator, 
     """Return ``operators``; the one that generates what is trained on also writes ``column``."""
 
     def writing(operator: Operator) -> Operator:
-        is_sampled = operator.kind == "generate" and not operator.is_greedy
-        return replace(operator, writes=(*operator.writes, column)) if is_sampled else operator
+        return replace(operator, writes=(*operator.writes, column)) if operator.samples_responses else operator
 
     return tuple(writing(operator) for operator in operators)
 

@@ -19,7 +19,7 @@ from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.order import SourceShare
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.errors import UserError
-from flexrlhf.operators.graph import Needs, reads_texts
+from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_tokenizer import (
@@ -70,7 +70,7 @@ def load_run_data(plan: Plan) -> RunData:
     if tokenizer.eos_token_id is None:
         raise UserError(f"{tokenizer_key(plan)} {path}: it has no end-of-sequence token")
     sources = data_sources(plan)
-    reads = any(reads_texts(operator) for operator in (*plan.graph.operators, *plan.graph.evaluation))
+    reads = any(operator.reads_texts for operator in (*plan.graph.operators, *plan.graph.evaluation))
     long_prompts = plan.spec.data.long_prompts
     found = {
         each.key: _loaded(plan, each, tokenizer, each.needs, long_prompts, reads and each.needs == "prompts")

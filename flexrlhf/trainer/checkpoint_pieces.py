@@ -19,7 +19,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.tensor_files import Piece, piece_key
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.trainer.step_inputs import StepRows
+from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.weights.pieces import written_names
 from flexrlhf.weights.shards import Part, Parts, trained_parts
 

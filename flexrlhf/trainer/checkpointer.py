@@ -34,12 +34,13 @@ from flexrlhf.runs.manifest import (
 )
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
 from flexrlhf.strategies.schedule import checkpointed_models
-from flexrlhf.timeline import Timeline
 from flexrlhf.trainer.checkpoint_pieces import RowFile, follower_pieces, rows_in_flight, trained_pieces
-from flexrlhf.trainer.controller_states import ControllerStates
+from flexrlhf.trainer.controllers import Controllers
+from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
-from flexrlhf.trainer.step_inputs import StepRows
+from flexrlhf.trainer.results_writer import ResultsWriter
+from flexrlhf.trainer.step_rows import StepRows
 
 Value = TypeVar("Value")
 WRITING = ".writing"
@@ -52,16 +53,14 @@ class RunState:
 
     context:      models and plan of this rank.
     rows:         rows of the steps under way.
-    controllers:  numbers that one step passes on to the next.
+    controllers:  values that one step passes on to the next.
     recorder:     what it has reported for steps in flight, and the best metrics.
-    timeline:     spans of this rank.
     """
 
     context: RankContext
     rows: StepRows
-    controllers: ControllerStates
+    controllers: Controllers
     recorder: Recorder
-    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,12 @@ class _Writing:
     progress: Progress
 
 
-class Checkpointer:
+class Checkpointer(Observer):
     """Writes the checkpoints of this rank; on rank 0 it also completes them."""
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    def __init__(self, state: RunState, results: ResultsWriter) -> None:
+        """``results``: rows of metrics, which a checkpoint waits for."""
+        self._state, self._results = state, results
         self._context = state.context
         self._store = dist.PrefixStore(f"checkpoints/{self._context.plan.spec.name}", self._context.world.store)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -101,12 +101,16 @@ class Checkpointer:
         pieces, rows = self._copied_pieces(), rows_in_flight(context.plan, context.rank, state.rows, next_step)
         directory = self._directory(next_step)
         job = _files_writer(directory, pieces, rows, self._texts(), context)
-        state.recorder.append_spans(next_step, state.timeline.take())
+        context.flight.append_spans(context.files, next_step)
         self._writing = _Writing(next_step, self._thread.submit(job), self._progress(next_step))
         if context.rank == 0:
             self._pending.append(next_step)
         if not context.plan.spec.checkpoint.background:
             self._publish_written(wait=True)
+
+    def end(self, _: Execution) -> None:
+        """Publish and complete what is written by now."""
+        self.poll()
 
     def poll(self) -> None:
         """Publish this rank's files once they are written; on rank 0 complete the checkpoints that all have written."""
@@ -176,7 +180,7 @@ class Checkpointer:
 
     def _is_ready(self, next_step: int) -> bool:
         keys = [f"{next_step}/{rank}" for rank in range(self._context.plan.placement.num_ranks)]
-        return self._state.recorder.next_step >= next_step and self._store.check(keys)
+        return self._results.next_step >= next_step and self._store.check(keys)
 
     def _complete(self, next_step: int) -> None:
         """Write the manifest from what all ranks have published, and rename the directory."""

@@ -1,4 +1,7 @@
-"""Files with the columns that operators have written, and as they arrived by moves (``debug.record_columns``)."""
+"""Files with the columns that operators have written, and as they arrived by moves (``debug.record_columns``).
+
+A run may take the responses of another one from its files (``debug.replay``).
+"""
 
 from __future__ import annotations
 
@@ -8,58 +11,61 @@ from pathlib import Path
 
 import torch
 
-from flexrlhf.comm.rows import RowStore
 from flexrlhf.metrics import Triple
-from flexrlhf.runs.recorded_columns import ARRIVAL_PREFIX, DIRECTORY, STATISTICS
+from flexrlhf.runs.recorded_columns import ARRIVAL_PREFIX, DIRECTORY, EVALUATION_PREFIX, STATISTICS, replay_responses
 from flexrlhf.runs.tensor_files import save_tensors
-from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.strategies.instructions import Move
+from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 
 
-def record_columns(
-    context: RankContext, run: Run, step: int, rows: Sequence[int], store: RowStore, prefix: str = ""
-) -> None:
-    """Write the columns that ``run`` wrote for ``rows``, with the row numbers, if ``debug.record_columns`` is set.
+class ColumnFiles(Observer):
+    """Writer of the columns of this rank's operators, with the numbers of their rows."""
 
-    The first rank of a replica writes for all of its ranks.
-    """
-    if not context.plan.spec.debug.record_columns or not run.operator.writes:
-        return
-    if not context.models[run.model].placed.layout.is_first_of_replica(context.rank):
-        return
-    _write(context, run, step, rows, store, run.operator.writes, prefix)
-
-
-def record_arrivals(context: RankContext, run: Run, step: int, rows: Sequence[int], store: RowStore) -> None:
-    """Write the columns that ``run`` reads and that moves bring to this rank, if ``debug.record_columns`` is set."""
-    if context.plan.spec.debug.record_columns:
-        moved = {
+    def __init__(self, rank: RankContext) -> None:
+        self._rank = rank
+        self._moved = {
             transfer.column
-            for move in context.plan.schedule.instructions
+            for move in rank.plan.schedule.instructions
             if isinstance(move, Move)
             for transfer in move.transfers
-            if transfer.destination == context.rank
+            if transfer.destination == rank.rank
         }
-        arrived = [name for name in run.operator.reads if name in moved]
-        if arrived and rows:
-            _write(context, run, step, rows, store, arrived, ARRIVAL_PREFIX)
+
+    def arrived(self, execution: Execution) -> None:
+        """Write the columns that the operator reads and that moves bring to this rank."""
+        names = [name for name in execution.work.operator.reads if name in self._moved]
+        if names and execution.work.rows:
+            self._write(execution, names, ARRIVAL_PREFIX)
+
+    def computed(self, execution: Execution) -> None:
+        """Write the columns that the operator has written; the first rank of a replica does for all of its ranks."""
+        work = execution.work
+        if work.operator.writes and work.model.placed.layout.is_first_of_replica(self._rank.rank):
+            self._write(execution, work.operator.writes, "" if execution.inner is None else EVALUATION_PREFIX)
+
+    def _write(self, execution: Execution, names: Sequence[str], prefix: str) -> None:
+        directory, operator, rows = self._rank.directory / DIRECTORY, execution.work.operator, execution.work.rows
+        directory.mkdir(parents=True, exist_ok=True)
+        columns = {name: execution.store.get(name, rows).cpu().contiguous() for name in names}
+        place = f"step{execution.step}-{operator.name}-chunk{execution.instruction.chunk or 0}-rank{self._rank.rank}"
+        path = directory / f"{prefix}{place}.safetensors"
+        save_tensors({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, path)
+        self._rank.files.send(path)
 
 
-def _write(
-    context: RankContext,
-    run: Run,
-    step: int,
-    rows: Sequence[int],
-    store: RowStore,
-    names: Sequence[str],
-    prefix: str,
-) -> None:
-    directory = context.directory / DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True)
-    columns = {name: store.get(name, rows).cpu().contiguous() for name in names}
-    path = directory / f"{prefix}step{step}-{run.operator.name}-chunk{run.chunk or 0}-rank{context.rank}.safetensors"
-    save_tensors({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, path)
-    context.files.send(path)
+class Replay(Observer):
+    """Replacement of the responses of training by those of another run."""
+
+    def __init__(self, run: str) -> None:
+        """``run``: its directory."""
+        self._run = run
+
+    def computed(self, execution: Execution) -> None:
+        """Replace what a generate has written."""
+        work = execution.work
+        if work.operator.kind == "generate" and execution.inner is None:
+            replay_responses(self._run, work.operator, execution.step, work.rows, execution.store)
 
 
 def record_statistics(

@@ -1,38 +1,31 @@
-"""Evaluations on one rank: execute an Eval's list over batches of the evaluation set, report and record results."""
+"""Evaluations on one rank: execute an Eval's list over batches of the evaluation set."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Moments, add_moments
-from flexrlhf.runs.recorded_columns import EVALUATION_PREFIX
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run
-from flexrlhf.trainer.column_files import record_columns
+from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.trainer.recorder import Recorder
-from flexrlhf.trainer.run_operator import OperatorContext, OperatorRun, run_operator
-from flexrlhf.trainer.samples import collect_samples
-from flexrlhf.trainer.sampling_settings import evaluation_sampling
-from flexrlhf.trainer.step_inputs import input_columns
+from flexrlhf.trainer.run_operator import OperatorContext, evaluation_sampling, run_operator
+from flexrlhf.trainer.step_rows import input_columns
 
 
 class Evaluator:
     """Executes Eval instructions on this rank."""
 
-    def __init__(self, context: RankContext, operators: OperatorContext, recorder: Recorder) -> None:
-        """``operators``: context of the operators of training, whose sampling evaluations change."""
-        self._context = context
+    def __init__(self, context: RankContext, operators: OperatorContext, observers: Sequence[Observer]) -> None:
+        """``operators``: context of the operators of training. ``observers``: receive what is computed."""
+        self._context, self._observers = context, observers
         self._operators = replace(operators, sampling=evaluation_sampling(context.plan, operators.sampling))
-        self._recorder = recorder
 
-    def evaluate(self, instruction: Eval, step: int, position: int) -> None:
-        """Execute the list of ``instruction``, then report the statistics of its runs and record what they wrote.
-
-        ``position``: of the instruction in the walk.
-        """
+    def evaluate(self, instruction: Eval, execution: Execution) -> None:
+        """Execute the list of ``instruction``; observers receive its runs once all batches are computed."""
         rows = EvaluationRows(self._context, instruction)
         results: dict[int, Moments] = {}
         for index, inner, batches in walk_evaluation(instruction, rows.shape, self._context.rank):
@@ -44,11 +37,11 @@ class Evaluator:
         for index, moments in sorted(results.items()):
             run = instruction.instructions[index]
             assert isinstance(run, Run), "moves report nothing"
-            work = self._work(run, rows.shape.mini_batches, rows)
-            count = self._context.plan.spec.samples.count
-            samples = collect_samples(work, rows.store, "evaluation", count, self._operators.decode)
-            self._recorder.report(step, position, work.model, run.operator.name, moments, inner=index, samples=samples)
-            record_columns(self._context, run, step, work.rows, rows.store, EVALUATION_PREFIX)
+            result = Execution(execution.position, execution.step, run, inner=index)
+            result.work, result.store = self._work(run, rows.shape.mini_batches, rows), rows.store
+            result.moments = moments
+            for observer in self._observers:
+                observer.computed(result)
 
     def _run(self, run: Run, batches: range, rows: EvaluationRows) -> Moments:
         """Execute ``run`` on this rank's rows of ``batches``. Returns its statistics under the names of evaluations."""

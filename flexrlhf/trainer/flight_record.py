@@ -5,14 +5,13 @@ On a GPU, whose work is queued, an instant is when the device has come to it, by
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ import torch
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import World
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.flight_log import MOST_INSTRUCTIONS, FlightLog, write_record
-from flexrlhf.strategies.instructions import Instruction
-from flexrlhf.timeline import Clock, Instant, Span, Timeline
+from flexrlhf.runs.flight_log import MOST_INSTRUCTIONS, TIMELINE, FlightLog, write_record
+from flexrlhf.runs.run_files import RunFiles
+from flexrlhf.timeline import Clock, Instant, Span, Timeline, dump_spans
+from flexrlhf.trainer.execution import Execution, Observer
 
 
 @dataclass
@@ -82,7 +82,7 @@ def clock_of(device: torch.device) -> Clock | None:
     return None if device.type == "cpu" else DeviceClock(device)
 
 
-class FlightRecord:
+class FlightRecord(Observer):
     """Instructions of this rank as they happen.
 
     progress:   position of every rank, and the waits of this one.
@@ -107,14 +107,28 @@ class FlightRecord:
         self._log = FlightLog(directory, self._header, plan.spec.timeline_steps)
         self._last: deque[Span] = deque(maxlen=MOST_INSTRUCTIONS)
 
-    @contextmanager
-    def instruction(self, instruction: Instruction, step: int) -> Iterator[Span]:
-        """Record an instruction in log and timeline while the body executes it."""
-        with self.timeline.span(instruction.kind, instruction.label, step, instruction.chunk) as span:
-            self._last.append(span)
-            self._log.begin(span)
-            yield span
-        self._log.end(span)
+    def begin(self, execution: Execution) -> None:
+        """Report the position of this rank, and begin the span of an instruction."""
+        instruction, step = execution.instruction, execution.step
+        self.progress.report(execution.position, f"step {step}, {instruction.kind} {instruction.label}")
+        execution.span = self.timeline.open(instruction.kind, instruction.label, step, instruction.chunk)
+        self._last.append(execution.span)
+        self._log.begin(execution.span)
+
+    def arrived(self, execution: Execution) -> None:
+        """Begin the time of an operator; until now it was a wait."""
+        self.timeline.begin(execution.span)
+
+    def end(self, execution: Execution) -> None:
+        """End the span of an instruction."""
+        self.timeline.close(execution.span)
+        self._log.end(execution.span)
+
+    def append_spans(self, files: RunFiles, next_step: int) -> None:
+        """Append the spans until the checkpoint before ``next_step`` to this rank's file."""
+        path = self.directory / TIMELINE / f"rank-{self._header['rank']:05d}.jsonl"
+        line = json.dumps({"next_step": next_step, "spans": dump_spans(self.timeline.take())})
+        files.append(path, line + "\n")
 
     def close(self) -> None:
         """Remove the log of a run that ended well."""
@@ -129,7 +143,7 @@ class FlightRecord:
             "at": self.progress.position.what,
             "instructions": [asdict(span) for span in list(self._last)],
             "waiting": waiting and {"ranks": waiting.ranks, "seconds": round(time.monotonic() - waiting.since, 3)},
-            "stack": main_stack() if stack is None else stack,
+            "stack": _main_stack() if stack is None else stack,
         }
         write_record(self.directory, self._header["rank"], record)
 
@@ -139,7 +153,7 @@ def model_names(plan: Plan, rank: int) -> str:
     return ", ".join(model.name for model in plan.placement.on_rank(rank))
 
 
-def main_stack() -> list[str]:
+def _main_stack() -> list[str]:
     """Return where the main thread is, outermost call first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return [] if frame is None else [line.rstrip() for line in traceback.format_stack(frame)]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+
+from flexrlhf.placement.placed import ModelName
+from flexrlhf.strategies.instructions import Offload, Reload
+from flexrlhf.trainer.execution import Execution, Observer
+from flexrlhf.trainer.loaded_models import LoadedModel
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -67,3 +72,16 @@ class MemoryMeter:
             return 0
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
+
+
+class PeakMemory(Observer):
+    """Peak of this rank's memory, by instruction."""
+
+    def __init__(self, meter: MemoryMeter, models: Mapping[ModelName, LoadedModel]) -> None:
+        self._meter, self._models = meter, models
+
+    def end(self, execution: Execution) -> None:
+        """Add the peak to the span of the instruction."""
+        execution.span.peak_bytes = self._meter.lap()
+        if isinstance(execution.instruction, Offload | Reload):
+            self._meter.leave_out(sum(each.engine.memory_usage().unmapped for each in self._models.values()))

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.world import World
 from flexrlhf.config.algorithms.base import SampledSpec
-from flexrlhf.config.spec import Dtype, ModelSpec, Spec
+from flexrlhf.config.spec import Dtype, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, moments
 from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep, first_in_columns
 from flexrlhf.errors import RunStopped
@@ -113,11 +112,6 @@ class FiniteGuard:
         return statistics | {"skipped": moments(torch.zeros(1, device=norm.device))}
 
 
-def make_finite_guard(spec: Spec, world: World) -> FiniteGuard:
-    """Return the guard of a run on this rank."""
-    return FiniteGuard(spec.guards.non_finite, dist.PrefixStore(f"finite/{spec.name}", world.store), world.rank)
-
-
 LIMIT, LIMIT_16_BITS = 1e-3, 0.05
 """Mean difference in nats at temperature 1 that rounding does not reach."""
 SAMPLED, COMPUTED = "rollout_logprobs", "logprobs"
@@ -155,7 +149,7 @@ class SampledCheck:
         if model.placed.name not in self.models:
             return
         kept, rows = f"{SAMPLED}.{model.placed.name}", batch.rows.tolist()
-        if samples(operator):
+        if operator.samples_responses:
             store.put(kept, rows, columns[SAMPLED])
             return
         for name in OF_WHOLE_TEXTS.intersection(operator.writes):
@@ -188,11 +182,6 @@ class SampledCheck:
         )
 
 
-def samples(operator: Operator) -> bool:
-    """Whether ``operator`` samples the responses that are trained on."""
-    return operator.kind == "generate" and not operator.is_greedy
-
-
 def default_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = None) -> float:
     """Return the limit of the mean difference in nats; log-probs at a low temperature magnify rounding.
 
@@ -210,7 +199,7 @@ def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> Sa
     if not isinstance(algorithm, SampledSpec) or algorithm.is_cut:
         return None
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
-    sampling = {run.model for run in runs if samples(run.operator)}
+    sampling = {run.model for run in runs if run.operator.samples_responses}
     forwards = [run for run in runs if run.operator.kind == "forward"]
     computing = {run.model for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
     models = frozenset(sampling & computing)

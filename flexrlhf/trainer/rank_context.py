@@ -1,17 +1,28 @@
-"""One rank of a run, as the parts that execute its instructions see it."""
+"""One rank of a run: its place among the others, its loaded models, and what it reports to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from flexrlhf.comm.world import Groups, Wait, World
+from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.placement.placed import ModelName
+from flexrlhf.plan.memory_text import connected_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
+from flexrlhf.plan.run_tokenizer import load_tokenizer
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.flight_record import FlightRecord
+from flexrlhf.trainer.loaded_models import LoadedModel, load_models
+from flexrlhf.trainer.memory_meter import MemoryMeter
+from flexrlhf.trainer.stop_requests import StopRequests
+from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
 
 @dataclass(frozen=True)
@@ -20,23 +31,94 @@ class RankContext:
 
     plan:       of the run; every rank has the same.
     data:       examples of the run and its special tokens.
-    directory:  where the run writes.
     files:      of the run, where machines have directories of their own.
     world:      rank, device and store.
+    flight:     record of the instructions of this rank, and its waits.
+    meter:      counts its memory.
+    stops:      requests to end the run before its last step.
+    send:       to whatever displays what this rank does.
     groups:     process groups of the plan.
-    wait:       waits for communication, with a deadline and an error that names what was waited for.
     models:     placed models that are loaded on this rank.
+    scorers:    functions, services and rules that score responses.
+    decode:     tokens to text, special tokens included.
+    start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
     """
 
     plan: Plan
     data: RunData
-    directory: Path
     files: RunFiles
     world: World
+    flight: FlightRecord
+    meter: MemoryMeter
+    stops: StopRequests
+    send: Send
     groups: Groups
-    wait: Wait
-    models: Mapping[ModelName, LoadedModel]
+    models: dict[ModelName, LoadedModel]
+    scorers: ExternalScorers
+    decode: Callable[..., str]
+    start_bytes: dict[str, int]
 
     @property
     def rank(self) -> int:
         return self.world.rank
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the run."""
+        return self.plan.spec.directory
+
+    @property
+    def wait(self) -> Wait:
+        """Waits for communication, with a deadline and an error that names what was waited for."""
+        return self.flight.progress.wait
+
+    def show(self, what: str, step: int | None = None) -> None:
+        """Display that this rank does ``what``."""
+        self.send(Doing(self.plan.spec.name, what, step))
+
+    def ends_after(self, turn: int) -> bool:
+        """Return whether the run ends after a round of the list, by a request to stop."""
+        spec = self.plan.spec
+        if not spec.checkpoint.on_signal:
+            return False
+        moment = f"{spec.name}/{turn}"
+        with self.flight.progress.deadline(tuple(range(self.world.size))):
+            if self.models:
+                return self.stops.decide(moment)
+            # a rank without models would decide all rounds before the others begin
+            return self.stops.follow(moment, spec.timeout_seconds * len(self.plan.schedule.instructions))
+
+    def close(self) -> None:
+        """Free the models, what scores, and the process groups."""
+        for model in self.models.values():
+            model.engine.close()
+        self.models.clear()
+        self.scorers.close()
+        # models keep groups in cycles of hooks and closures
+        gc.collect()
+        self.groups.close()
+
+
+def open_rank(
+    plan: Plan,
+    data: RunData,
+    files: RunFiles,
+    world: World,
+    flight: FlightRecord,
+    meter: MemoryMeter,
+    stops: StopRequests,
+    send: Send,
+) -> RankContext:
+    """Connect this rank to the others and load its models."""
+    meter.reset_peak()
+    groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
+    if world.rank == 0 and world.device.type != "cpu":
+        send(Note(plan.spec.name, connected_memory(plan, world.rank, *torch.accelerator.get_memory_info())))
+    decode = load_tokenizer(data.tokenizer, data.is_trusted).decode
+    scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
+    models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id)
+    start_bytes = {"load": meter.peak()}
+    meter.reset_peak()
+    return RankContext(
+        plan, data, files, world, flight, meter, stops, send, groups, models, scorers, decode, start_bytes
+    )

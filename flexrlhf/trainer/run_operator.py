@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
+from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.data.examples import Example
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.base import Batch, Loss, Moments, Sampling, add_moments, moments
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -20,68 +21,15 @@ from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import check_returned, combine_of, make_loss, settings_of
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.operators.columns import column_of, plain
-from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.layout import BatchShape
-from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck
-from flexrlhf.trainer.text_operators import ExternalScorers, retokenized
+from flexrlhf.plan.plan import Plan
+from flexrlhf.trainer.execution import OperatorRun
+from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
+from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.text_operators import ExternalScorers, make_text_encoders, retokenized
 
 _SCORES = ("scores", "token_scores")
-
-
-@dataclass(frozen=True)
-class OperatorRun:
-    """An operator over whole mini-batches on this rank. A mini-batch may have no rows here.
-
-    operator:      what to compute.
-    model:         the loaded model that computes it, or on whose ranks it runs.
-    shape:         prompts and mini-batches of the step or evaluation.
-    mini_batches:  those that it works on.
-    rank:          this rank.
-    examples:      of the prompts of ``shape``, for an operator that reads texts.
-    state:         numbers of the operator's controllers.
-    """
-
-    operator: Operator
-    model: LoadedModel
-    shape: BatchShape
-    mini_batches: range
-    rank: int
-    examples: Sequence[Example] = ()
-    state: Mapping[str, float] = field(default_factory=dict)
-
-    def rows_of(self, mini_batches: range) -> tuple[int, ...]:
-        """Return the rows of ``mini_batches`` on this rank."""
-        return self.shape.rows(self.shape.prompts_on(self.model.placed.layout, self.rank, mini_batches))
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Rows that the operator works on."""
-        return self.rows_of(self.mini_batches)
-
-    def examples_of_rows(self) -> list[Example]:
-        """Return the example of each row."""
-        return [self.examples[row // self.shape.samples_per_prompt] for row in self.rows]
-
-    def segments(self) -> list[slice]:
-        """Return the slice of each mini-batch's rows in ``rows``."""
-        ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
-        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-    def batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
-        """Return the columns that the operator reads of ``rows``, named without its suffix."""
-        names = [name for name in self.operator.reads if name not in self.operator.extra_reads]
-        return self._batch(store, names, self.operator.suffix, rows, device)
-
-    def extra_batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
-        """Return the further texts of a train operator."""
-        return self._batch(store, self.operator.extra_reads, f".{self.operator.extra_loss}", rows, device)
-
-    def _batch(
-        self, store: RowStore, names: Sequence[str], suffix: str, rows: Sequence[int], device: torch.device
-    ) -> Batch:
-        columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
-        return Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), self.shape.samples_per_prompt)
+EVALUATION_STEP = -1
+"""Step that the sampling noise of evaluations is a function of; training has no such step."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +54,45 @@ class OperatorContext:
     guard: FiniteGuard
     check: SampledCheck | None = None
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
+
+    def at(self, step: int) -> OperatorContext:
+        """Return the context of ``step``."""
+        return replace(self, sampling=replace(self.sampling, step=step))
+
+
+def make_operator_context(rank: RankContext) -> OperatorContext:
+    """Return the context of the operators of training on this rank, in step 0."""
+    spec, world = rank.plan.spec, rank.world
+    guard = FiniteGuard(spec.guards.non_finite, dist.PrefixStore(f"finite/{spec.name}", world.store), world.rank)
+    check = make_sampled_check(rank.plan, rank.decode)
+    encoders = make_text_encoders(rank.plan, rank.models)
+    return OperatorContext(spec, step_sampling(rank), world.device, rank.scorers, rank.decode, guard, check, encoders)
+
+
+def step_sampling(rank: RankContext) -> Sampling:
+    """Return how responses are sampled in step 0; other steps differ in ``step`` alone."""
+    algorithm, data = rank.plan.spec.algorithm, rank.data
+    decode = partial(rank.decode, skip_special_tokens=True)
+    sampling = Sampling(
+        rank.plan.spec.seed, 0, rank.plan.temperature, data.eos_token_ids, data.pad_token_id, decode=decode
+    )
+    if not isinstance(algorithm, SampledSpec):
+        return sampling
+    return replace(
+        sampling,
+        top_p=algorithm.top_p,
+        top_k=algorithm.top_k,
+        min_tokens=algorithm.min_response_tokens,
+        stop=algorithm.stop,
+    )
+
+
+def evaluation_sampling(plan: Plan, sampling: Sampling) -> Sampling:
+    """Return how evaluations sample: as training does, at ``eval.temperature`` where it is given."""
+    settings = plan.spec.eval
+    if settings is not None and settings.temperature is not None:
+        sampling = replace(sampling, temperature=settings.temperature)
+    return replace(sampling, step=EVALUATION_STEP)
 
 
 def run_operator(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.operators.graph import Operator
+from flexrlhf.config.spec import SamplesSpec
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.trainer.run_operator import OperatorRun
+from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
 FILE = "samples.jsonl"
 Rows = Literal["training", "evaluation"]
@@ -31,6 +31,21 @@ TEXTS = ("tokens", "attention_mask", "response_mask", "finished", "policy_versio
 """Columns of a generate that texts are made of."""
 SCORES = {"scores": "score", "scores.cost": "cost"}
 """Column of scores → field."""
+
+
+class Samples(Observer):
+    """Collector of the samples that operators write, of some steps and of each evaluation."""
+
+    def __init__(self, settings: SamplesSpec, steps: int, decode: Callable[..., str]) -> None:
+        """``steps``: of the run, of which the last one has samples in any case. ``decode``: tokens to text."""
+        self._settings, self._last_step, self._decode = settings, steps - 1, decode
+
+    def computed(self, execution: Execution) -> None:
+        """Collect what the operator has written of the sampled rows."""
+        step, kind = execution.step, ORDER[execution.inner is not None]
+        if kind == "training" and step % self._settings.every and step != self._last_step:
+            return
+        execution.samples = collect_samples(execution.work, execution.store, kind, self._settings.count, self._decode)
 
 
 def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
@@ -46,7 +61,8 @@ def collect_samples(
 
     Every rank of the model calls this; the first one receives the parts, all others none.
     """
-    columns = _columns_of(run.operator)
+    # samples are made of the first responses, which a greedy operator does not sample, and their scores
+    columns = TEXTS if run.operator.samples_responses else tuple(name for name in SCORES if name in run.operator.writes)
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts(m)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
     if not columns or not chosen:
@@ -72,13 +88,6 @@ def append_samples(directory: Path, samples: Sequence[Mapping[str, Any]]) -> Non
     """Append ``samples`` to the run's file, a line each."""
     with (directory / FILE).open("a") as file:
         file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-
-
-def _columns_of(operator: Operator) -> tuple[str, ...]:
-    """Return the columns that samples are made of, without the operator's suffix; none of greedy responses."""
-    if operator.kind == "generate":
-        return () if operator.is_greedy else TEXTS
-    return tuple(name for name in SCORES if name in operator.writes)
 
 
 def _gathered(run: OperatorRun, store: RowStore, chosen: Sequence[int], columns: Sequence[str]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple
 from flexrlhf.strategies.instructions import Instruction, Run, work_of
 from flexrlhf.timeline import Span, Timeline
+from flexrlhf.trainer.execution import Execution, Observer
 
 KINDS = ("generate", "forward", "score", "train", "move", "sync", "wait", "other")
 """Counters: work that has no counter of its own is ``other``."""
@@ -54,7 +55,7 @@ class WorkClock:
         return taken
 
 
-class WorkTime:
+class WorkTime(Observer):
     """Counters of all ranks in the store: this rank adds to them, rank 0 reads them."""
 
     def __init__(self, name: str, world: World, timeline: Timeline) -> None:
@@ -62,6 +63,10 @@ class WorkTime:
         self._store = dist.PrefixStore(f"work/{name}", world.store)
         self._clock = WorkClock(timeline, time.time())
         self._before = dict.fromkeys(KINDS, 0)
+
+    def end(self, execution: Execution) -> None:
+        """Count an instruction of this rank."""
+        self.add(execution.instruction, execution.span)
 
     def add(self, instruction: Instruction, span: Span) -> None:
         """Count an instruction of this rank that has ended."""

@@ -7,27 +7,26 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import host_accelerator
 import torch.distributed as dist
 
 from flexrlhf.launch import worker
 from flexrlhf.runs.resume import ORDERS, RunOrder
-from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.trainer import Trainer
 
 
 class CountingTrainer(Trainer):
     """Writes the host reads of the last step, by instruction, to ``reads-RANK.json`` of the run."""
 
-    def _execute(self, instruction: Instruction, step: int, *further: Any) -> None:
+    def _execute(self, execution: Execution) -> None:
         before = host_accelerator.host_reads()
-        super()._execute(instruction, step, *further)
-        path = self.plan.spec.directory / f"reads-{self._world.rank}.json"
+        super()._execute(execution)
+        path = self.plan.spec.directory / f"reads-{self._rank.rank}.json"
         found = Counter(json.loads(path.read_text()) if path.exists() else {})
-        if step == self.plan.spec.steps - 1:
-            found[instruction.label] += host_accelerator.host_reads() - before
+        if execution.step == self.plan.spec.steps - 1:
+            found[execution.instruction.label] += host_accelerator.host_reads() - before
         path.write_text(json.dumps(found))
 
 

@@ -83,15 +83,15 @@ class Fault:
         self._planned = Planned(**json.loads((directory / PLANNED).read_text()))
         self._count = 0
 
-    def before(self, trainer: Any, instruction: Any, step: int) -> None:
+    def before(self, trainer: Any, execution: Any) -> None:
         """Act before the planned instruction."""
-        rank = trainer._world.rank
+        rank, instruction = trainer._rank.rank, execution.instruction
         if rank != self._planned.rank:
             return
         target = int(self._planned.place * len(trainer.plan.schedule.for_rank(rank)))
         self._count += 1
         if self._count == target:
-            self._strike(f"{instruction.kind} {instruction.label}", step)
+            self._strike(f"{instruction.kind} {instruction.label}", execution.step)
         if self._planned.action == "slow" and 0 <= self._count - target < NUM_SLOW:
             time.sleep(SLOW_SECONDS)
 
@@ -114,9 +114,9 @@ def with_fault(execute: Callable[..., None]) -> Callable[..., None]:
     """``Trainer._execute`` with the planned fault."""
     fault = Fault(Path(os.environ[VARIABLE]))
 
-    def executing(trainer: Any, instruction: Any, step: int, position: int, span: Any) -> None:
-        fault.before(trainer, instruction, step)
-        execute(trainer, instruction, step, position, span)
+    def executing(trainer: Any, execution: Any) -> None:
+        fault.before(trainer, execution)
+        execute(trainer, execution)
 
     return executing
 

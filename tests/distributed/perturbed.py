@@ -22,6 +22,7 @@ from flexrlhf.runs.run_directory import prepare_directory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.memory_meter import MemoryMeter
+from flexrlhf.trainer.rank_context import open_rank
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.trainer import Trainer
 
@@ -32,12 +33,13 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
     prepare_directory(plan, format_plan(plan), continues=False).close()
     flight = FlightRecord(plan, world, spec.directory)
     meter, stops, files = MemoryMeter(world.device), StopRequests(world.store), RunFiles(world.rank == 0)
-    trainer = Trainer(plan, world, load_run_data(plan), meter, stops, flight, files, discard)
-    weight = trainer._models["actor"].engine.weights()[name]
+    rank = open_rank(plan, load_run_data(plan), files, world, flight, meter, stops, discard)
+    trainer = Trainer(rank)
+    weight = rank.models["actor"].engine.weights()[name]
     with torch.no_grad():
         weight.view(-1)[0] += amount
     trainer.run()
-    trainer.close()
+    rank.close()
     print(f"{spec.name} ended", flush=True)
 
 

@@ -137,11 +137,13 @@ def test_offloaded_tensors_leave_the_device_and_come_back(cuda: torch.device) ->
 def test_a_span_lasts_as_long_as_the_device_works(cuda: torch.device) -> None:
     """A kernel that waits is queued in no time; the span that follows begins where it ends."""
     timeline, began = Timeline(0, 10, DeviceClock(cuda)), time.time()
-    with timeline.span("run", "waits", 0, None):
-        torch.cuda._sleep(1_000_000_000)
+    waits = timeline.open("run", "waits", 0, None)
+    torch.cuda._sleep(1_000_000_000)
+    timeline.close(waits)
     queued = time.time() - began
-    with timeline.span("run", "follows", 0, None):
-        torch.zeros(1, device=cuda)
+    follows = timeline.open("run", "follows", 0, None)
+    torch.zeros(1, device=cuda)
+    timeline.close(follows)
     first, second = timeline.take()
     seconds = first.end - first.start
     assert seconds > 0.2 and seconds > 2 * queued

@@ -9,9 +9,9 @@ from torch import Tensor
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import CombineContext, Reducer
-from flexrlhf.objectives.controllers import first_state
 from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import shape_rewards
+from flexrlhf.trainer.controllers import first_state
 
 
 def scored_batch(mask: Tensor, scores: list[float], finished: list[int] | None = None, **columns: Tensor) -> Batch:

@@ -17,9 +17,9 @@ from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.engines.base import Batch, Moments, add_moments
 from flexrlhf.objectives.advantages import gae, ppo_advantages, whiten
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.controllers import first_state
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.group_advantages import best_of_group
+from flexrlhf.trainer.controllers import first_state
 
 
 def floats(tensor: Tensor) -> Any:

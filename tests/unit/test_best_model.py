@@ -16,10 +16,10 @@ from flexrlhf.display.events import discard
 from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.strategies.instructions import Eval, Run, Save
 from flexrlhf.timeline import Timeline
-from flexrlhf.trainer.recorder import Outlets, Recorder, make_report
+from flexrlhf.trainer.recorder import Recorder, make_report
+from flexrlhf.trainer.results_writer import ResultsWriter
 from flexrlhf.trainer.work_time import WorkTime
 
 Publish = Callable[[int, float], None]
@@ -32,10 +32,9 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> Recorder:
+def recorder() -> Recorder:
     world = World(0, 2, dist.HashStore(), torch.device("cpu"), "gloo")
-    outlets = Outlets(discard, RunLoggers(tmp_path), WorkTime("run", world, Timeline(0, 1)))
-    return Recorder(plan(), world, tmp_path, RunFiles(True), outlets)
+    return Recorder(plan(), world)
 
 
 def saves() -> list[Save]:
@@ -63,14 +62,15 @@ def test_a_model_is_better_than_all_before_or_it_is_not_kept(recorder: Recorder)
     assert found == [[0.5, 0.5], [None, None], [None, None], [None, None], [0.75, 0.75]]
 
 
-def test_what_is_read_by_all_is_removed_and_not_before(recorder: Recorder) -> None:
+def test_what_is_read_by_all_is_removed_and_not_before(recorder: Recorder, tmp_path: Path) -> None:
     evaluate(recorder, 0, 0.5)
-    recorder.collect()
+    work = WorkTime("run", recorder.world, Timeline(0, 1))
+    ResultsWriter(recorder, tmp_path, work, RunLoggers(tmp_path), discard).collect()
     actor, critic = saves()
-    before = recorder._store.num_keys()
+    before = recorder.store.num_keys()
     assert recorder.improved(actor, 0) == recorder.improved(critic, 0) == 0.5
     # one of each of four operators, and the count of readers is gone again
-    assert recorder._store.num_keys() == before - 4
+    assert recorder.store.num_keys() == before - 4
 
 
 def test_a_rank_that_never_evaluates_is_named(recorder: Recorder) -> None:

@@ -18,10 +18,9 @@ from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple
-from flexrlhf.objectives.controllers import State, first_state, next_state
 from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.trainer.controller_states import make_controller_states
+from flexrlhf.trainer.controllers import Controllers, State, first_state, next_state
 
 
 def triple(values: list[float]) -> Triple:
@@ -180,7 +179,7 @@ def test_all_chunks_of_a_step_change_the_numbers_once(num_chunks: int) -> None:
     plan, runs = runs_of(num_chunks, kl, "algorithm.normalise_scores=running")
     assert len(runs) == num_chunks
     measured, scores = [9.0, 1.0, 5.0, 2.0, 8.0, 3.0, 7.0, 6.0], [float(row * row) for row in range(8)]
-    controls, spec = make_controller_states(plan), plan.spec.algorithm
+    controls, spec = Controllers(plan), plan.spec.algorithm
     expected = first_state(spec)
     for _ in range(3):
         for run in runs:
@@ -208,7 +207,7 @@ def test_steps_in_a_row_without_a_score_end_the_run(limit: int | None, num_chunk
     """A step with one score in any of its chunks begins anew."""
     shown = "null" if limit is None else limit
     plan, runs = runs_of(num_chunks, f"guards.max_failed_steps={shown}")
-    controls = make_controller_states(plan)
+    controls = Controllers(plan)
 
     def step(last: Triple) -> None:
         for run in runs:
@@ -237,12 +236,12 @@ def test_every_kind_of_score_counts(missing: str) -> None:
 
 def test_operators_without_controllers_have_no_numbers() -> None:
     plan, _ = runs_of(1)
-    controls = make_controller_states(plan)
+    controls = Controllers(plan)
     train = next(operator for operator in plan.graph.operators if operator.kind == "train")
     assert controls.state(train) == {}
     assert set(controls.states) == {"advantages"}
     reward = plan_of(None, 1, "algorithm={name: reward, prompts_per_step: 8}", "models.actor=null")
-    assert make_controller_states(reward).states == {}
+    assert Controllers(reward).states == {}
 
 
 @pytest.mark.parametrize(("first", "due"), [(0, [0, 1, 2, 3, 4]), (2, [2, 3, 4]), (4, [4]), (5, []), (9, [])])

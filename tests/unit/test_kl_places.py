@@ -22,10 +22,10 @@ from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.advantages import ppo_advantages
-from flexrlhf.objectives.controllers import first_state, next_state
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.kl_penalty import kl_estimate
 from flexrlhf.objectives.losses import policy_loss
+from flexrlhf.trainer.controllers import first_state, next_state
 
 
 def of_verl(estimator: str, logprob: Tensor, ref: Tensor) -> Tensor:

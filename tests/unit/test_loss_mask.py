@@ -7,7 +7,7 @@ from dataclasses import replace
 from flexrlhf.data.examples import Example
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.plan.run_data import RunData, data_digest
-from flexrlhf.trainer.step_inputs import input_columns
+from flexrlhf.trainer.step_rows import input_columns
 
 
 def test_columns_have_the_mask_of_what_is_trained_on() -> None:

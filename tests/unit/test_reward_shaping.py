@@ -21,8 +21,8 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.controllers import first_state, next_state
 from flexrlhf.objectives.reward_shaping import last_positions, shape_rewards, weighted_scores
+from flexrlhf.trainer.controllers import first_state, next_state
 
 
 def advantages_of(spec: PpoSpec, batch: Batch, **state: float) -> tuple[Columns, Moments]:

@@ -14,10 +14,10 @@ from flexrlhf.display.events import discard
 from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.runs.run_directory import read_lines
-from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Timeline
-from flexrlhf.trainer.recorder import Outlets, Recorder, make_report
+from flexrlhf.trainer.recorder import Recorder, make_report
+from flexrlhf.trainer.results_writer import ResultsWriter
 from flexrlhf.trainer.samples import merged_samples, sample_rows
 from flexrlhf.trainer.work_time import WorkTime
 
@@ -52,8 +52,8 @@ def test_samples_are_written_with_the_metrics_of_their_step(tmp_path: Path) -> N
     """Rank 0 waits for the parts of all operators, and writes none of them twice."""
     plan = plan_of(None, 1, "steps=2")
     world = World(0, 1, dist.HashStore(), device("cpu"), "gloo")
-    outlets = Outlets(discard, RunLoggers(tmp_path), WorkTime("run", world, Timeline(0, 1)))
-    recorder = Recorder(plan, world, tmp_path, RunFiles(True), outlets)
+    recorder, work = Recorder(plan, world), WorkTime("run", world, Timeline(0, 1))
+    results = ResultsWriter(recorder, tmp_path, work, RunLoggers(tmp_path), discard)
     runs = [index for index, each in enumerate(plan.schedule.instructions) if isinstance(each, Run)]
     for step in (0, 1):
         for index in runs:
@@ -62,7 +62,7 @@ def test_samples_are_written_with_the_metrics_of_their_step(tmp_path: Path) -> N
             score = [{"rows": "training", "row": 0, "score": float(step)}] if name == "scores" else []
             assert read_lines(tmp_path / "samples.jsonl") == expected(step)
             recorder.publish(step, step * len(plan.schedule.instructions) + index, make_report(samples=[*text, *score]))
-        recorder.collect()
+        results.collect()
     assert read_lines(tmp_path / "samples.jsonl") == expected(2)
 
 

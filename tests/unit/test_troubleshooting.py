@@ -31,7 +31,7 @@ from flexrlhf.runs.flight_log import FlightLog
 from flexrlhf.runs.run_directory import RunStatus, moved_run, prepare_directory, write_status
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Span
-from flexrlhf.trainer.controller_states import make_controller_states
+from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.operator_guards import FiniteGuard
 from flexrlhf.trainer.step_warnings import StepWarnings
 
@@ -164,7 +164,7 @@ def not_finite(_: Reader) -> str:
 
 def no_scores(_: Reader) -> str:
     plan = plan_of()
-    states = make_controller_states(plan)
+    states = Controllers(plan)
     runs = [
         each
         for each in plan.schedule.instructions

@@ -1,6 +1,6 @@
-"""Controllers: numbers that one training step passes to the next.
+"""Controllers: values that one training step passes to the next.
 
-These are the KL coefficient, the running statistics of scores, and the Lagrange multiplier. A step uses the numbers
+These are the KL coefficient, the running statistics of scores, and the Lagrange multiplier. A step uses the values
 that the step before has left, so chunks and placement change nothing. They follow from sums over all rows, so all ranks
 compute the same.
 """
@@ -13,7 +13,12 @@ from collections.abc import Mapping
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec, SafeRlhfSpec
-from flexrlhf.metrics import Triple
+from flexrlhf.errors import RunStopped
+from flexrlhf.metrics import Triple, add
+from flexrlhf.operators.graph import Operator
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Run
+from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
 State = dict[str, float]
 """Name of a number → value."""
@@ -23,6 +28,62 @@ GREATEST_LOGARITHM = 20.0
 """Upper bound of that of a multiplier without a maximum, so that exp() stays finite."""
 LARGEST_ERROR = 0.2
 """Bound of the relative error of the measured KL that changes the coefficient (Ziegler et al. 2019, section 2.2)."""
+
+
+class Controllers(Observer):
+    """Controllers of a run: the values that one step passes to the next, such as the KL coefficient."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Start with the values before the first step."""
+        algorithm = self._algorithm = plan.spec.algorithm
+        self._max_failed_steps = plan.spec.guards.max_failed_steps
+        self.states: dict[str, State] = {}
+        """Values by operator."""
+        if isinstance(algorithm, PolicySpec):
+            controlled = [operator for operator in plan.graph.operators if operator.is_controlled]
+            self.states = {operator.name: first_state(algorithm) for operator in controlled}
+        self._statistics: dict[str, dict[str, Triple]] = {}
+        self._run_here: set[str] = set()
+
+    def state(self, operator: Operator) -> State:
+        """Return the values after the last step; none for an operator without controller."""
+        return self.states.get(operator.name, {})
+
+    @property
+    def changed(self) -> dict[str, State]:
+        """Values of the operators that run on this rank, once they have run."""
+        return {name: self.states[name] for name in sorted(self._run_here)}
+
+    def load(self, states: Mapping[str, Mapping[str, float]]) -> None:
+        """Set the values by operator, as ``changed`` of all ranks has them."""
+        self.states |= {name: dict(state) for name, state in states.items()}
+
+    def computed(self, execution: Execution) -> None:
+        """Add the statistics of an operator, summed over all replicas."""
+        if execution.inner is None:
+            self.add(execution.work, execution.statistics)
+
+    def add(self, run: OperatorRun | Run, statistics: Mapping[str, Triple]) -> None:
+        """Add the statistics of ``run``. Its chunks come in order; the last one ends the step.
+
+        Raises RunStopped, on all ranks of the operator alike, after too many steps without a score.
+        """
+        name = run.operator.name
+        if name not in self.states:
+            return
+        assert isinstance(self._algorithm, PolicySpec), "only these have controllers"
+        self._run_here.add(name)
+        add(self._statistics.setdefault(name, {}), statistics)
+        if run.mini_batches.stop == self._algorithm.num_mini_batches:
+            self.states[name] = next_state(self._algorithm, self.states[name], self._statistics.pop(name))
+            self._check_scores(int(self.states[name]["failed_steps"]))
+
+    def _check_scores(self, failed_steps: int) -> None:
+        if self._max_failed_steps is not None and failed_steps >= self._max_failed_steps:
+            raise RunStopped(
+                f"no response of {failed_steps} steps in a row had a score, so nothing is learned; "
+                f"guards.max_failed_steps {self._max_failed_steps} allows fewer, null any number"
+            )
 
 
 def first_state(spec: PolicySpec) -> State:

@@ -8,56 +8,76 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import mixed_indices, step_indices
 from flexrlhf.operators.columns import MISMATCHED, PTX, Lengths, plain, qualified
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import RunData
-from flexrlhf.strategies.instructions import Run
+from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.trainer.rank_context import RankContext
 
 MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"
 
 
-class StepInputs:
-    """Columns of the data set, for the rows of which this rank's operators read some."""
+class StepRows:
+    """Row stores of the steps under way on this rank, and the moves between those of ranks."""
 
-    def __init__(self, plan: Plan, data: RunData, rank: int, device: torch.device) -> None:
-        self._plan = plan
-        self._data = data
-        self._device = device
-        self._rows = rows_with_inputs(plan, rank)
+    def __init__(self, rank: RankContext) -> None:
+        self._plan, self._data, self._groups = rank.plan, rank.data, rank.groups
+        self.device = rank.world.device
+        self._stores: dict[int, RowStore] = {}
+        self._input_rows = rows_with_inputs(rank.plan, rank.rank)
+        self._mover = ColumnMover(rank.rank, RowPacking(rank.plan.batch, rank.plan.lengths, self.device), rank.wait)
+
+    def at(self, step: int) -> RowStore:
+        """Return the rows of a step; those of steps that no instruction works on any more are dropped."""
+        if step not in self._stores:
+            for old in [s for s in self._stores if s < step - self._plan.schedule.lag]:
+                self._stores.pop(old).finish()
+            store = self._stores[step] = RowStore(self._plan.lengths, self.device)
+            self._put_inputs(step, store)
+        return self._stores[step]
+
+    def move(self, move: Move, step: int) -> int:
+        """Start a move of columns and return the bytes sent; its rows are awaited when they are read."""
+        group = self._groups.get("move", move.ranks)
+        assert group is not None, "a move joins at least two ranks"
+        return self._mover.start(move, self.at(step), group)
+
+    def finish(self) -> None:
+        """Await all rows that are under way."""
+        for store in self._stores.values():
+            store.finish()
+        self._mover.close()
 
     def examples(self, step: int) -> list[Example]:
         """Return the example of each prompt of a step."""
         data, number = self._data, self._plan.batch.num_prompts
         return [data.examples[i] for i in mixed_indices(self._plan.spec.seed, step, number, data.shares)]
 
-    def put(self, step: int, store: RowStore) -> None:
+    def _put_inputs(self, step: int, store: RowStore) -> None:
         """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, further texts."""
-        shape = self._plan.batch
-        self._put(store, self._columns(self.examples(step), shape.samples_per_prompt))
+        shape, examples = self._plan.batch, self.examples(step)
+        self._put(store, self._columns(examples, shape.samples_per_prompt))
         if MISMATCHED_TOKENS in self._plan.graph.inputs:
             parts = [shape.prompts(number) for number in shape.mini_batches]
-            mismatched = self._columns(mismatched_examples(self.examples(step), parts), shape.samples_per_prompt)
+            mismatched = self._columns(mismatched_examples(examples, parts), shape.samples_per_prompt)
             self._put(store, {name: mismatched[plain(name)] for name in qualified(mismatched, MISMATCHED)})
-        if self._data.texts:
-            texts = self._columns(self._texts(step), 1)
+        if further := self._data.texts:
+            indices = step_indices(self._plan.spec.seed, step, shape.num_rows, len(further))
+            texts = self._columns([further[i] for i in indices], 1)
             self._put(store, {name: texts[plain(name)] for name in qualified(texts, PTX)})
-
-    def _texts(self, step: int) -> list[Example]:
-        texts, number = self._data.texts, self._plan.batch.num_rows
-        return [texts[i] for i in step_indices(self._plan.spec.seed, step, number, len(texts))]
 
     def _columns(self, examples: Sequence[Example], samples_per_prompt: int) -> dict[str, Tensor]:
         pad = self._data.pad_token_id
-        return input_columns(examples, self._rows, samples_per_prompt, self._plan.lengths, pad)
+        return input_columns(examples, self._input_rows, samples_per_prompt, self._plan.lengths, pad)
 
     def _put(self, store: RowStore, columns: Mapping[str, Tensor]) -> None:
         """Put those of ``columns`` that the graph reads."""
         for name in self._plan.graph.inputs:
             if name in columns:
-                store.put(name, self._rows, columns[name].to(self._device))
+                store.put(name, self._input_rows, columns[name].to(self.device))
 
 
 def mismatched_examples(examples: Sequence[Example], mini_batches: Sequence[range]) -> list[Example]:
@@ -77,30 +97,6 @@ def rows_with_inputs(plan: Plan, rank: int) -> tuple[int, ...]:
             layout = plan.placement[run.model].layout
             prompts.update(plan.batch.prompts_on(layout, rank, run.mini_batches))
     return plan.batch.rows(tuple(sorted(prompts)))
-
-
-class StepRows:
-    """Row stores of the steps under way, on ``device``."""
-
-    def __init__(self, plan: Plan, inputs: StepInputs, device: torch.device) -> None:
-        self._plan = plan
-        self._inputs = inputs
-        self.device = device
-        self._stores: dict[int, RowStore] = {}
-
-    def at(self, step: int) -> RowStore:
-        """Return the rows of a step; those of steps that no instruction works on any more are dropped."""
-        if step not in self._stores:
-            for old in [s for s in self._stores if s < step - self._plan.schedule.lag]:
-                self._stores.pop(old).finish()
-            store = self._stores[step] = RowStore(self._plan.lengths, self.device)
-            self._inputs.put(step, store)
-        return self._stores[step]
-
-    def finish(self) -> None:
-        """Await all rows that are under way."""
-        for store in self._stores.values():
-            store.finish()
 
 
 def input_columns(

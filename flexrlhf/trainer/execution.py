@@ -1,0 +1,119 @@
+"""Execution of an instruction on this rank, as observers receive it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.data.examples import Example
+from flexrlhf.engines.base import Batch, Moments
+from flexrlhf.metrics import Triple
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.timeline import Span
+from flexrlhf.trainer.loaded_models import LoadedModel
+
+
+@dataclass(frozen=True)
+class OperatorRun:
+    """An operator over whole mini-batches on this rank. A mini-batch may have no rows here.
+
+    operator:      what to compute.
+    model:         the loaded model that computes it, or on whose ranks it runs.
+    shape:         prompts and mini-batches of the step or evaluation.
+    mini_batches:  those that it works on.
+    rank:          this rank.
+    examples:      of the prompts of ``shape``, for an operator that reads texts.
+    state:         numbers of the operator's controllers.
+    """
+
+    operator: Operator
+    model: LoadedModel
+    shape: BatchShape
+    mini_batches: range
+    rank: int
+    examples: Sequence[Example] = ()
+    state: Mapping[str, float] = field(default_factory=dict)
+
+    def rows_of(self, mini_batches: range) -> tuple[int, ...]:
+        """Return the rows of ``mini_batches`` on this rank."""
+        return self.shape.rows(self.shape.prompts_on(self.model.placed.layout, self.rank, mini_batches))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows that the operator works on."""
+        return self.rows_of(self.mini_batches)
+
+    def examples_of_rows(self) -> list[Example]:
+        """Return the example of each row."""
+        return [self.examples[row // self.shape.samples_per_prompt] for row in self.rows]
+
+    def segments(self) -> list[slice]:
+        """Return the slice of each mini-batch's rows in ``rows``."""
+        ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
+        """Return the columns that the operator reads of ``rows``, named without its suffix."""
+        names = [name for name in self.operator.reads if name not in self.operator.extra_reads]
+        return self._batch(store, names, self.operator.suffix, rows, device)
+
+    def extra_batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
+        """Return the further texts of a train operator."""
+        return self._batch(store, self.operator.extra_reads, f".{self.operator.extra_loss}", rows, device)
+
+    def _batch(
+        self, store: RowStore, names: Sequence[str], suffix: str, rows: Sequence[int], device: torch.device
+    ) -> Batch:
+        columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
+        return Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), self.shape.samples_per_prompt)
+
+
+@dataclass(eq=False)
+class Execution:
+    """An instruction that this rank executes. Observers receive it at each event, and add to it for those after them.
+
+    position:    number in the list that all ranks walk.
+    step:        training step.
+    instruction: of the plan, or of the list of an Eval.
+    inner:       index in the list of an Eval; None: of the plan.
+    span:        its times on this rank.
+    work:        operator of a Run.
+    store:       rows that the operator reads and writes.
+    moments:     its statistics over the rows of this rank.
+    samples:     samples that it has written, as far as this rank reports them.
+    statistics:  its statistics, summed over the data-parallel group.
+    """
+
+    position: int
+    step: int
+    instruction: Instruction
+    inner: int | None = None
+    span: Span = field(init=False)
+    work: OperatorRun = field(init=False)
+    store: RowStore = field(init=False)
+    moments: Moments = field(init=False)
+    samples: Sequence[dict[str, Any]] = ()
+    statistics: Mapping[str, Triple] = field(default_factory=dict)
+
+
+class Observer:
+    """Receiver of the events of this rank's instructions. A method that a class does not override does nothing."""
+
+    def begin(self, execution: Execution) -> None:
+        """Receive an instruction before it is executed."""
+
+    def arrived(self, execution: Execution) -> None:
+        """Receive a Run once the rows that its operator reads have arrived, before it computes."""
+
+    def computed(self, execution: Execution) -> None:
+        """Receive a Run, of the plan or of an Eval, once its operator has written its columns."""
+
+    def end(self, execution: Execution) -> None:
+        """Receive an instruction that has been executed."""

@@ -1,0 +1,72 @@
+"""Observers of a rank's instructions, in the order in which they receive each event."""
+
+from __future__ import annotations
+
+import time
+
+from flexrlhf.display.events import Doing, Send
+from flexrlhf.strategies.instructions import Run
+from flexrlhf.trainer.checkpointer import Checkpointer
+from flexrlhf.trainer.column_files import ColumnFiles, Replay
+from flexrlhf.trainer.controllers import Controllers
+from flexrlhf.trainer.execution import Execution, Observer
+from flexrlhf.trainer.memory_meter import PeakMemory
+from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.results_writer import ResultsWriter
+from flexrlhf.trainer.samples import Samples
+
+VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}
+"""What a person reads of instructions that few steps have."""
+
+
+def make_observers(
+    rank: RankContext, controllers: Controllers, results: ResultsWriter, checkpointer: Checkpointer
+) -> tuple[Observer, ...]:
+    """Return the observers of a run on this rank. Each event passes through them in this order."""
+    spec, debug = rank.plan.spec, rank.plan.spec.debug
+    return (
+        Display(rank.send, spec.name),
+        # responses of another run replace those of this one before anything is read of them
+        *([Replay(debug.replay)] if debug.replay is not None else []),
+        # a report contains samples; controllers follow from the statistics that it sums over ranks
+        Samples(spec.samples, spec.steps, rank.decode),
+        results.recorder,
+        controllers,
+        # files are written before the times of an operator begin and after its columns are replayed
+        *([ColumnFiles(rank)] if debug.record_columns else []),
+        # the log of an instruction's end has its peak of memory
+        PeakMemory(rank.meter, rank.models),
+        rank.flight,
+        # a delay is a part of an operator's times
+        Delay(debug.run_delay_seconds),
+        # times are counted once a span has ended, and before rank 0 reads those of a step
+        results.work,
+        results,
+        # a checkpoint is whole once the metrics of all steps before it are written
+        checkpointer,
+    )
+
+
+class Display(Observer):
+    """Sender of what this rank does to whatever displays it."""
+
+    def __init__(self, send: Send, run: str) -> None:
+        self._send, self._run = send, run
+
+    def begin(self, execution: Execution) -> None:
+        """Send the instruction in words."""
+        instruction = execution.instruction
+        verb = VERBS.get(instruction.kind)
+        kind = "" if isinstance(instruction, Run) else f"{verb or instruction.kind} "
+        self._send(Doing(self._run, f"{kind}{instruction.label}", execution.step, rare=verb is not None))
+
+
+class Delay(Observer):
+    """Delay of every operator (``debug.run_delay_seconds``)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def arrived(self, execution: Execution) -> None:
+        """Wait."""
+        time.sleep(self._seconds)

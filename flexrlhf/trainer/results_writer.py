@@ -1,0 +1,141 @@
+"""Results of a run, which rank 0 writes: metrics.jsonl, samples.jsonl, timeline.json, and the rows of loggers.
+
+Rank 0 collects the reports that have been published and never waits for another rank while it trains.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from flexrlhf.display.events import Send, StepDone
+from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
+from flexrlhf.metrics import Triple, add, evaluate
+from flexrlhf.placement.placed import ModelName
+from flexrlhf.runs.flight_log import TIMELINE
+from flexrlhf.timeline import Timeline, dump_spans, load_spans, saved_spans, write_trace
+from flexrlhf.trainer.column_files import record_statistics
+from flexrlhf.trainer.execution import Execution, Observer
+from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.recorder import Recorder
+from flexrlhf.trainer.samples import Part, append_samples, merged_samples
+from flexrlhf.trainer.step_warnings import StepWarnings
+from flexrlhf.trainer.work_time import WorkTime, time_statistics
+
+
+class ResultsWriter(Observer):
+    """Writer of the results of all ranks on rank 0; the others publish their spans and memory at the end."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        directory: Path,
+        work: WorkTime,
+        loggers: RunLoggers,
+        send: Send,
+        first_step: int = 0,
+    ) -> None:
+        """Begin with the row of ``first_step``.
+
+        directory:  of the run.
+        work:       time of all ranks.
+        loggers:    of the run; on ranks other than 0 none.
+        send:       to whatever displays the run.
+        """
+        self.recorder, self.work = recorder, work
+        self.next_step = first_step
+        """The first step whose row of metrics is not written."""
+        self._directory, self._loggers, self._send = directory, loggers, send
+        self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
+        self._last_time = time.time()
+        self._warnings = StepWarnings(self._plan.spec.guards, self._plan.spec.name, self._plan.batch.num_rows)
+
+    def end(self, _: Execution) -> None:
+        """Write, on rank 0, the metrics of all steps that have been published in full, without waiting."""
+        if self._world.rank == 0:
+            self.collect()
+
+    def collect(self) -> None:
+        """Write the metrics of all steps that have been published in full, without waiting."""
+        while self.next_step < self._plan.spec.steps and self._store.check(list(self.recorder.keys(self.next_step))):
+            self._write_step()
+
+    def write_until(self, step: int) -> None:
+        """Wait for the metrics of all steps before ``step``, and write those that are not written."""
+        while self.next_step < step:
+            self.recorder.wait(self.recorder.keys(self.next_step), f"the metrics of step {self.next_step}")
+            self._write_step()
+
+    def _write_step(self) -> None:
+        spec, step = self._plan.spec, self.next_step
+        total: dict[str, Triple] = {}
+        labels: dict[str, str] = {}
+        reporters: dict[str, str] = {}
+        parts: list[Part] = []
+        for key, reporter in self.recorder.keys(step).items():
+            report = json.loads(self._store.get(key))
+            add(total, report["statistics"])
+            labels |= report["labels"]
+            parts += report["samples"]
+            reporters |= dict.fromkeys(report["statistics"], reporter)
+            self._store.delete_key(key)
+        now = time.time()
+        if samples := merged_samples(step, parts):
+            append_samples(self._directory, samples)
+        seconds = now - self._last_time
+        times = time_statistics(self.work.since_last(), seconds, self._plan.batch.num_rows, total)
+        row = {"step": step, "seconds": seconds, **evaluate({**total, **times})}
+        with (self._directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**row, **labels}) + "\n")
+        if spec.debug.record_columns:
+            record_statistics(self._directory, step, total, reporters)
+        self._loggers.log({**row, **labels}, samples)
+        self._send(StepDone(spec.name, step, spec.steps, row))
+        self._warnings.observe(step, row)
+        self.next_step, self._last_time = step + 1, now
+
+    def finish(
+        self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int, start: Mapping[str, int]
+    ) -> None:
+        """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the timeline.
+
+        usage:  bytes by placed model.
+        peak:   the most that the rank used since its models were loaded.
+        start:  the most that it used before, by ``load`` and ``resume``.
+        """
+        self._store.set(f"timeline/{self._world.rank}", dump_spans(timeline.take()))
+        memory = {"models": usage, "peak": peak, "start": start}
+        self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
+        if self._world.rank == 0:
+            self._write_timeline()
+            self._loggers.finish(is_whole=self.next_step == self._plan.spec.steps)
+
+    def _write_timeline(self) -> None:
+        spans = list(saved_spans(self._directory / TIMELINE))
+        memory = {}
+        for rank in range(self._plan.placement.num_ranks):
+            keys = {f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}
+            self.recorder.wait(keys, "the end of the run")
+            spans += load_spans(self._store.get(f"timeline/{rank}").decode())
+            memory[rank] = json.loads(self._store.get(f"memory/{rank}"))
+        facts = {
+            "device": self._world.device.type,
+            "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
+            "held_bytes": {rank: found["models"] for rank, found in memory.items()},
+            "peak_bytes": {rank: found["peak"] for rank, found in memory.items()},
+            "start_bytes": {rank: found["start"] for rank, found in memory.items()},
+        }
+        first = max((span.step for span in spans), default=0) - self._plan.spec.timeline_steps
+        write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)
+
+
+def open_results(rank: RankContext, first_step: int) -> ResultsWriter:
+    """Return the writer of a run, with its loggers. Raises UserError where one is not installed or cannot begin."""
+    spec, world = rank.plan.spec, rank.world
+    work = WorkTime(spec.name, world, rank.flight.timeline)
+    if spec.loggers:
+        rank.show("opening the loggers")
+    loggers = open_loggers(spec, rank.directory) if world.rank == 0 else RunLoggers(rank.directory)
+    return ResultsWriter(Recorder(rank.plan, world), rank.directory, work, loggers, rank.send, first_step)
