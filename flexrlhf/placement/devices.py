@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+GPUS_PER_NODE = 8
+"""Of the servers in which these devices are sold."""
 ALLOCATABLE = 0.988
 """Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
 CONTEXT_BYTES = 1.5e9

@@ -1,6 +1,8 @@
-"""Suggestions to free memory: settings and the bytes that each frees, found by planning the run again with each.
+"""Changes of settings with which a run fits its devices: suggested with the bytes that each frees, or chosen of what a
+YAML leaves out. Each is found by planning the run again with it.
 
-A change is suggested as its override on the command line, where engines and devices allow it.
+A change is suggested as its override on the command line, where engines and devices allow it. What is chosen leaves the
+results as they are, and follows from the plan alone: every machine of a job chooses the same.
 """
 
 from __future__ import annotations
@@ -9,25 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
-from typing import Any
 
-from flexrlhf.config.engines import facts_of
-from flexrlhf.config.spec import LoraSpec, ShadowSpec, Spec
+from flexrlhf.config.spec import LoraSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
-from flexrlhf.memory.budget import Compute
+from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import has_known_gpus
-from flexrlhf.placement.groups import is_sharded_in_nodes
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import padded_row
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.changes import Changes, SettingChange, changed_spec, changes_on
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Sync
-from flexrlhf.strategies.workload import workload
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import ModelShape
 
 WORTH = 0.01
 """Share of the peak that a suggestion must free."""
@@ -41,6 +36,8 @@ BY_TIME = (
     *("activation_checkpointing", "tp", "pp", "overlap", "offload_optimizer", "offload_parameters"),
 )
 """Settings that leave learning as it is, by the time that they usually cost."""
+MOST_ROUNDS = 6
+"""Choices one after the other, of models or calls that lack memory in turn."""
 
 
 @dataclass(frozen=True)
@@ -64,47 +61,12 @@ class MemorySuggestion:
     @property
     def same_numbers(self) -> bool:
         """Whether results stay the same; else it changes what is trained, or the precision."""
-        return _keeps_numbers(self.changes)
-
-
-@dataclass(frozen=True)
-class SettingChange:
-    """A new value for a setting of ``section`` (sync, rollout), or of the model ``role`` (its shadow where
-    ``of_shadow``).
-    """
-
-    key: str
-    value: Any
-    section: str = ""
-    role: str = ""
-    of_shadow: bool = False
+        return all(change.key in BY_TIME for change in self.changes)
 
     @property
-    def setting(self) -> str:
-        section = self.section or f"models.{self.role}" + ".shadow" * self.of_shadow
-        return f"{section}.{self.key}"
-
-    @property
-    def shown(self) -> str:
-        """Value as it follows ``setting`` on the command line."""
-        return f"={{rank: {self.value.rank}}}" if isinstance(self.value, LoraSpec) else f"={str(self.value).lower()}"
-
-    @property
-    def text(self) -> str:
-        return self.setting + self.shown
-
-    def applied(self, spec: Spec) -> Spec:
-        """Return ``spec`` with the change."""
-        if self.section:
-            changed_section = getattr(spec, self.section).model_copy(update={self.key: self.value})
-            return spec.model_copy(update={self.section: changed_section})
-        model = spec.models.of(self.role)
-        assert model is not None, f"{self.role} is resolved"
-        update: dict[str, Any] = {self.key: self.value}
-        if self.of_shadow:
-            update = {"shadow": (model.shadow or ShadowSpec()).model_copy(update=update)}
-        changed = model.model_copy(update=update)
-        return spec.model_copy(update={"models": spec.models.model_copy(update={self.role: changed})})
+    def slowest(self) -> int:
+        """Place in ``BY_TIME`` of the change that usually costs most time."""
+        return max(BY_TIME.index(each.key) if each.key in BY_TIME else len(BY_TIME) for each in self.changes)
 
 
 def tightest_rank(plan: Plan) -> int:
@@ -127,77 +89,66 @@ def memory_suggestions(plan: Plan, rank: int, written: frozenset[str] = frozense
 
     ``written``: settings that stay as they are.
     """
-    most = max(1, REPLANNED_RANKS // plan.placement.num_ranks)
-    allowed = (change for change in _candidates(plan, rank) if change.setting not in written)
-    tried = _tried(plan, rank, [(change,) for change in islice(allowed, most)])
-    alone = {changes[0]: freed for changes, freed in tried}
-    for changes, freed in _tried(plan, rank, _together(alone)[: max(0, most - len(tried))]):
-        if freed > (1 + WORTH) * max(alone[change] for change in changes):
-            tried.append((changes, freed))
-    best: dict[str, tuple[Changes, int]] = {}
-    for changes, freed in tried:
-        settings = " ".join(change.setting for change in changes)
-        if freed > (best[settings][1] if settings in best else WORTH * plan.memories[rank].peak_bytes):
-            best[settings] = changes, freed
-    peak, size = plan.memories[rank].peak_bytes, plan.device_bytes(rank)
-    lacking = 0 if size is None else peak - size
+    trials, most = _Trials(plan, rank), max(1, REPLANNED_RANKS // plan.placement.num_ranks)
+    allowed = (change for change in changes_on(plan, rank) if change.setting not in written)
+    tried = list(trials.with_each((change,) for change in islice(allowed, most)))
+    alone = {each.changes[0]: each.freed for each in tried}
+    for each in trials.with_each(_together(alone)[: max(0, most - len(tried))]):
+        if each.freed > (1 + WORTH) * max(alone[change] for change in each.changes):
+            tried.append(each)
+    best: dict[str, MemorySuggestion] = {}
+    for each in tried:
+        settings = " ".join(change.setting for change in each.changes)
+        if each.freed > (best[settings].freed if settings in best else WORTH * trials.peak):
+            best[settings] = each
     found = list(best.values())
-    if not any(freed >= lacking and _keeps_numbers(changes) for changes, freed in found):
-        found += _combined(plan, rank, found, lacking, most - len(tried))
+    if not any(each.suffices and each.same_numbers for each in found):
+        found += _combined(trials, found, most - len(tried))
 
-    def order(each: tuple[Changes, int]) -> tuple[bool, bool, int, int]:
-        changes, freed = each
-        suffices = freed >= lacking
-        slowest = max(map(_time_of, changes)) if suffices and lacking > 0 else 0
-        return not _keeps_numbers(changes), not suffices, slowest, -freed
+    def order(each: MemorySuggestion) -> tuple[bool, bool, int, int]:
+        slowest = each.slowest if each.suffices and trials.lacking > 0 else 0
+        return not each.same_numbers, not each.suffices, slowest, -each.freed
 
-    return [MemorySuggestion(changes, freed, freed >= lacking) for changes, freed in sorted(found, key=order)]
+    return sorted(found, key=order)
 
 
-Changes = tuple[SettingChange, ...]
+class _Trials:
+    """Plans of a run with changes, whose peaks on a rank are compared with that of ``plan``.
+
+    peak:     bytes of it
+    lacking:  bytes of it that the device does not have
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan, self._rank, self._graph = plan, rank, make_graph(plan.spec)
+        size = plan.device_bytes(rank)
+        self.peak = plan.memories[rank].peak_bytes
+        self.lacking = 0 if size is None else self.peak - size
+
+    def with_each(self, trials: Iterable[Changes]) -> Iterator[MemorySuggestion]:
+        """Yield the trials that engines and devices allow."""
+        for changes in trials:
+            try:
+                after = replanned(self._plan, self._graph, changes).memory(self._rank)
+            except UserError:
+                continue
+            freed = self.peak - after.peak_bytes
+            yield MemorySuggestion(changes, freed, freed >= self.lacking)
 
 
-def _keeps_numbers(changes: Changes) -> bool:
-    return all(change.key in BY_TIME for change in changes)
-
-
-def _time_of(change: SettingChange) -> int:
-    return BY_TIME.index(change.key) if change.key in BY_TIME else len(BY_TIME)
-
-
-def _combined(
-    plan: Plan, rank: int, found: Iterable[tuple[Changes, int]], lacking: int, most: int
-) -> list[tuple[Changes, int]]:
-    """Return two or three of the changes that leave learning alone together: the first that free ``lacking`` bytes, by
-    the time that they usually cost.
+def _combined(trials: _Trials, found: Iterable[MemorySuggestion], most: int) -> list[MemorySuggestion]:
+    """Return two or three of the changes that leave learning alone together: the first that suffice, by the time that
+    they usually cost.
 
     ``most``: trials.
     """
-    largest = sorted((each for each in found if _keeps_numbers(each[0])), key=lambda each: -each[1])[:COMBINED]
-    by_time = sorted((changes for changes, _ in largest), key=lambda changes: max(map(_time_of, changes)))
-    left = most
-    for number in (2, 3):
-        for several in combinations(by_time, number):
-            together = tuple(change for changes in several for change in changes)
-            if left <= 0 or len({change.setting for change in together}) < len(together):
-                continue
-            left -= 1
-            for changes, freed in _tried(plan, rank, [together]):
-                if freed >= lacking:
-                    return [(changes, freed)]
-    return []
-
-
-def _tried(plan: Plan, rank: int, trials: Iterable[Changes]) -> list[tuple[Changes, int]]:
-    """Return the trials that are allowed, each with the bytes by which it reduces the peak of ``rank``."""
-    found = []
-    for changes in trials:
-        try:
-            after = replanned(plan, changes).memory(rank).peak_bytes
-        except UserError:
-            continue
-        found.append((changes, plan.memories[rank].peak_bytes - after))
-    return found
+    largest = sorted((each for each in found if each.same_numbers), key=lambda each: -each.freed)[:COMBINED]
+    by_time = sorted(largest, key=lambda each: each.slowest)
+    several = [each for number in (2, 3) for each in combinations(by_time, number)]
+    together = [tuple(change for each in chosen for change in each.changes) for chosen in several]
+    distinct = [changes for changes in together if len({change.setting for change in changes}) == len(changes)]
+    first = next((each for each in trials.with_each(distinct[: max(0, most)]) if each.suffices), None)
+    return [] if first is None else [first]
 
 
 def _together(changes: Iterable[SettingChange]) -> list[Changes]:
@@ -236,85 +187,18 @@ def _remedy(suggestions: list[MemorySuggestion]) -> str:
     return f"{best.change} frees {bytes_text(best.freed)}, {enough}{numbers}"
 
 
-def replanned(plan: Plan, changes: Changes) -> Plan:
-    """Return ``plan`` with ``changes``. Raises UserError where engines or devices do not allow them."""
-    spec, shapes = plan.spec, dict(plan.shapes)
-    for change in changes:
-        spec = change.applied(spec)
+def replanned(plan: Plan, graph: Graph, changes: Changes) -> Plan:
+    """Return ``plan`` with ``changes``. ``graph``: of the algorithm, which they leave as it is.
+
+    Raises UserError where engines or devices do not allow them.
+    """
+    shapes = dict(plan.shapes)
     for change in changes:
         if isinstance(change.value, LoraSpec):
-            shapes[change.role] = with_adapters(change.role, shapes[change.role], change.value)
-    resolved = ResolvedSpec(spec, make_graph(spec), plan.cluster)
+            role = change.setting.split(".")[1]
+            shapes[role] = with_adapters(role, shapes[role], change.value)
+    resolved = ResolvedSpec(changed_spec(plan.spec, changes), graph, plan.cluster)
     return plan_on(resolved, resolved.place(), shapes)
-
-
-def _candidates(plan: Plan, rank: int) -> Iterator[SettingChange]:
-    for model in plan.placement.on_rank(rank):
-        if model.is_of_operators:
-            continue  # it has the settings of its role
-        if model.rollout is not None:
-            yield from _of_rollout(plan, model)
-            continue
-        shape = plan.shapes.get(model.role)
-        changes = {**_anywhere(model), **_smaller_batches(plan, model, rank)}
-        if not model.is_shadow:
-            changes |= _of_role(model, shape)
-        for key, values in changes.items():
-            yield from (SettingChange(key, value, "", model.role, model.is_shadow) for value in values)
-    if any(isinstance(each, Sync) and each.overlaps for each in plan.schedule.instructions):
-        yield SettingChange("overlap", False, "sync")
-    yield SettingChange("bucket_mb", plan.spec.sync.bucket_bytes / 2e6, "sync")
-
-
-def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[SettingChange]:
-    """Yield changes of a rollout engine: a smaller cache, tensor parallelism, fewer bits, sleep."""
-    rollout = plan.spec.rollout
-    yield SettingChange("kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2), "rollout")
-    yield SettingChange("tp", 2 * rollout.tp, "rollout")
-    if model.settings.dtype == "float32":
-        yield SettingChange("dtype", "bfloat16", "rollout")
-    if not rollout.sleep:
-        yield SettingChange("sleep", True, "rollout")
-
-
-def _anywhere(model: PlacedModel) -> dict[str, list[Any]]:
-    """Return changes that any copy allows: more sharding and stages, fewer bits."""
-    settings = model.settings
-    return {
-        "shard": ["all"] if is_sharded_in_nodes(model) else [],
-        "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
-        "tp": [2 * settings.tp],
-        "pp": [2 * settings.pp] if facts_of(model.engine).pp else [],
-        "dtype": ["bfloat16", "float16"] if settings.dtype == "float32" else [],
-    }
-
-
-def _of_role(model: PlacedModel, shape: ModelShape | None) -> dict[str, list[Any]]:
-    """Return changes of a role's settings; engines refuse those that do not go with a model."""
-    settings = model.settings
-    changes: dict[str, list[Any]] = {
-        key: [] if getattr(settings, key) else [True]
-        for key in ("activation_checkpointing", "offload_optimizer", "offload_parameters")
-    }
-    if model.trained and settings.lora is None and shape is not None:
-        changes["lora"] = [LoraSpec()]
-    return changes
-
-
-def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, list[Any]]:
-    """Return half of the tokens that are computed together."""
-    texts = plan.sizing.texts_of(model.role)
-    mine = workload(plan.schedule.for_rank(rank), plan.placement, plan.batch, rank)
-    calls = [work for work, _ in mine if isinstance(work, Compute) and work.model == model.name]
-    passes = [plan.sizing.pass_size(model, call) for call in calls if call.kind != "generate"]
-    decoded = [texts.rows_decoded(model, call.rows) for call in calls if call.kind == "generate"]
-    most = max((size.tokens for size in passes), default=0)
-    changes = {"micro_batch_tokens": [most // 2 // texts.width * texts.width]} if most >= 2 * texts.width else {}
-    return changes | ({"generate_tokens": [max(decoded) // 2 * texts.width]} if max(decoded, default=0) > 1 else {})
-
-
-MOST_ROUNDS = 6
-"""Choices one after the other, of models or calls that lack memory in turn."""
 
 
 def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
@@ -325,7 +209,8 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
     """
     if not has_known_gpus(spec.cluster, plan.cluster):
         return plan, ""
-    written, changed, chosen = frozenset(_written(spec, plan.graph.roles)), plan, dict[str, str]()
+    graph, chosen = make_graph(plan.spec), dict[str, str]()
+    written, changed = frozenset(_written(spec, plan.graph.roles)), plan
     for _ in range(MOST_ROUNDS):
         rank = tightest_rank(changed)
         size = changed.device_bytes(rank)
@@ -336,7 +221,7 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
         best = next((each for each in memory_suggestions(changed, rank, written) if each.same_numbers), None)
         if best is None:
             break
-        changed = replanned(changed, best.changes)
+        changed = replanned(changed, graph, best.changes)
         chosen |= {change.setting: change.text for change in best.changes}
     return plan, ""
 

@@ -22,7 +22,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
 from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch, advise
 from flexrlhf.guideline.advice.proposals import spec_of
-from flexrlhf.guideline.advice.refusal import _times
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
     GPUS,
@@ -45,6 +44,7 @@ from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
 from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for, read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.plan.changes import enlarged
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload
@@ -746,7 +746,7 @@ def test_settings_of_shadows_leave_placements_with_shadows_alone(override: str) 
     ("devices", "times", "nodes"), [(3, 2, (6, 1)), (3, 4, (8, 2)), (8, 4, (8, 4)), (5, 2, (8, 2))]
 )
 def test_more_devices_are_whole_nodes(devices: int, times: int, nodes: tuple[int, int]) -> None:
-    (node,) = _times(spec_for(devices, "qwen2.5-0.5b").cluster, times).nodes
+    (node,) = enlarged(spec_for(devices, "qwen2.5-0.5b").cluster, times).nodes
     assert (node.devices, node.count) == nodes
 
 

@@ -23,9 +23,8 @@ from flexrlhf.guideline.advice.candidates import (
 )
 from flexrlhf.guideline.advice.guideline_rules import GuidelineResult, GuidelineRule, guideline
 from flexrlhf.guideline.advice.host_offload import is_short_of_memory, offload_sets, offloaded_spaces
-from flexrlhf.guideline.advice.last_resort import last_resort
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
-from flexrlhf.guideline.advice.refusal import refusal_text
+from flexrlhf.guideline.advice.refusal import last_resort, refusal_text
 from flexrlhf.guideline.advice.simplicity import simplest
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.usual import usual

@@ -15,11 +15,10 @@ from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
 from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
 from flexrlhf.plan.algorithm_graph import make_graph
 
 PPO_ROLES = ("actor", "critic", "ref", "reward")
-GPUS_PER_NODE = 8
 MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"
 
 
