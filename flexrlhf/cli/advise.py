@@ -89,10 +89,15 @@ def advise(
 
     And their predicted times. Starts nothing.
     """
-    from flexrlhf.guideline.advice.advice_text import format_advice
-    from flexrlhf.guideline.advice.advise import advise, is_advised, write_advised
+    from flexrlhf.guideline.advice.advice_text import (
+        format_advice,
+        format_operator_advice,
+        is_advised,
+        write_advised,
+        write_operator_advice,
+    )
+    from flexrlhf.guideline.advice.advise import advise
     from flexrlhf.guideline.advice.operator_space import advise_operators
-    from flexrlhf.guideline.advice.operator_text import format_operator_advice, write_operator_advice
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 

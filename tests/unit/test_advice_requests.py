@@ -13,7 +13,8 @@ from flexrlhf.config.engines import ENGINES
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advise import Advice, advise, write_advised
+from flexrlhf.guideline.advice.advice_text import write_advised
+from flexrlhf.guideline.advice.advise import Advice, advise
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import lengths_for

@@ -20,7 +20,7 @@ from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, pars
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
-from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, SpaceSearch, advise
+from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, advise, complexity
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
@@ -34,7 +34,6 @@ from flexrlhf.guideline.advice.request import (
     find_class,
     read_nodes,
 )
-from flexrlhf.guideline.advice.simplicity import complexity
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
 from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -307,7 +306,7 @@ def test_both_methods_and_the_usual_placements_are_shown(advice: Advice) -> None
 
 def test_nothing_without_lag_beats_the_search_by_more_than_its_gap(advice: Advice) -> None:
     for label, has_shadows in (("without shadows", False), ("with shadows", True)):
-        result = next(item.result for item in advice.searches if item.label == label)
+        result = advice.searches[label]
         same = [item for item in advice.feasible if bool(item.plan.placement.shadows) == has_shadows]
         # chunks are no part of the stated space, and may be faster
         plain = [seconds_in_one(item) for item in same if not item.lag]
@@ -496,9 +495,9 @@ def test_the_report_states_what_was_searched(advice: Advice) -> None:
 
 
 def test_a_space_that_forbids_all_its_plans_has_none(advice: Advice) -> None:
-    found = advice.searches[0].result
+    found = next(iter(advice.searches.values()))
     forbidden = replace(found, best=(replace(found.best[0], seconds=FORBIDDEN + 3),))
-    text = format_advice(replace(advice, searches=(SpaceSearch("forbidden", forbidden),)), SOURCE)
+    text = format_advice(replace(advice, searches={"forbidden": forbidden}), SOURCE)
     (line,) = (line for line in text.splitlines() if line.startswith("  forbidden"))
     assert line.split()[-2:] == ["none", "-"]
 

@@ -1,41 +1,54 @@
-"""Report of ``advise``: a ranked table, settings of the best, reasons, rejected candidates, searched spaces."""
+"""Report of ``advise``: a ranked table, settings of the best, reasons, rejected candidates, searched spaces; that of
+``--per-operator``; and the YAMLs of both."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.spec import PlacementMap
-from flexrlhf.errors import either
-from flexrlhf.guideline.advice.advise import Advice, SpaceSearch
+from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.errors import UserError, either
+from flexrlhf.guideline.advice.advise import Advice, optimizers_on_host, ratios_of, tied
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
-from flexrlhf.guideline.advice.simplicity import optimizers_on_host, ratios_of, tied
+from flexrlhf.guideline.advice.operator_space import OperatorAdvice
 from flexrlhf.guideline.advice.space import is_allowed
+from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.hub_names import with_names
+from flexrlhf.plan.models import without_device_sizes
+from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import zero_text
 from flexrlhf.strategies.instructions import Offload, Run
-from flexrlhf.text import bytes_text, ranks_text, table
+from flexrlhf.text import bytes_text, ranks_text, span_of, table
 
 SHOWN = 3
 """Instructions whose time is explained."""
 FULL_SHARE = 0.6
 """Share of memory under which more devices no longer pay (ReaL, section 8)."""
+SIMULATED = "a step as simulated"
+"""Words that the first line of an advised YAML has."""
 
 
 def format_advice(advice: Advice, source: CostSource) -> str:
     """Return the whole report. ``source``: what the seconds are from."""
+    tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
+    ranked = f"ranked (simulated seconds and memory; `>`: the one to use{tie}; `*`: by ranks, below)"
+    ruled = (a for a in advice.feasible if a.candidate.method == "guideline" and a is not advice.best)
+    rules = [f"{rule.name} ({rule.source}): {rule.reason}" for rule in advice.rules]
     sections = [
         _head(advice, source),
-        _titled(_legend(advice), _ranking(advice)),
-        *[_titled(f"settings of {_name(item)}", _settings(item)) for item in _detailed(advice)],
+        _titled(ranked, _ranking(advice)),
+        *[_titled(f"settings of {_name(item)}", _settings(item)) for item in (advice.best, *ruled)],
         _titled("why", _reasons(advice)),
         _titled("against the guideline", contradictions(advice)),
-        _titled("guideline: rules that fired", [*_rules(advice), *weighed_rules(advice)]),
+        _titled("guideline: rules that fired", [*rules, *weighed_rules(advice)]),
         _titled("search", _searches(advice)),
         _titled("rejected", _rejected(advice)),
     ]
@@ -74,17 +87,6 @@ def _rejected(advice: Advice) -> Iterator[str]:
 
 def _name(item: FeasibleCandidate) -> str:
     return f"{item.candidate.method}, {item.candidate.name}"
-
-
-def _detailed(advice: Advice) -> list[FeasibleCandidate]:
-    """Candidates whose settings are shown: the one to use, and that of the guideline."""
-    best = advice.best
-    return [best, *(a for a in advice.feasible if a.candidate.method == "guideline" and a is not best)]
-
-
-def _legend(advice: Advice) -> str:
-    tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
-    return f"ranked (simulated seconds and memory; `>`: the one to use{tie}; `*`: by ranks, below)"
 
 
 def _equal(advice: Advice) -> list[FeasibleCandidate]:
@@ -210,27 +212,19 @@ def _seconds_by_operator(item: FeasibleCandidate) -> dict[str, tuple[float, int]
 def weighed_rules(advice: Advice) -> Iterator[str]:
     """Yield a sentence where rules that fired lead to different strategies, with the seconds of the best of each."""
     rules = {rule.strategy: rule for rule in reversed(advice.rules) if rule.strategy}
-    fastest = {name: _fastest_of(advice, name) for name in rules}
-    timed = sorted(((item.seconds, name) for name, item in fastest.items() if item is not None))
+    by_strategy = {item.candidate.strategy: item.seconds for item in reversed(advice.comparable)}
+    timed = sorted((by_strategy[name], name) for name in rules if name in by_strategy)
     if len(timed) > 1:
         names = " and ".join(f"{rule.name} ({rule.source.partition(',')[0]})" for rule in rules.values())
         figures = ", ".join(f"{seconds:.2f} s {name}" for seconds, name in timed)
         yield f"{names} contradict each other: as simulated a step takes at best {figures}"
 
 
-def _fastest_of(advice: Advice, strategy: str) -> FeasibleCandidate | None:
-    return next((item for item in advice.comparable if item.candidate.strategy == strategy), None)
-
-
-def _rules(advice: Advice) -> Iterator[str]:
-    for rule in advice.rules:
-        yield f"{rule.name} ({rule.source}): {rule.reason}"
-
-
 def _searches(advice: Advice) -> Iterator[str]:
     head = ("space", "plans", "evaluated", "pruned: memory", "bound", "seconds", "best s/step", "gap")
-    yield from table([head, *map(_search_row, advice.searches)], "<>>>>>>>")
-    meshes = next((item.result.meshes for item in advice.searches if item.result.meshes), "")
+    rows = [_search_row(label, result) for label, result in advice.searches.items()]
+    yield from table([head, *rows], "<>>>>>>>")
+    meshes = next((item.meshes for item in advice.searches.values() if item.meshes), "")
     if meshes:
         yield f"  meshes: {meshes}"
     yield f"  settings tried: passes of one text, or of at most {either(PASS_TOKENS[1:])} tokens;"
@@ -244,10 +238,80 @@ def _parts(shares: Sequence[int]) -> str:
     return either("all" if share == 1 else f"1/{share}" for share in shares)
 
 
-def _search_row(item: SpaceSearch) -> tuple[str, ...]:
-    result = item.result
+def _search_row(label: str, result: SearchResult) -> tuple[str, ...]:
     is_plan = result.is_feasible and is_allowed(result.seconds)
     best = f"{result.seconds:.2f}" if is_plan else "none" if result.is_feasible else "none fits"
     gap = f"{result.gap:.2%}" if is_plan else "-"
     counts = (f"{result.space:.1e}", str(result.evaluated), str(result.pruned_by_memory), str(result.pruned_by_bound))
-    return (item.label, *counts, f"{result.wall_seconds:.2f}", best, gap)
+    return (label, *counts, f"{result.wall_seconds:.2f}", best, gap)
+
+
+def format_operator_advice(advice: OperatorAdvice, source: CostSource) -> str:
+    """Return the whole report. ``source``: what the seconds are from."""
+    plan, seconds = advice.plan, advice.simulation.seconds
+    found = advice.result
+    how = "no placement of the space is faster" if found.is_optimal else f"none is over {found.gap:.0%} faster"
+    sections = [
+        f"{plan.spec.algorithm.name} on {plan.placement.num_ranks} devices, operators placed; seconds from "
+        f"{source.name}",
+        "\n".join(f"  {line}" for line in _operators(plan)),
+        f"{seconds:.2f} s {SIMULATED}, {plan.batch.num_rows / seconds:.4g} samples/s, at most "
+        f"{bytes_text(_peak(advice))} on a device\n{range_text(source.accuracy, seconds)}\n"
+        f"search: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
+        f"{how}",
+    ]
+    return "\n\n".join(sections)
+
+
+def _peak(advice: OperatorAdvice) -> int:
+    return max(memory.peak_bytes for memory in advice.plan.memories)
+
+
+def _operators(plan: Plan) -> list[str]:
+    rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", "dp", "tp", "pp", "zero", "copy")]
+    for run in plan.schedule.instructions:
+        if isinstance(run, Run) and run.operator.name in plan.placement.operators:
+            model = plan.placement[run.model]
+            degrees = map(str, (model.layout.dp, model.layout.tp, model.layout.pp))
+            own = span_of(model.ranks), model.engine, *degrees, zero_text(model), model.name
+            rows.append((run.operator.name, *own))
+    return table(rows, "<<<>>>><")
+
+
+def write_operator_advice(advice: OperatorAdvice, path: Path) -> None:
+    """Write the YAML, with its origin in a comment. Raises UserError where it cannot be written."""
+    seconds, peak = advice.simulation.seconds, bytes_text(_peak(advice))
+    head = f"# a placement for each operator; {seconds:.2f} s {SIMULATED}, {peak}"
+    _write(path, [head], advice.spec)
+
+
+def is_advised(text: str) -> bool:
+    """Whether a text begins as a YAML of ``write_advised``."""
+    first = text.partition("\n")[0]
+    return first.startswith("# ") and SIMULATED in first
+
+
+def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
+    """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError where it cannot be written."""
+    seconds, candidate = chosen.seconds, chosen.candidate
+    head = [
+        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {SIMULATED}, {bytes_text(int(chosen.peak))}",
+    ]
+    if candidate.space.has_less_memory:
+        share = f"{candidate.space.usable:.0%}"
+        head.append(
+            f"# memory_gb of the nodes is {share} of what models can fill: they are offloaded before that is full"
+        )
+    models = candidate.spec.models
+    roles = candidate.space.roles.all
+    has_sizes = any((model := models.of(role)) is not None and model.init is not None for role in roles)
+    if has_sizes:
+        head.append("# models have sizes only (init): give the paths of their weights instead, and of the data")
+    _write(path, head, candidate.spec)
+
+
+def _write(path: Path, head: Sequence[str], spec: Spec) -> None:
+    try:
+        path.write_text("\n".join([*head, dump_spec(without_device_sizes(with_names(spec)), short=True)]))
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None

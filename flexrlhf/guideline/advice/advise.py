@@ -7,27 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from time import perf_counter
 
 from flexrlhf.config.engines import OFFLOADING_ENGINE
-from flexrlhf.config.spec import ModelSpec, Spec
-from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.candidates import (
-    Candidate,
-    FeasibleCandidate,
-    RejectedCandidate,
-    check,
-    ranked,
-)
-from flexrlhf.guideline.advice.guideline_rules import GuidelineResult, GuidelineRule, guideline
+from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check, ranked
 from flexrlhf.guideline.advice.host_offload import is_short_of_memory, offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
+from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
 from flexrlhf.guideline.advice.refusal import last_resort, refusal_text
-from flexrlhf.guideline.advice.simplicity import simplest
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
-from flexrlhf.guideline.advice.usual import usual
 from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
@@ -36,10 +28,7 @@ from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.pricing import TextLengths
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
-from flexrlhf.plan.hub_names import with_names
-from flexrlhf.plan.models import without_device_sizes
 from flexrlhf.strategies.syncs import syncs_overlap
-from flexrlhf.text import bytes_text
 
 CHUNKED = 3
 """Results of a search that are also tried in chunks."""
@@ -52,21 +41,13 @@ USUAL_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
-class SpaceSearch:
-    """Result of the search of one space. ``label``: name of the space."""
-
-    label: str
-    result: SearchResult
-
-
-@dataclass(frozen=True)
 class Advice:
     """Outcome of ``advise``.
 
     feasible:  candidates that fit, fastest first.
     rejected:  the other candidates.
     rules:     rules of the guideline that fired.
-    searches:  the spaces that were searched.
+    searches:  the spaces that were searched, by their labels.
     seconds:   what all of it took.
     margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
     refusal:   sentence on what would help, where nothing fits.
@@ -75,7 +56,7 @@ class Advice:
     feasible: tuple[FeasibleCandidate, ...]
     rejected: tuple[RejectedCandidate, ...]
     rules: tuple[GuidelineRule, ...]
-    searches: tuple[SpaceSearch, ...]
+    searches: Mapping[str, SearchResult]
     seconds: float
     margin: float
     refusal: str = ""
@@ -94,6 +75,55 @@ class Advice:
         return simplest(self.comparable, self.margin)
 
 
+def complexity(candidate: Candidate) -> tuple[int, ...]:
+    """Return the key by which placements are ordered, the simplest first: a ratio vector before ranks that are listed;
+    few distinct ratios, and of them whole ones; no shadows; models and optimizers that stay on their devices."""
+    space, ratios = candidate.space, set(ratios_of(candidate))
+    return (
+        isinstance(candidate.spec.placement, PlacementMap),
+        len(ratios),
+        min(ratios) < 1,
+        space.has_shadows,
+        len(space.offloaded) + len(optimizers_on_host(candidate.spec)),
+    )
+
+
+def optimizers_on_host(spec: Spec) -> list[str]:
+    """Return the roles whose optimizer's state is in host memory."""
+    return [role for role, model in spec.models if isinstance(model, ModelSpec) and model.offload_optimizer]
+
+
+def ratios_of(candidate: Candidate) -> list[Fraction]:
+    """Return the share of the devices that each placed model has, a rollout engine on the ranks of its role left
+    out."""
+    placement, total = candidate.spec.placement, candidate.space.pool.num_devices
+    if isinstance(placement, PlacementMap):
+        return [Fraction(len(entry.ranks or ()), total) for entry in placement.models.values()]
+    assert isinstance(placement, tuple), "proposals have a vector or ranks"
+    return list(placement)
+
+
+def tied(feasible: Sequence[FeasibleCandidate], margin: float) -> list[FeasibleCandidate]:
+    """Return the placements that count as equally fast as the fastest, which comes first.
+
+    feasible:  fastest first.
+    margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
+    """
+    return [item for item in feasible if item.seconds <= (1 + margin) * feasible[0].seconds]
+
+
+def simplest(feasible: Sequence[FeasibleCandidate], margin: float) -> FeasibleCandidate:
+    """Return the simplest of the placements that are equally fast, and no slower than a usual one; of equally simple
+    ones the faster. A difference that is smaller than the accuracy of the predictions (``costs/accuracy.csv``) buys no
+    placement that is harder to reason about.
+
+    ``feasible``: at least one, fastest first.
+    """
+    usual = min((item.seconds for item in feasible if item.candidate.method == "usual"), default=float("inf"))
+    equal = [item for item in tied(feasible, margin) if item.seconds <= usual]
+    return min(equal, key=lambda item: (complexity(item.candidate), item.seconds))
+
+
 @dataclass
 class PlacementComparison:
     """Candidates and searches of one request so far.
@@ -102,14 +132,14 @@ class PlacementComparison:
     seconds_limit: work of all searches together, in seconds that it takes on an ordinary core.
     seconds_left:  what is left of it.
     candidates:    all placements to compare.
-    searches:      the spaces that were searched.
+    searches:      the spaces that were searched, by their labels.
     """
 
     base: Space
     seconds_limit: float
     seconds_left: float = field(init=False)
     candidates: list[Candidate] = field(default_factory=list)
-    searches: list[SpaceSearch] = field(default_factory=list)
+    searches: dict[str, SearchResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.seconds_left = self.seconds_limit
@@ -118,7 +148,7 @@ class PlacementComparison:
         """Search a space and add its best placement to the candidates."""
         result = search(space.problem, self._next_seconds, GAP, seeds=seeds)
         self.seconds_left -= result.work
-        self.searches.append(SpaceSearch(label, result))
+        self.searches[label] = result
         self.candidates.append(_by_search(space, label, result))
         return result
 
@@ -179,9 +209,7 @@ def advise(
             if found.feasible:
                 return found
     refusal = refusal_text(base, rejected) if explains and not feasible else ""
-    advice = Advice(
-        feasible, rejected, by_rules.rules, tuple(compared.searches), perf_counter() - began, margin, refusal
-    )
+    advice = Advice(feasible, rejected, by_rules.rules, compared.searches, perf_counter() - began, margin, refusal)
     return _with_checked_choice(advice)
 
 
@@ -204,11 +232,14 @@ def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:
     plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base))
     shadowed = [space for _, space in spaces if space.has_shadows]
     by_rules = guideline(plain, shadowed[0] if shadowed else None)
-    others = [_by_guideline(by_rules)] if by_rules.space.has_shadows or not base.must_have_shadows else []
+    ruled = Candidate("guideline", by_rules.strategy, by_rules.space, by_rules.assignment, TOO_LARGE)
+    others = [ruled] if by_rules.space.has_shadows or not base.must_have_shadows else []
     others += [] if base.must_have_shadows else compared.usual(plain)
     for label, space in spaces:
         result = compared.search(label, space, _seeds(others, space))
-        if space.has_shadows and not _is_found(result) and _syncs_may_wait(space):
+        # weights that travel in the background, although the YAML does not say so, need memory next to those in use
+        may_wait = space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
+        if space.has_shadows and not _is_found(result) and may_wait:
             compared.search(f"{label}, syncs in turn", with_syncs_in_turn(space))
     if not base.must_have_shadows:
         _compare_offloaded(compared, plain, others, margin)
@@ -218,7 +249,7 @@ def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:
 
 def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:
     """Search placements with idle models in host memory, where memory makes a step longer or nothing fits."""
-    first = compared.searches[0].result
+    first = next(iter(compared.searches.values()))
     best = first if _is_found(first) else None
     if best is None or is_short_of_memory(plain, best.assignment, best.seconds, margin):
         for label, space in offloaded_spaces(plain, offload_sets(plain)):
@@ -231,12 +262,6 @@ def _seeds(candidates: Sequence[Candidate], space: Space) -> list[Assignment]:
     alike = (each for each in candidates if (each.space.has_shadows, each.space.offloaded) == kind)
     seeds = [in_problem(problem, each.assignment) for each in alike if each.assignment is not None]
     return [each for each in seeds if each is not None]
-
-
-def _syncs_may_wait(space: Space) -> bool:
-    """Whether the weights of shadows travel in the background although the YAML does not say so: they then need memory
-    next to those in use."""
-    return space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
 
 
 def _with_checked_choice(advice: Advice) -> Advice:
@@ -288,39 +313,3 @@ def _with_strategy(candidate: Candidate, base: Space) -> Candidate:
     if strategy in (None, candidate.strategy) or candidate.assignment is None:
         return candidate
     return replace(candidate, assignment=None, reason=f"is {candidate.strategy}; schedule.strategy is {strategy}")
-
-
-def _by_guideline(result: GuidelineResult) -> Candidate:
-    return Candidate("guideline", result.strategy, result.space, result.assignment, TOO_LARGE)
-
-
-SIMULATED = "a step as simulated"
-"""Words that the first line of an advised YAML has."""
-
-
-def is_advised(text: str) -> bool:
-    """Whether a text begins as those of ``write_advised``."""
-    first = text.partition("\n")[0]
-    return first.startswith("# ") and SIMULATED in first
-
-
-def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
-    """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError where it cannot be written."""
-    seconds, candidate = chosen.seconds, chosen.candidate
-    head = [
-        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {SIMULATED}, {bytes_text(int(chosen.peak))}",
-    ]
-    if candidate.space.has_less_memory:
-        share = f"{candidate.space.usable:.0%}"
-        head.append(
-            f"# memory_gb of the nodes is {share} of what models can fill: they are offloaded before that is full"
-        )
-    models = candidate.spec.models
-    roles = candidate.space.roles.all
-    has_sizes = any((model := models.of(role)) is not None and model.init is not None for role in roles)
-    if has_sizes:
-        head.append("# models have sizes only (init): give the paths of their weights instead, and of the data")
-    try:
-        path.write_text("\n".join([*head, dump_spec(without_device_sizes(with_names(candidate.spec)), short=True)]))
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None

@@ -127,7 +127,7 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
 
 def _beside(advice: Advice) -> str:
     """Return what a step takes with every model on all devices, where that is another placement."""
-    from flexrlhf.guideline.advice.usual import COLOCATED
+    from flexrlhf.strategies.strategy import COLOCATED
 
     seconds = [item.seconds for item in advice.feasible if item.candidate.name == COLOCATED]
     is_other = advice.best.candidate.strategy != COLOCATED

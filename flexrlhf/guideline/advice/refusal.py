@@ -1,5 +1,5 @@
-"""Where no placement fits: a last resort, with all memory filled and idle models in host memory, or a refusal that says
-why, and what would help. Each change is planned before it is suggested."""
+"""Last resort if no placement fits, with all memory filled and idle models in host memory; else the refusal, with the
+reason and the changes that would help. Each change is planned before it is suggested."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The published rules for where models go, each reported when it fires.
+"""Placements by what is published: rules for where models go, each reported when it fires, and usual placements.
 
 FlexRLHF's guideline decides (strategy, shares, settings); HybridFlow (Sheng et al., EuroSys 2025, section 8.3) and ReaL
-(Mei et al., MLSys 2025, section 8) comment on the outcome.
+(Mei et al., MLSys 2025, section 8) comment on the outcome. Usual placements are those of published systems, in the
+engines of a spec.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from flexrlhf.config.spec import ModelSpec
+from flexrlhf.guideline.advice.candidates import Candidate
+from flexrlhf.guideline.advice.host_offload import offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.model_options import SearchModel
-from flexrlhf.guideline.advice.proposals import Allowed, Vector, choose_settings, fastest_chunking, vector_ranks
-from flexrlhf.guideline.advice.space import UNLIMITED, Space
+from flexrlhf.guideline.advice.proposals import (
+    TOO_LARGE,
+    Allowed,
+    Vector,
+    choose_settings,
+    fastest_chunking,
+    vector_ranks,
+)
+from flexrlhf.guideline.advice.request import PPO_ROLES
+from flexrlhf.guideline.advice.space import UNLIMITED, Space, is_allowed, on_all_devices
+from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
@@ -258,3 +270,49 @@ def _comments(result: GuidelineResult, sizes: MemorySizes) -> Iterator[Guideline
     if sizes.weights[largest] > 1.5 * sizes.weights.get("actor", sizes.weights[largest]):
         reason = f"{largest} is the largest: it gets the most devices, so that trainings end together"
         yield GuidelineRule("devices by size of the trained models", "HybridFlow, section 8.3", reason)
+
+
+def usual(space: Space, seconds: float, gap: float) -> Iterator[Candidate]:
+    """Yield the placements: all models on all devices with the settings that are fastest, or those of DeepSpeed-Chat
+    and OpenRLHF, HybridFlow's split and the symmetric heuristic of ReaL's comparison.
+
+    seconds:  work of the search for the settings of the first, in seconds that it takes on an ordinary core.
+    gap:      share of its time by which it may miss the fastest settings.
+    """
+    roles, one = space.roles.all, Fraction(1)
+    everywhere = (one,) * len(roles)
+    yield _usual_colocated(space, seconds, gap)
+    yield _usual(space, f"{COLOCATED} ZeRO-3", everywhere, _is_zero3)
+    yield _usual(space, "standalone", (one / len(roles),) * len(roles))
+    if set(roles) == set(PPO_ROLES):
+        yield _usual(space, "split", (one / 2,) * len(roles))
+    widest = min(8, space.pool.per_node)
+    yield _usual(space, f"symmetric, tp {widest}", everywhere, lambda model, settings: settings.tp == widest)
+
+
+def _is_zero3(model: SearchModel, settings: ModelSpec) -> bool:
+    """Whether a model is sharded by ZeRO-3 alone; a rollout engine never is."""
+    return model.is_rollout or (settings.zero == 3 and settings.tp == 1)
+
+
+def _usual_colocated(space: Space, seconds: float, gap: float) -> Candidate:
+    """Return all models on all devices, each with its fastest settings that fit."""
+    result = search(on_all_devices(space), seconds, gap)
+    if result.is_feasible and is_allowed(result.seconds):
+        return Candidate("usual", COLOCATED, space, result.assignment)
+    return Candidate("usual", COLOCATED, space, None, TOO_LARGE if result.pruned_by_memory else "no settings there")
+
+
+def _usual(space: Space, name: str, vector: Vector, allowed: Allowed | None = None) -> Candidate:
+    """Return the placement of ``vector``, with idle models in host memory where nothing fits otherwise."""
+    ranks = vector_ranks(space, vector)
+    if ranks is None:
+        return Candidate("usual", name, space, None, "these shares are no whole devices, or of several classes")
+    assignment = choose_settings(space, ranks, allowed)
+    for label, variant in offloaded_spaces(space, offload_sets(space)) if assignment == TOO_LARGE else ():
+        found = choose_settings(variant, ranks, allowed)
+        if not isinstance(found, str):
+            return Candidate("usual", f"{name}, {label}", variant, found)
+    if isinstance(assignment, str):
+        return Candidate("usual", name, space, None, assignment)
+    return Candidate("usual", name, space, assignment)
