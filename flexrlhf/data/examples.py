@@ -15,14 +15,77 @@ from typing import Any
 
 from flexrlhf.config.rows import LongPrompts
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
-from flexrlhf.data.columns import RowLayout
-from flexrlhf.data.data_counts import DataCounts, TokenLimits
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
 from flexrlhf.data.files import Row, read_rows
-from flexrlhf.data.forms import PLAIN, TextExample, check_form, check_layout, detect_form, needed_text
+from flexrlhf.data.forms import FORMS, PLAIN, TextExample, check_layout, detect_form, needed_text
 from flexrlhf.data.messages import Chat
-from flexrlhf.errors import UserError
+from flexrlhf.data.row_layout import RowLayout
+from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.graph import Needs
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """Limits of a run, in tokens.
+
+    max_prompt:    tokens of the longest prompt
+    max_response:  tokens at which responses are truncated
+    long_prompts:  what happens to longer prompts
+    """
+
+    max_prompt: int
+    max_response: int
+    long_prompts: LongPrompts = "error"
+
+    @property
+    def drops(self) -> bool:
+        """Whether rows with longer prompts are left out."""
+        return not self.long_prompts.startswith("truncate")
+
+
+@dataclass(frozen=True)
+class DataCounts:
+    """Rows of a file, before any is left out or truncated.
+
+    form:       of the rows
+    num_rows:   of the file; where it is large, only some of them are counted
+    prompts:    tokens of the prompt of each counted row
+    responses:  tokens of the responses of each counted row, end tokens included
+    limits:     of the run
+    """
+
+    form: str
+    num_rows: int
+    prompts: tuple[int, ...]
+    responses: tuple[tuple[int, ...], ...]
+    limits: TokenLimits
+
+    @property
+    def num_long(self) -> int:
+        """Number of prompts over the limit."""
+        return sum(length > self.limits.max_prompt for length in self.prompts)
+
+    @property
+    def kept_responses(self) -> tuple[int, ...]:
+        """Tokens of the responses of the rows that are not left out."""
+        limit = self.limits.max_prompt
+        return tuple(
+            length
+            for prompt, responses in zip(self.prompts, self.responses, strict=True)
+            if prompt <= limit or not self.limits.drops
+            for length in responses
+        )
+
+    @property
+    def num_cut(self) -> int:
+        """Number of responses that are truncated, and so have no end token."""
+        return sum(length > self.limits.max_response for length in self.kept_responses)
+
+
+def quantile(lengths: Sequence[int], share: float) -> int:
+    """Return the smallest of ``lengths`` that at least ``share`` of them do not exceed; 0 without any."""
+    ordered = sorted(lengths)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +178,9 @@ def read_texts(path: Path | str, *, form: str = "auto", needs: Needs, layout: Ro
 
 def found_form(path: str, rows: Sequence[Row], form: str, needs: Needs, layout: RowLayout) -> str:
     """Return the form of ``rows``, for ``auto`` that of the first one. Raises UserError where it is not known."""
-    check_form(form)
+    known = ["auto", *FORMS]
+    if form not in known:
+        raise UserError(f"data.form={form} is not one of {', '.join(known)}{nearest(form, known)}")
     check_layout(layout, list(rows), needs, path)
     if form != "auto":
         return form

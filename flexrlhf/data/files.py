@@ -88,11 +88,6 @@ def _no_file(path: Path) -> str:
     return f"there is no data file {path}{instead_of(path, lambda other: other.name.endswith(ENDINGS))}"
 
 
-def json_limit(error: ValueError | RecursionError) -> str:
-    """Return why a text that may be valid JSON or YAML is not read: nested too deeply, or a number too long."""
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-
-
 def json_type(value: object) -> str:
     """Name of a JSON value's type with its article, such as ``a list``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
@@ -126,7 +121,8 @@ def _parse_json(path: Path, text: str, first_line: int) -> Any:
         line = first_line + error.lineno - 1
         raise UserError(f"{path}, line {line}: not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}, line {first_line}: cannot be read as JSON ({json_limit(error)})") from None
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        raise UserError(f"{path}, line {first_line}: cannot be read as JSON ({why})") from None
 
 
 def _parse_csv(path: Path, text: str) -> list[Any]:

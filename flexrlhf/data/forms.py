@@ -22,7 +22,6 @@ from os.path import commonprefix
 from typing import Any, get_args
 
 from flexrlhf.config.rows import Form
-from flexrlhf.data.columns import RowLayout, absent_columns, keys, missing, text_column
 from flexrlhf.data.files import Row
 from flexrlhf.data.messages import (
     Chat,
@@ -36,7 +35,8 @@ from flexrlhf.data.messages import (
     text_or_chat,
 )
 from flexrlhf.data.messages import Message as Message
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.data.row_layout import RowLayout, absent_columns, keys, missing, text_column
+from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
 FORMS: tuple[str, ...] = get_args(Form)
@@ -93,13 +93,6 @@ class TextExample:
     def first(self, number: int) -> TextExample:
         """Return this example with its first responses alone."""
         return replace(self, responses=self.responses[:number], completions=self.completions[:number])
-
-
-def check_form(form: str) -> None:
-    """Raise UserError for a form that is neither ``auto`` nor one of FORMS."""
-    known = ["auto", *FORMS]
-    if form not in known:
-        raise UserError(f"data.form={form} is not one of {', '.join(known)}{nearest(form, known)}")
 
 
 def check_layout(layout: RowLayout, rows: list[Row], needs: Needs, path: str) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flexrlhf.data.chat import ChatFormat
-from flexrlhf.data.columns import RowLayout
-from flexrlhf.data.data_counts import DataCounts, TokenLimits
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
-from flexrlhf.data.examples import found_form, truncated
+from flexrlhf.data.examples import DataCounts, TokenLimits, found_form, truncated
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import needed_text
+from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 

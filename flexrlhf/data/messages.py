@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.data.columns import checked_text
 from flexrlhf.data.files import json_type
+from flexrlhf.data.row_layout import checked_text
 from flexrlhf.errors import UserError, nearest, shown
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"} | {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from flexrlhf.data.data_counts import DataCounts, quantile
 from flexrlhf.data.encoding import EncodedResponse, EncodedRow
+from flexrlhf.data.examples import DataCounts, quantile
 from flexrlhf.data.files import ENDINGS
 from flexrlhf.data.hub import hub_name
 from flexrlhf.data.inspection import Inspection

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.rows import RowsSpec
 from flexrlhf.config.spec import DataSpec, Spec
-from flexrlhf.data.columns import RowLayout
 from flexrlhf.data.order import whole_parts
+from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.plan import Plan
 

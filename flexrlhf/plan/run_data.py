@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.rows import LongPrompts
-from flexrlhf.data.data_counts import DataCounts, TokenLimits
-from flexrlhf.data.examples import Example, LoadedExamples, load_examples
+from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits, load_examples
 from flexrlhf.data.files import is_present, read_rows
 from flexrlhf.data.forms import detect_form, has_response
 from flexrlhf.data.inspection import Inspection, inspect_rows

@@ -17,13 +17,12 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.data.chat import DEFAULT_CHAT
-from flexrlhf.data.columns import RowLayout
-from flexrlhf.data.data_counts import DataCounts, TokenLimits, quantile
-from flexrlhf.data.examples import load_examples
+from flexrlhf.data.examples import DataCounts, TokenLimits, load_examples, quantile
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import ALPACA_TEMPLATES
 from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.quickstart.corpus import build_tokenizer
+from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.data_report import data_line, data_warnings, format_inspection
 from flexrlhf.plan.data_sources import DataSource

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from flexrlhf.data.columns import RowLayout
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import Message, TextExample, as_chat, detect_form, needed_text
+from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
