@@ -1,13 +1,13 @@
-"""Settings of how the rows of a data file are read."""
+"""Settings of the data and of evaluations: how the rows of a file are read, and the lengths that they are padded to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
 from string import Formatter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from flexrlhf.config.ratio_vector import Exact
 from flexrlhf.config.strict_model import StrictModel
@@ -81,3 +81,63 @@ class SourceSpec(RowsSpec):
     weight: Annotated[Exact, AfterValidator(_positive)] = Field(
         Fraction(1), description="share of the prompts, relative to the other sources"
     )
+
+
+class DataSpec(StrictModel):
+    """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""
+
+    path: UserPath | None = Field(None, description=FILES)
+    sources: tuple[SourceSpec, ...] = Field((), description="several of these instead, mixed by their weights")
+    form: FormSetting = Field("auto", description="columns of a row; auto: follows from the first row")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="name that a form or a score uses: column of the rows, such as outer.inner"
+    )
+    template: Template | None = Field(
+        None, description="text of the prompt, with {column} fields; null: that of the form"
+    )
+    system: str | None = Field(None, description="system prompt of rows without one, which makes chats of texts")
+    tokenizer: UserPath | None = Field(
+        None, description="Hugging Face directory, or a name on the Hub; null: that of the first model with a path"
+    )
+    max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
+    max_response_tokens: int = Field(128, ge=1, description="responses are truncated to this length, eos included")
+    chat: Literal["auto", "always", "never"] = Field(
+        "auto", description="rows that the chat template renders: those that are chats, also text prompts, or none"
+    )
+    chat_template: UserPath | None = Field(
+        None, description="a file with a Jinja chat template; null: the tokenizer's own"
+    )
+    long_prompts: LongPrompts = Field(
+        "error",
+        description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "
+        "leave out their first or last tokens, but not bos",
+    )
+
+    @model_validator(mode="after")
+    def _path_or_sources(self) -> Self:
+        if self.path is None and not self.sources:
+            raise ValueError("path: missing; give a file, or several in sources")
+        if self.path is not None and self.sources:
+            raise ValueError("path and sources exclude each other: remove one")
+        return self
+
+
+class EvalSpec(RowsSpec):
+    """Evaluation of the trained model on a data file of its own.
+
+    pass@k: the share of prompts of which at least one of k responses is right (Chen et al. 2021).
+    """
+
+    every: int | None = Field(None, ge=1, description="steps between two evaluations; null: one, after the last step")
+    temperature: float | None = Field(
+        None, ge=0, description="sampling temperature of the responses; null: the algorithm's; 0: greedy"
+    )
+    samples_per_prompt: int | None = Field(
+        None, ge=1, description="responses to each prompt; null: the algorithm's, or 1 with temperature 0"
+    )
+    pass_score: float = Field(1.0, description="a response with at least this score is right")
+    pass_at: int | None = Field(None, ge=1, description="k of pass@k; null: the responses to each prompt")
+
+    def num_samples(self, of_training: int) -> int:
+        """Return the number of responses to a prompt of the evaluation set; greedy ones are all the same."""
+        return self.samples_per_prompt or (1 if self.temperature == 0 else of_training)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flexrlhf.config import loggers, reward_sources, spec
+from flexrlhf.config import outputs, reward_sources, spec
 from flexrlhf.config.algorithms import AnyAlgorithm
 from flexrlhf.config.algorithms.base import AlgorithmSpec, SampledSpec
 from flexrlhf.config.algorithms.grpo import GroupSpec
@@ -65,7 +65,7 @@ def setting_sections() -> Iterator[SettingSection]:
     yield _section("The YAML", "", spec.Spec)
     yield from _algorithm()
     yield from _sources()
-    for name, kind in zip(loggers.LOGGERS, mappings(loggers.LoggerSpec), strict=True):
+    for name, kind in zip(outputs.LOGGERS, mappings(outputs.LoggerSpec), strict=True):
         yield _section(f"`loggers`: `{name}`", "loggers", kind)
     seen: set[type[BaseModel]] = set()
     for name, field in spec.Spec.model_fields.items():

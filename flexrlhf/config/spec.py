@@ -24,26 +24,16 @@ from pydantic_core import CoreSchema
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.engines import ENGINES, facts_of
-from flexrlhf.config.guards import GuardsSpec
-from flexrlhf.config.loggers import LoggerSpec
 from flexrlhf.config.model_names import find_model
+from flexrlhf.config.outputs import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
-from flexrlhf.config.rows import FILES, FormSetting, LongPrompts, RowsSpec, SourceSpec, Template
+from flexrlhf.config.rows import DataSpec, EvalSpec
 from flexrlhf.config.strict_model import StrictModel, plain_text
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, either, nearest, shown
 from flexrlhf.operators.columns import LONGER, Lengths
-
-
-class SamplesSpec(StrictModel):
-    """Responses that ``runs/<name>/samples.jsonl`` keeps as text, with their scores. They change no number."""
-
-    every: int = Field(
-        10, ge=1, description="steps between two whose training responses are kept; those of the last step always are"
-    )
-    count: int = Field(4, ge=0, description="responses kept of such a step, and of each evaluation; 0: none")
 
 
 def _pair(value: Any) -> Any:
@@ -575,66 +565,6 @@ class SyncSpec(StrictModel):
         return int((self.bucket_mb or SMALL_BUCKET_MB) * 1e6)
 
 
-class DataSpec(StrictModel):
-    """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""
-
-    path: UserPath | None = Field(None, description=FILES)
-    sources: tuple[SourceSpec, ...] = Field((), description="several of these instead, mixed by their weights")
-    form: FormSetting = Field("auto", description="columns of a row; auto: follows from the first row")
-    columns: dict[str, str] = Field(
-        default_factory=dict, description="name that a form or a score uses: column of the rows, such as outer.inner"
-    )
-    template: Template | None = Field(
-        None, description="text of the prompt, with {column} fields; null: that of the form"
-    )
-    system: str | None = Field(None, description="system prompt of rows without one, which makes chats of texts")
-    tokenizer: UserPath | None = Field(
-        None, description="Hugging Face directory, or a name on the Hub; null: that of the first model with a path"
-    )
-    max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
-    max_response_tokens: int = Field(128, ge=1, description="responses are truncated to this length, eos included")
-    chat: Literal["auto", "always", "never"] = Field(
-        "auto", description="rows that the chat template renders: those that are chats, also text prompts, or none"
-    )
-    chat_template: UserPath | None = Field(
-        None, description="a file with a Jinja chat template; null: the tokenizer's own"
-    )
-    long_prompts: LongPrompts = Field(
-        "error",
-        description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "
-        "leave out their first or last tokens, but not bos",
-    )
-
-    @model_validator(mode="after")
-    def _path_or_sources(self) -> Self:
-        if self.path is None and not self.sources:
-            raise ValueError("path: missing; give a file, or several in sources")
-        if self.path is not None and self.sources:
-            raise ValueError("path and sources exclude each other: remove one")
-        return self
-
-
-class EvalSpec(RowsSpec):
-    """Evaluation of the trained model on a data file of its own.
-
-    pass@k: the share of prompts of which at least one of k responses is right (Chen et al. 2021).
-    """
-
-    every: int | None = Field(None, ge=1, description="steps between two evaluations; null: one, after the last step")
-    temperature: float | None = Field(
-        None, ge=0, description="sampling temperature of the responses; null: the algorithm's; 0: greedy"
-    )
-    samples_per_prompt: int | None = Field(
-        None, ge=1, description="responses to each prompt; null: the algorithm's, or 1 with temperature 0"
-    )
-    pass_score: float = Field(1.0, description="a response with at least this score is right")
-    pass_at: int | None = Field(None, ge=1, description="k of pass@k; null: the responses to each prompt")
-
-    def num_samples(self, of_training: int) -> int:
-        """Return the number of responses to a prompt of the evaluation set; greedy ones are all the same."""
-        return self.samples_per_prompt or (1 if self.temperature == 0 else of_training)
-
-
 class ParitySpec(StrictModel):
     """Comparison of the rollout engine with the trainer: log-probs of the same sampled tokens by both.
 
@@ -731,51 +661,6 @@ class RolloutSpec(StrictModel):
         has = {"auto": tuple(fields), "transformers": ("parity",)}
         allowed = ("engine", "logprobs", *has.get(engine, facts_of(engine).rollout_settings))
         return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
-
-
-class SaveSpec(StrictModel):
-    """Checkpoints of trained models: ``runs/<name>/<role>``, the best ones in ``runs/<name>/<role>-best``."""
-
-    every: int | None = Field(None, ge=1, description="steps between two checkpoints; null: one, after the last step")
-    keep: bool = Field(
-        False,
-        description="keep those of earlier steps, in runs/<name>/<role>-step-<number>; false: the next replaces one",
-    )
-    best: str | None = Field(
-        None, description="a metric of the evaluations by which the best models are kept; null: none are"
-    )
-    shard_gb: float = Field(5.0, gt=0, description="GB of one file of weights; larger models have several and an index")
-
-    @property
-    def shard_bytes(self) -> int:
-        """Most bytes of weights in a file."""
-        return int(self.shard_gb * 1e9)
-
-
-class CheckpointSpec(StrictModel):
-    """Checkpoints that ``flexrlhf run --resume`` goes on from, in ``runs/<name>/checkpoints``."""
-
-    every: int | None = Field(
-        None, ge=1, description="steps between two, and one after the last step; null: none but on a signal"
-    )
-    keep_last: int = Field(2, ge=1, description="older checkpoints are deleted")
-    on_signal: bool = Field(True, description="SIGTERM and SIGUSR1 write one after the current step, and end the run")
-    background: bool = Field(True, description="write the files while the next step runs")
-
-
-class DebugSpec(StrictModel):
-    """Settings for tests, and to find where two runs differ."""
-
-    record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
-    replay: UserPath | None = Field(
-        None, description="runs/NAME of a run with recorded columns, whose responses replace the sampled ones"
-    )
-    run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
-    cudnn_attention: bool = Field(
-        False,
-        description="let torch use cuDNN's attention, which it prefers in 16 bits on H100 and later, and which takes "
-        "0.02 to 1 s for each new number of rows and width",
-    )
 
 
 MAX_DEVICES = 16384

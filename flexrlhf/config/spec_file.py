@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.loggers import LOGGERS
+from flexrlhf.config.outputs import LOGGERS
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.ratio_vector import RATIO_FORM
 from flexrlhf.config.reward_sources import KINDS

@@ -8,7 +8,8 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec import ClusterSpec, DebugSpec, ModelSpec, RolloutSpec, ScheduleSpec, Spec, SyncSpec
+from flexrlhf.config.outputs import DebugSpec
+from flexrlhf.config.spec import ClusterSpec, ModelSpec, RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.rows import RowsSpec
-from flexrlhf.config.spec import DataSpec, Spec
+from flexrlhf.config.rows import DataSpec, RowsSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.data.order import whole_parts
 from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.operators.graph import Needs

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.number_settings import differences, differing_settings
-from flexrlhf.config.spec import CheckpointSpec, DebugSpec, SaveSpec, Spec
+from flexrlhf.config.outputs import CheckpointSpec, DebugSpec, SaveSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import span_of

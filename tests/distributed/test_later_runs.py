@@ -13,7 +13,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from flexrlhf.config.spec import CheckpointSpec, EvalSpec, SaveSpec, Spec
+from flexrlhf.config.outputs import CheckpointSpec, SaveSpec
+from flexrlhf.config.rows import EvalSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 
 

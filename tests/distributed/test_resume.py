@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.spec import CheckpointSpec, RolloutSpec
+from flexrlhf.config.outputs import CheckpointSpec
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus

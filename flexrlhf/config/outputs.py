@@ -1,0 +1,150 @@
+"""Settings of what a run writes (loggers, samples, models, checkpoints), of its guards, and for tests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.user_paths import UserPath
+
+
+class TensorBoardSpec(StrictModel):
+    """TensorBoard: event files in ``runs/<name>/tensorboard``."""
+
+    name: Literal["tensorboard"] = Field(description="needs flexrlhf[tensorboard]")
+
+
+class WandbSpec(StrictModel):
+    """Weights & Biases. The key of an account comes from the environment (WANDB_API_KEY) or ``wandb login``."""
+
+    name: Literal["wandb"] = Field(description="needs flexrlhf[wandb]")
+    project: str = Field("flexrlhf", min_length=1, description="project of the run")
+    entity: str | None = Field(None, description="team or user that owns the project; null: the account's default")
+    group: str | None = Field(None, description="group of runs that are shown together")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: files in runs/<name>/wandb alone, which `wandb sync` uploads later"
+    )
+
+
+class MlflowSpec(StrictModel):
+    """MLflow. Users and passwords of a server come from the environment (MLFLOW_TRACKING_USERNAME and the like)."""
+
+    name: Literal["mlflow"] = Field(description="needs flexrlhf[mlflow]")
+    tracking_uri: str | None = Field(
+        None, description="server or database; null: MLFLOW_TRACKING_URI, else sqlite:///RUNS/mlflow.db"
+    )
+    experiment: str = Field("flexrlhf", min_length=1, description="experiment of the run")
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _has_no_secret(cls, value: str | None) -> str | None:
+        if value is not None and "@" in urlsplit(value).netloc:
+            raise ValueError(
+                "tracking_uri: a user or password in an address would be written to config.yaml; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment"
+            )
+        return value
+
+
+LoggerSpec = Annotated[TensorBoardSpec | WandbSpec | MlflowSpec, Field(discriminator="name")]
+LOGGERS = ("tensorboard", "wandb", "mlflow")
+
+
+class GuardsSpec(StrictModel):
+    """Numbers that end a run or are warned of. They never change a number of a run without such events,
+    but for the rounding of log-probs (``rollout.logprobs``)."""
+
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="NaN or infinite losses, gradients, log-probs and values: stop: the run ends and names the first "
+        "response; skip: the optimizer step of the mini-batch is left out, on all ranks, and counted",
+    )
+    max_failed_steps: int | None = Field(
+        3, ge=1, description="the run ends after so many steps in a row in which no response has a score; null: never"
+    )
+    sampled_logprobs: Literal["stop", "warn", "off"] = Field(
+        "stop",
+        description="log-probs of the first step as transformers sampled the tokens differ from those computed of the "
+        "whole texts; for torch and vllm see rollout.parity",
+    )
+    max_logprob_difference: float | None = Field(
+        None, gt=0, description="limit of that difference, mean over tokens (nats); null: 1e-3, or 0.05 in 16 bits"
+    )
+    max_kl: float | None = Field(
+        2.0, gt=0, description="warn where kl_token exceeds this in either direction (nats per token); null: never"
+    )
+    max_update_kl: float | None = Field(
+        0.5, gt=0, description="warn where update_kl exceeds this (nats per token); null: never"
+    )
+    loss_spike: float | None = Field(
+        20.0,
+        gt=1,
+        description="warn where a loss or gradient norm exceeds so many times its median over the steps before; null: "
+        "never",
+    )
+    equal_scores: int | None = Field(
+        1, ge=1, description="warn after so many steps in a row whose responses all have the same score; null: never"
+    )
+    max_truncated: float | None = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="warn where a larger share of the responses is truncated at data.max_response_tokens; null: never",
+    )
+
+
+class SamplesSpec(StrictModel):
+    """Responses that ``runs/<name>/samples.jsonl`` keeps as text, with their scores. They change no number."""
+
+    every: int = Field(
+        10, ge=1, description="steps between two whose training responses are kept; those of the last step always are"
+    )
+    count: int = Field(4, ge=0, description="responses kept of such a step, and of each evaluation; 0: none")
+
+
+class SaveSpec(StrictModel):
+    """Checkpoints of trained models: ``runs/<name>/<role>``, the best ones in ``runs/<name>/<role>-best``."""
+
+    every: int | None = Field(None, ge=1, description="steps between two checkpoints; null: one, after the last step")
+    keep: bool = Field(
+        False,
+        description="keep those of earlier steps, in runs/<name>/<role>-step-<number>; false: the next replaces one",
+    )
+    best: str | None = Field(
+        None, description="a metric of the evaluations by which the best models are kept; null: none are"
+    )
+    shard_gb: float = Field(5.0, gt=0, description="GB of one file of weights; larger models have several and an index")
+
+    @property
+    def shard_bytes(self) -> int:
+        """Most bytes of weights in a file."""
+        return int(self.shard_gb * 1e9)
+
+
+class CheckpointSpec(StrictModel):
+    """Checkpoints that ``flexrlhf run --resume`` goes on from, in ``runs/<name>/checkpoints``."""
+
+    every: int | None = Field(
+        None, ge=1, description="steps between two, and one after the last step; null: none but on a signal"
+    )
+    keep_last: int = Field(2, ge=1, description="older checkpoints are deleted")
+    on_signal: bool = Field(True, description="SIGTERM and SIGUSR1 write one after the current step, and end the run")
+    background: bool = Field(True, description="write the files while the next step runs")
+
+
+class DebugSpec(StrictModel):
+    """Settings for tests, and to find where two runs differ."""
+
+    record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
+    replay: UserPath | None = Field(
+        None, description="runs/NAME of a run with recorded columns, whose responses replace the sampled ones"
+    )
+    run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
+    cudnn_attention: bool = Field(
+        False,
+        description="let torch use cuDNN's attention, which it prefers in 16 bits on H100 and later, and which takes "
+        "0.02 to 1 s for each new number of rows and width",
+    )
