@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flexrlhf.config.ratio_vector import vector_of_option
-from flexrlhf.config.setting_search import keys_from
+from flexrlhf.config.setting_list import keys_from
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import SpecFile, check_scopes, path_settings, split_scope
 from flexrlhf.config.user_paths import is_yaml

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.config.algorithms import ALGORITHMS
-from flexrlhf.config.json_schema import TITLE, json_schema
-from flexrlhf.config.setting_search import find_settings, format_sections, keys_from
+from flexrlhf.config.setting_list import TITLE, find_settings, format_sections, json_schema, keys_from
 from flexrlhf.config.user_paths import check_output
 
 

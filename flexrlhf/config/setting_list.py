@@ -1,9 +1,11 @@
-"""List of all settings of the YAML, section by section, as the schema has them: for the reference and the terminal."""
+"""All settings of the YAML as the schema has them: a list for the reference and the terminal, and JSON Schema."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -12,14 +14,23 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flexrlhf.config import outputs, reward_sources, spec
-from flexrlhf.config.algorithms import AnyAlgorithm
+from flexrlhf.config import reward_sources
+from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
 from flexrlhf.config.algorithms.base import AlgorithmSpec, SampledSpec
 from flexrlhf.config.algorithms.grpo import GroupSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.reinforce import ReturnsSpec
 from flexrlhf.config.algorithms.supervised import PreferenceSpec
+from flexrlhf.config.outputs import LOGGERS, LoggerSpec
+from flexrlhf.config.spec import PLACEMENT_SETTINGS, ModelsSpec, OperatorPlacement, PlacementEntry, PlacementMap, Spec
 from flexrlhf.config.strict_model import mappings, meaning, plain_text
+from flexrlhf.errors import UserError, nearest
+
+TITLE = "flexrlhf run"
+"""Title of the JSON Schema, by which a file of it is recognised."""
+NARROWEST, WIDEST = 40, 120
+"""Columns of a text."""
+_ROLES = ("all", "actor", "critic", "cost_critic", "ref", "reward", "cost")
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,13 @@ class SettingSection:
 
 def setting_sections() -> Iterator[SettingSection]:
     """Yield all sections, in the order of the YAML."""
-    yield _section("The YAML", "", spec.Spec)
+    yield _section("The YAML", "", Spec)
     yield from _algorithm()
     yield from _sources()
-    for name, kind in zip(outputs.LOGGERS, mappings(outputs.LoggerSpec), strict=True):
+    for name, kind in zip(LOGGERS, mappings(LoggerSpec), strict=True):
         yield _section(f"`loggers`: `{name}`", "loggers", kind)
     seen: set[type[BaseModel]] = set()
-    for name, field in spec.Spec.model_fields.items():
+    for name, field in Spec.model_fields.items():
         if name not in ("algorithm", "reward", "cost", "loggers"):
             yield from _below(name, field, seen)
 
@@ -81,14 +92,14 @@ def _below(
         if kind in seen:
             continue
         seen.add(kind)
-        if kind is spec.PlacementMap:
-            yield _section("`placement`, as a mapping", path, kind, (*spec.PLACEMENT_SETTINGS, "operators"))
-            yield _section("`placement.MODEL`", f"{path}.MODEL", spec.PlacementEntry)
-            yield _section("`placement.operators.OPERATOR`", f"{path}.operators.OPERATOR", spec.OperatorPlacement)
+        if kind is PlacementMap:
+            yield _section("`placement`, as a mapping", path, kind, (*PLACEMENT_SETTINGS, "operators"))
+            yield _section("`placement.MODEL`", f"{path}.MODEL", PlacementEntry)
+            yield _section("`placement.operators.OPERATOR`", f"{path}.operators.OPERATOR", OperatorPlacement)
             continue
-        yield _section(f"`{path}`", path, kind, () if kind is spec.ModelsSpec else None, names)
+        yield _section(f"`{path}`", path, kind, () if kind is ModelsSpec else None, names)
         for name, inner in kind.model_fields.items():
-            role = "ROLE" if kind is spec.ModelsSpec else name
+            role = "ROLE" if kind is ModelsSpec else name
             yield from _below(f"{path}.{role}", inner, seen, names)
 
 
@@ -213,3 +224,101 @@ def yaml_text(value: Any) -> str:
         case float():
             return f"{value:g}" if value != int(value) else f"{value:.1f}"
     return str(value)
+
+
+def find_settings(text: str | None) -> list[SettingSection]:
+    """Return the sections, with those of their settings that ``text`` finds. Raises UserError where it finds none.
+
+    text:  a key or the start of one, an algorithm, or a part of a key; None: all settings.
+    """
+    sections = list(setting_sections())
+    if text is None:
+        return sections
+    if text in ALGORITHMS:
+        return [section for section in sections if text in section.algorithms]
+    below, lower = text.strip("."), text.lower()
+    found = _with_rows(sections, lambda key: _is_below(key, below)) or _with_rows(
+        sections, lambda key: lower in key.lower()
+    )
+    if not found:
+        parts = dict.fromkeys(part for each in sections for row in each.rows for part in each.key(row).split("."))
+        hint = nearest(text.rpartition(".")[2], [*parts, *ALGORITHMS])
+        raise UserError(f"settings {text}: no such setting{hint}; flexrlhf settings lists all of them")
+    return found
+
+
+def _with_rows(sections: Sequence[SettingSection], is_found: Callable[[str], bool]) -> list[SettingSection]:
+    """Return the sections with settings whose dotted keys are found, with these alone."""
+    found = [replace(each, rows=tuple(row for row in each.rows if is_found(each.key(row)))) for each in sections]
+    return [section for section in found if section.rows]
+
+
+def _is_below(key: str, text: str) -> bool:
+    """Whether ``text`` is ``key`` or the start of it, part by part."""
+    parts, given = key.split("."), text.split(".")
+    return len(given) <= len(parts) and all(map(_is_same, parts, given))
+
+
+def _is_same(part: str, given: str) -> bool:
+    """Whether a part of a key is the given one; a role or another name of the user's own is in capitals."""
+    return part in (given, "ROLE", "MODEL", "OPERATOR")
+
+
+def format_sections(sections: Sequence[SettingSection], width: int) -> str:
+    """Return the settings as text of at most ``width`` columns, with each key on a line of its own."""
+    columns = max(NARROWEST, min(width, WIDEST))
+    return "\n".join(line for section in sections for line in _lines(section, columns)).rstrip()
+
+
+def _lines(section: SettingSection, width: int) -> Iterator[str]:
+    yield f"# {section.title.replace('`', '')}"
+    if section.algorithms:
+        listed = f"{', '.join(section.algorithms)}"
+        yield from _wrapped("all algorithms" if len(section.algorithms) == len(ALGORITHMS) else listed, width, "#   ")
+    for row in section.rows:
+        default = f"default {row.default}" if row.default else "required"
+        yield section.key(row)
+        yield from _wrapped(f"{row.values.replace('`', '')}; {default}", width, "    ")
+        if row.meaning:
+            yield from _wrapped(row.meaning.replace("`", ""), width, "    ")
+    yield ""
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def keys_from(start: str) -> Iterator[str]:
+    """Yield what the dotted key that begins with ``start`` may go on with, up to its next part.
+
+    Names that a user chooses are those of the usual roles.
+    """
+    scope, colon, key = start.rpartition(":")
+    typed = key.split(".")
+    found: dict[str, None] = {}
+    for section in setting_sections():
+        for row in section.rows:
+            parts = section.key(row).split(".")
+            if len(parts) >= len(typed) and all(map(_is_same, parts, typed[:-1])):
+                ends = len(parts) == len(typed)
+                for name in _ROLES if parts[len(typed) - 1] == "ROLE" else (parts[len(typed) - 1],):
+                    if name.startswith(typed[-1]) and not re.fullmatch("[A-Z]+", name):
+                        found[".".join([*typed[:-1], name]) + ("=" if ends else ".")] = None
+    for each in found:
+        if not (each.endswith("=") and f"{each[:-1]}." in found):
+            yield f"{scope}{colon}{each}"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a YAML: keys, types, choices, bounds, defaults and descriptions.
+
+    What follows from several settings together (vectors and models, chunks and mini-batches, ...) is checked by
+    ``flexrlhf plan`` alone.
+    """
+    schema = Spec.model_json_schema(by_alias=True)
+    for algorithm in schema["properties"]["algorithm"]["discriminator"]["mapping"].values():
+        definition = schema["$defs"][algorithm.rpartition("/")[2]]
+        definition["required"] = sorted({"name", *definition.get("required", ())})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": TITLE}

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.cli.app import COMMANDS
-from flexrlhf.config.setting_list import setting_sections
-from flexrlhf.config.setting_search import keys_from
+from flexrlhf.config.setting_list import keys_from, setting_sections
 from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import prepare_corpus
