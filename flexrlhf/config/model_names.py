@@ -87,21 +87,16 @@ def find_model(text: str, option: str = "--model") -> Config:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
+        same_size = [name for name in MODELS if name.rpartition("-")[2] in text.lower().split("-")]
         raise UserError(
-            f"{option} {text}: no known model{_nearest_model(text.lower())} and no model directory or config.json; "
-            f"known: {', '.join(MODELS)}"
+            f"{option} {text}: no known model{nearest(text.lower(), same_size or MODELS)} and no model directory or "
+            f"config.json; known: {', '.join(MODELS)}"
         )
     return _read_config(path, option)
 
 
 def _known(name: str) -> Config | None:
     return MODELS.get(name.lower().removesuffix("-hf"))
-
-
-def _nearest_model(name: str) -> str:
-    """Return the hint at the nearest known name, of the same size where there is any."""
-    same_size = [known for known in MODELS if known.rpartition("-")[2] in name.split("-")]
-    return nearest(name, same_size or MODELS)
 
 
 def _read_config(path: Path, option: str) -> Config:

@@ -7,7 +7,7 @@ numbers (``dtype``) are among those: they change numbers by their rounding alone
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def differing_settings(first: Spec, second: Spec) -> tuple[SettingDifference, ..
     if one["algorithm"]["name"] != other["algorithm"]["name"]:
         # their other settings are not comparable
         one["algorithm"], other["algorithm"] = ({"name": each["algorithm"]["name"]} for each in (one, other))
-    return tuple(differences(one, other))
+    return tuple(nested_differences(one, other))
 
 
 def number_settings(spec: Spec) -> dict[str, Any]:
@@ -64,20 +64,19 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     if raw["eval"] is not None:
         raw["eval"].pop("every")
     for section in ("reward", "cost"):
-        raw[section] = raw[section] and [_without(source, HOW_SCORED) for source in raw[section]]
+        raw[section] = raw[section] and [
+            {key: value for key, value in source.items() if key not in HOW_SCORED} for source in raw[section]
+        ]
     raw["models"] = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
     # a directory of the Hub's cache is another one on another machine
     for section, key in [(model, "path") for model in raw["models"].values()] + [(raw["data"], "tokenizer")]:
         section[key] = spec.snapshots.get(section[key], section[key])
-    raw["steps"] = spec.steps if _has_learning_rate_schedule(spec) else None
+    # a learning rate that falls towards the last step makes every step depend on their number
+    is_falling = any(model is not None and model.optimizer.schedule != "constant" for _, model in spec.models)
+    raw["steps"] = spec.steps if is_falling else None
     return raw | {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}, "rollout": _rollout(spec)}
-
-
-def _has_learning_rate_schedule(spec: Spec) -> bool:
-    """Whether a learning rate falls towards the last step, so that the number of steps changes every step."""
-    return any(model is not None and model.optimizer.schedule != "constant" for _, model in spec.models)
 
 
 def _rollout(spec: Spec) -> dict[str, Any]:
@@ -89,11 +88,7 @@ def _rollout(spec: Spec) -> dict[str, Any]:
     return settings
 
 
-def _without(source: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
-    return {key: value for key, value in source.items() if key not in keys}
-
-
-def differences(first: Any, second: Any, key: str = "") -> Iterator[SettingDifference]:
+def nested_differences(first: Any, second: Any, key: str = "") -> Iterator[SettingDifference]:
     """Yield the deepest settings of two nested mappings that differ; a mapping that only one has is one setting."""
     pairs = _pairs(first, second)
     if pairs is None:
@@ -101,7 +96,7 @@ def differences(first: Any, second: Any, key: str = "") -> Iterator[SettingDiffe
             yield SettingDifference(key, first, second)
         return
     for name, (one, other) in pairs.items():
-        yield from differences(one, other, f"{key}.{name}" if key else name)
+        yield from nested_differences(one, other, f"{key}.{name}" if key else name)
 
 
 def _pairs(first: Any, second: Any) -> dict[str, tuple[Any, Any]] | None:

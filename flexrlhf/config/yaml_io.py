@@ -17,6 +17,7 @@ _FLOAT = re.compile(
     r"^([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 MAX_VALUES = 100_000
 """Most values of a document; few lines of anchors may stand for billions."""
@@ -30,20 +31,16 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Refuse repeated keys here: later, a merge (``<<``) adds keys that may be repeated."""
         node = super().compose_mapping_node(anchor)
-        _refuse_repeated_keys(node)
+        first: dict[tuple[str, str], yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            same = (key.tag, key.value)
+            if same in first:
+                problem = f"the key {key.value!r} is given twice, first in line {first[same].line + 1}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            first[same] = key.start_mark
         return node
-
-
-def _refuse_repeated_keys(node: yaml.MappingNode) -> None:
-    first: dict[tuple[str, str], yaml.Mark] = {}
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        same = (key.tag, key.value)
-        if same in first:
-            problem = f"the key {key.value!r} is given twice, first in line {first[same].line + 1}"
-            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-        first[same] = key.start_mark
 
 
 class _Dumper(yaml.SafeDumper):
@@ -82,7 +79,7 @@ def _num_values(value: Any, known: dict[int, int]) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > LARGEST_BITS:
         raise yaml.YAMLError("a whole number is larger than any setting takes")
-    if isinstance(value, str) and not value.isprintable() and any(map(_is_no_text, value)):
+    if isinstance(value, str) and _NO_TEXT.search(value):
         raise yaml.YAMLError("a text contains a null character or half of a surrogate pair")
     if not isinstance(value, dict | list | tuple | set):
         return 1
@@ -90,10 +87,6 @@ def _num_values(value: Any, known: dict[int, int]) -> int:
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_num_values(part, known) for part in parts)
     return known[id(value)]
-
-
-def _is_no_text(character: str) -> bool:
-    return character == "\0" or "\ud800" <= character <= "\udfff"
 
 
 def write_yaml(data: Any) -> str:

@@ -129,17 +129,17 @@ def _parse_csv(path: Path, text: str) -> list[Any]:
     """Return the rows of a table whose first line names the columns; every value is a text."""
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = next(lines, [])
-        rows = [_csv_row(path, header, cells, lines.line_num) for cells in lines if cells]
+        header, rows = next(lines, []), list[Any]()
+        for cells in filter(None, lines):
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{path}, line {lines.line_num}: the row ends here with {len(cells)} cells, the header has "
+                    f"{len(header)}"
+                )
+            rows.append(dict(zip(header, cells, strict=True)))
     except csv.Error as error:
         raise UserError(f"{path}, line {lines.line_num}: not CSV ({error})") from None
     return rows
-
-
-def _csv_row(path: Path, header: list[str], cells: list[str], line: int) -> Row:
-    if len(cells) != len(header):
-        raise UserError(f"{path}, line {line}: the row ends here with {len(cells)} cells, the header has {len(header)}")
-    return dict(zip(header, cells, strict=True))
 
 
 def read_parquet(path: Path) -> list[Any]:

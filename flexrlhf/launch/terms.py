@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from flexrlhf.config.number_settings import differences
+from flexrlhf.config.number_settings import nested_differences
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -134,7 +134,7 @@ def setting_difference(first: Terms, other: Terms, sides: Sides) -> str:
         sides.differ(each.key, _value(each.first), _value(each.second))
         for here, there in zip(first.specs, other.specs, strict=True)
         if here != there
-        for each in differences(read_yaml(here), read_yaml(there))
+        for each in nested_differences(read_yaml(here), read_yaml(there))
     ]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flexrlhf.config.number_settings import SettingDifference, differences, differing_settings
+from flexrlhf.config.number_settings import SettingDifference, differing_settings, nested_differences
 from flexrlhf.errors import shown
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import OperatorKind
@@ -160,7 +160,7 @@ def _inner(difference: SettingDifference) -> Iterator[SettingDifference]:
     if first is None or second is None:
         yield difference
     else:
-        yield from differences(first, second, difference.key)
+        yield from nested_differences(first, second, difference.key)
 
 
 def _by_place(value: Any) -> dict[str, Any] | None:

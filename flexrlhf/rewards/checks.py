@@ -39,13 +39,9 @@ def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None
             case RuleSource(pattern=str(pattern)):
                 _check_pattern(pattern, f"{section}.pattern")
             case RuleSource(rule="math" | "reasoning-gym" as rule):
-                _check_package(rule, f"{section}.rule")
-
-
-def _check_package(rule: str, key: str) -> None:
-    module, package, extra = _PACKAGES[rule]
-    if find_spec(module) is None:
-        raise UserError(f"{key}: {rule} needs the package {package}; install flexrlhf[{extra}]")
+                module, package, extra = _PACKAGES[rule]
+                if find_spec(module) is None:
+                    raise UserError(f"{section}.rule: {rule} needs the package {package}; install flexrlhf[{extra}]")
 
 
 def check_present_functions(sources: Sequence[RewardSource], name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.number_settings import differences, differing_settings
+from flexrlhf.config.number_settings import differing_settings, nested_differences
 from flexrlhf.config.outputs import CheckpointSpec, DebugSpec, SaveSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
@@ -61,7 +61,7 @@ def check_comparable(first: Plan, second: Plan, option: str) -> None:
 def side_text(plan: Plan, first: Plan) -> str:
     """Return a side in words: strategy, ranks, and the settings in which it differs from the first side."""
     raw, of_first = (each.spec.model_dump(mode="json", exclude=NOT_SHOWN) for each in (plan, first))
-    differing = [f"{each.key}: {shown(each.second)}" for each in differences(of_first, raw)]
+    differing = [f"{each.key}: {shown(each.second)}" for each in nested_differences(of_first, raw)]
     return "; ".join([f"{plan.spec.name}: {_placement_text(plan)}", *differing])
 
 

@@ -229,11 +229,7 @@ def _rude_core(rng: random.Random, question: Question) -> str:
 
 
 def _fill(template: str, topic: Topic, thing: str, detail: str) -> str:
-    name = topic.name.format(thing=thing)
-    return _capitalised(template.format(thing=thing, detail=detail, name=name))
-
-
-def _capitalised(text: str) -> str:
+    text = template.format(thing=thing, detail=detail, name=topic.name.format(thing=thing))
     return text[0].upper() + text[1:]
 
 
