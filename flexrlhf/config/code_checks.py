@@ -68,7 +68,7 @@ def _check_defined(file: Path, name: str, key: str) -> None:
 
 
 def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the names at the top of a module, in its ifs and tries too, with what they are bound to; ``*``: others."""
+    """Yield the names at the top of a module, in its ifs and tries too, with their nodes; ``*``: others."""
     for statement in body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

@@ -1,6 +1,6 @@
 """Model shapes by name, as Hugging Face configs, and from a ``config.json``.
 
-Sizes are those of the models' own config files; ``tests/unit/test_model_names.py`` counts their parameters.
+Sizes come from the models' own config files; ``tests/unit/test_model_names.py`` counts their parameters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def is_model_directory(text: str) -> bool:
 def find_model(text: str, option: str = "--model") -> Config:
     """Config of a known name, of a Hugging Face model directory, or in a ``config.json``.
 
-    ``option``: what the text was given as, for errors. Raises UserError with the nearest known names.
+    ``option``: the option or setting with the text, for errors. Raises UserError with the nearest known names.
     """
     known = _known(text)
     if known is not None:

@@ -21,7 +21,7 @@ OF_MODELS = frozenset({"path", "init", "share", "lora", "optimizer", "retokenize
 HOW_SCORED = frozenset(
     {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
 )
-"""Settings of a source of scores that say how it is called, not what it returns."""
+"""Settings of a source of scores that change how it is called, not the scores."""
 PATHS = frozenset({"path", "tokenizer", "chat_template"})
 """Settings that name a file or directory."""
 
@@ -80,7 +80,8 @@ def number_settings(spec: Spec) -> dict[str, Any]:
 
 
 def _rollout(spec: Spec) -> dict[str, Any]:
-    """Return what numbers depend on of the rollout engine: its noise, and which copy of a shared trunk has values."""
+    """Return the settings of the rollout engine that numbers depend on: its noise, and which copy of a shared trunk has
+    values."""
     is_stale = spec.schedule.lag > 0 or spec.sync.every > 1
     settings: dict[str, Any] = {"noise": spec.rollout.noise}
     if isinstance(spec.algorithm, AcShareSpec) and is_stale:
@@ -100,7 +101,7 @@ def nested_differences(first: Any, second: Any, key: str = "") -> Iterator[Setti
 
 
 def _pairs(first: Any, second: Any) -> dict[str, tuple[Any, Any]] | None:
-    """Return what two mappings, or two lists of as many mappings, have by key; None for all else."""
+    """Return the pairs of values of two mappings, or of two lists of as many mappings, by key; None for all else."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         if not all(isinstance(item, dict) for item in (*first, *second)):
             return None

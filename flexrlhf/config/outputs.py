@@ -1,4 +1,4 @@
-"""Settings of what a run writes (loggers, samples, models, checkpoints), of its guards, and for tests."""
+"""Settings of the files that a run writes (loggers, samples, models, checkpoints), of its guards, and for tests."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class SettingRow:
     """One setting.
 
     name:     last part of its key.
-    values:   what it may be.
+    values:   type, choices and bounds.
     default:  as the YAML has it; empty where the setting is required.
-    meaning:  what it does, with its unit.
+    meaning:  its effect, with its unit.
     """
 
     name: str
@@ -54,8 +54,8 @@ class SettingSection:
     """Settings of one mapping.
 
     title:       of the section, with code in backticks.
-    prefix:      of its keys, with names for what a user chooses in capitals; empty at the top of the YAML.
-    text:        what the mapping is.
+    prefix:      of its keys, with the names that a user chooses in capitals; empty at the top of the YAML.
+    text:        description of the mapping.
     rows:        its settings.
     algorithms:  names of those that have these settings; empty: all.
     """
@@ -131,7 +131,7 @@ _FAMILIES: Mapping[type[BaseModel], str] = {
 
 
 def _algorithm() -> Iterator[SettingSection]:
-    """Yield the settings that algorithms have in common, then those of each."""
+    """Yield the settings that algorithms have in common, then the settings of each."""
     named = get_args(AnyAlgorithm)
     seen: set[type[BaseModel]] = set()
     for kind in (*_common(named), *named):
@@ -172,7 +172,7 @@ def _values(field: FieldInfo) -> str:
 
 
 def _written(annotation: Any, metadata: Sequence[Any]) -> Any:
-    """Return the type of what a YAML may have, where a validator takes more than the field's own; a fraction is a
+    """Return the type of a YAML's value, where a validator takes more than the field's own; a fraction is a
     number."""
     taken = [getattr(each, "json_schema_input_type", PydanticUndefined) for each in metadata]
     return next((each for each in taken if each is not PydanticUndefined and annotation is not Fraction), annotation)
@@ -227,7 +227,7 @@ def yaml_text(value: Any) -> str:
 
 
 def find_settings(text: str | None) -> list[SettingSection]:
-    """Return the sections, with those of their settings that ``text`` finds. Raises UserError where it finds none.
+    """Return the sections with settings that ``text`` finds, with these alone. Raises UserError where it finds none.
 
     text:  a key or the start of one, an algorithm, or a part of a key; None: all settings.
     """
@@ -291,9 +291,9 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 
 
 def keys_from(start: str) -> Iterator[str]:
-    """Yield what the dotted key that begins with ``start`` may go on with, up to its next part.
+    """Yield the dotted keys that begin with ``start``, up to their next part.
 
-    Names that a user chooses are those of the usual roles.
+    Names that a user chooses are the usual roles.
     """
     scope, colon, key = start.rpartition(":")
     typed = key.split(".")
@@ -314,7 +314,7 @@ def keys_from(start: str) -> Iterator[str]:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a YAML: keys, types, choices, bounds, defaults and descriptions.
 
-    What follows from several settings together (vectors and models, chunks and mini-batches, ...) is checked by
+    Rules for several settings together (vectors and models, chunks and mini-batches, ...) are checked by
     ``flexrlhf plan`` alone.
     """
     schema = Spec.model_json_schema(by_alias=True)

@@ -50,7 +50,7 @@ class StrictModel(BaseModel):
 
 
 def meaning(kind: type[BaseModel], name: str) -> str:
-    """Return the description of a field, else that of the field it replaces, else what its mapping is."""
+    """Return the description of a field, else of the field that it replaces, else the subject of its mapping."""
     fields = [getattr(base, "model_fields", {}).get(name) for base in kind.__mro__]
     described = [field.description for field in fields if field is not None and field.description]
     return described[0] if described else _subject([*mappings(kind.model_fields[name].annotation)])

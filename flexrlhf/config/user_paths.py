@@ -32,7 +32,7 @@ def is_json(path: Path) -> bool:
 
 
 def instead_of(path: Path, is_such: Callable[[Path], bool]) -> str:
-    """Return what a message about a missing ``path`` ends with: the nearest name in its directory, else those in it.
+    """Return the end of a message about a missing ``path``: the nearest name in its directory, else all names there.
 
     is_such:  whether a file or directory is of the kind that is missing.
     """

@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes what the loader would not read back as a text."""
+    """Dumper that quotes texts which the loader would read as another type."""
 
 
 for _kind in (_Loader, _Dumper):
@@ -95,7 +95,7 @@ def write_yaml(data: Any) -> str:
 
 
 def explain(error: yaml.YAMLError) -> str:
-    """Return what is wrong and where, in one line."""
+    """Return the problem and its place in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"

@@ -83,7 +83,7 @@ class ChatTemplate:
         return self._render(turns, generation=not is_continued, continued=is_continued)
 
     def response(self, turns: Sequence[Message], completion: Sequence[Message]) -> RenderedResponse:
-        """Return ``turns`` and ``completion`` as one text, with what the assistant has written in the latter."""
+        """Return ``turns`` and ``completion`` as one text, with the assistant's spans in the latter."""
         _check_turns(turns)
         if not any(map(is_assistant, completion)):
             raise UserError("the response has no assistant turn")
@@ -102,7 +102,7 @@ class ChatTemplate:
         return self._render(turns)
 
     def turn_end(self) -> str:
-        """Return what the template writes behind an assistant's turn; nothing where it cannot be found."""
+        """Return the text that the template writes behind an assistant's turn; nothing where it cannot be found."""
         try:
             text = self._render(_PROBE)
         except UserError:
@@ -201,7 +201,7 @@ def _plain(turns: Sequence[Message]) -> list[dict[str, str]]:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Turn what a template raises, or what is wrong with it, into a UserError."""
+    """Turn an error of a template, or in it, into a UserError."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:

@@ -86,7 +86,7 @@ class RowEncoder:
         if bos is not None:
             return (bos,)  # a response needs a token before it
         if row.is_text and eos is not None:
-            return (eos,)  # what separates texts of pretraining, where there is no bos
+            return (eos,)  # separates pretraining texts if there is no bos
         raise UserError("the prompt is empty, and the tokenizer has no bos token to stand for it")
 
     def _encode_response(self, response: str) -> EncodedResponse:
@@ -121,6 +121,6 @@ class RowEncoder:
 
 
 def bos_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return what the tokenizer writes before a text: bos or nothing, whether or not it has such a token."""
+    """Return the tokens that the tokenizer writes before a text: bos or none, whether or not it has such a token."""
     bos = tokenizer.bos_token_id
     return () if bos is None or tokenizer.encode("", add_special_tokens=True)[:1] != [bos] else (bos,)

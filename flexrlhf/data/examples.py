@@ -30,7 +30,7 @@ class TokenLimits:
 
     max_prompt:    tokens of the longest prompt
     max_response:  tokens at which responses are truncated
-    long_prompts:  what happens to longer prompts
+    long_prompts:  whether longer prompts are refused, dropped or truncated
     """
 
     max_prompt: int

@@ -47,7 +47,7 @@ def read_rows(path: Path | str) -> list[Row]:
 
 
 def is_present(path: Path | str) -> bool:
-    """Whether there is such a file or directory, such a data set in the Hub's cache, or what generates its rows."""
+    """Whether there is such a file or directory, such a data set in the Hub's cache, or the generator of its rows."""
     if is_task(str(path)):
         return is_installed()
     if Path(path).exists() or _split_directory(str(path)) is not None:

@@ -3,9 +3,9 @@
 | form          | columns                                    | prompt and response                                    |
 |---------------|--------------------------------------------|--------------------------------------------------------|
 | prompt        | prompt, response or completion (optional)  | as they are: texts, or lists of messages               |
-| messages      | messages                                   | what precedes the first assistant turn, and the rest   |
+| messages      | messages                                   | the turns before the assistant's first, and the rest   |
 | conversations | conversations, chosen and rejected (opt.)  | as messages, in the keys of ShareGPT                   |
-| pairs         | chosen, rejected, prompt (optional)        | without prompt: what the two begin with                |
+| pairs         | chosen, rejected, prompt (optional)        | without prompt: the beginning that the two share       |
 | instruction   | instruction, input, output (optional)      | the template of Stanford Alpaca                        |
 | question      | question, answer (optional)                | the question and a line end                            |
 | input         | input, output (optional)                   | as they are, in the column names of OpenRLHF           |

@@ -1,7 +1,7 @@
 """Names on the Hugging Face Hub, and the directories of the local cache that they stand for.
 
-A name is ``org/name``, or ``org/name@revision`` for a branch, a tag or a commit. What is in the cache is taken without
-a connection; anything else is downloaded once.
+A name is ``org/name``, or ``org/name@revision`` for a branch, a tag or a commit. A snapshot in the cache is taken
+without a connection; anything else is downloaded once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(?P<parts>(:[\w.-]+)*)", re.ASCII
 )
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
-"""Files of a model's repository that are downloaded: no pickled weights, nor those of other formats."""
+"""Files of a model's repository that are downloaded: no pickled weights, nor other formats."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class HubName:
 
     name:      ``org/name``
     revision:  branch, tag or commit; None: the main branch
-    parts:     what follows in a data set's name, each after a colon
+    parts:     further parts of a data set's name, each after a colon
     """
 
     name: str

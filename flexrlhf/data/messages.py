@@ -59,7 +59,7 @@ def is_assistant(message: Message) -> bool:
 
 
 def first_response(chat: Chat, name: str) -> tuple[Chat, Chat]:
-    """Split a chat before its first assistant turn; what follows its last one is left out."""
+    """Split a chat before its first assistant turn; turns after its last one are left out."""
     turns = [index for index, message in enumerate(chat) if is_assistant(message)]
     if not turns:
         raise UserError(f"{name!r} has no assistant turn, so there is no response")
@@ -78,7 +78,7 @@ def last_prompt(chat: Chat, name: str) -> Chat:
 
 
 def split_chats(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat, Chat]:
-    """Return the prompt that two chats begin with, and what follows it in each: an assistant turn first."""
+    """Return the prompt that two chats begin with, and the rest of each: an assistant turn first."""
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1

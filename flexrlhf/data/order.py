@@ -19,7 +19,7 @@ MAX_BLOCK = 100_000
 class SourceShare:
     """Part of the examples that come from one source.
 
-    num_examples:  of the source; those of several sources follow one another
+    num_examples:  of the source; the examples of several sources follow one another
     parts:         share of the prompts, in parts of the sum over the sources
     """
 
@@ -56,7 +56,7 @@ def mixed_indices(seed: int, step: int, num_prompts: int, shares: Sequence[Sourc
 
 
 def _source_positions(seed: int, first: int, number: int, shares: Sequence[SourceShare]) -> list[tuple[int, int]]:
-    """Return the source of each of ``number`` prompts from ``first`` on, and its place among those of its source."""
+    """Return the source of each of ``number`` prompts from ``first`` on, and its place within that source."""
     parts = tuple(share.parts for share in shares)
     size = sum(parts)
     found: list[tuple[int, int]] = []

@@ -50,7 +50,7 @@ class RowLayout:
         return render(self.template, {name: _text(values, name) for name in template_fields(self.template)})
 
     def _renamed(self, values: Row) -> Row:
-        """Return those of ``values`` that the user gives names, by these."""
+        """Return the values that the user gives names, by these."""
         return {name: values[column] for name, column in self.columns.items() if column in values}
 
 
@@ -81,7 +81,7 @@ def keys(row: Mapping[str, Any]) -> str:
 
 
 def absent_columns(columns: Mapping[str, str], rows: list[Row]) -> dict[str, str]:
-    """Return those of ``columns``, name → column, of which no row has the column, each with the message's rest."""
+    """Return the names in ``columns``, name → column, whose column no row has, each with the message's rest."""
     found = dict.fromkeys(name for row in rows for name, _ in _flat(row)) if columns else {}
     rest = f"there are {', '.join(found)}"
     return {

@@ -22,7 +22,7 @@ class Column:
     """A named tensor with one row per sample.
 
     width:     numbers per row; "row" is one number.
-    quantity:  what a model computes when a forward writes the column.
+    quantity:  output of the model in a forward that writes the column.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Lengths:
         return self.prompt + self.response
 
     def of_role(self, role: str) -> Lengths:
-        """Return the lengths of what ``role`` reads; whole texts are left-padded and end at the last place."""
+        """Return the lengths of columns that ``role`` reads; whole texts are left-padded and end at the last place."""
         length = dict(self.texts).get(role)
         return self if length is None else Lengths(length - 1, 1)
 

@@ -10,7 +10,7 @@ from typing import Literal
 from flexrlhf.operators.columns import GENERATED, TEXT, Quantity
 
 CallKind = Literal["generate", "forward", "train"]
-"""Kind of a model's call: what it computes."""
+"""Kind of a model's call."""
 Needs = Literal["prompts", "responses", "pairs"]
 """Responses that an algorithm needs with each prompt: none, one, or a chosen and a rejected one."""
 LOSSES: Mapping[str, bool] = {
@@ -30,7 +30,7 @@ OperatorKind = CallKind | Literal["score", "retokenize", "combine"]
 
 @dataclass(frozen=True)
 class Operator:
-    """One step of an algorithm: a model call, or what is computed next to a model.
+    """One step of an algorithm: a model call, or a computation next to a model.
 
     A combine is mathematics on columns; a score calls functions and services; a retokenize encodes texts for a model
     with another tokenizer.
@@ -42,12 +42,12 @@ class Operator:
     writes:       columns that it writes; none for a train and for statistics.
     function:     the mathematics of a combine, the loss of a train (objectives/functions.py), the section of the YAML
                   with the sources of a score, or the role that a retokenize encodes for.
-    quantities:   what the loss of a train reads of the model.
+    quantities:   outputs of the model that the loss of a train reads.
     compares:     whether the loss of a train compares the responses to a prompt; None: as ``LOSSES`` has it.
     extra_loss:   name of a second loss of a train, on further texts in the same optimizer step; their columns have
                   this name behind a dot.
     suffix:       may stand behind the names of its columns; whoever computes sees them without it.
-    barrier:      needs every row of the step at once, so chunks end here, and for all that reads what it writes.
+    barrier:      needs every row of the step at once, so chunks end here, and for all readers of its columns.
     is_greedy:    a generate that takes the likeliest tokens.
     is_controlled: uses values that follow from the step before (trainer/controllers.py).
     either_copy:  may run on the trained copy, in parallel with the inference copy, while both store the same weights.
@@ -79,7 +79,7 @@ class Operator:
 
     @property
     def call(self) -> CallKind | None:
-        """Kind of the model call; None for what no model computes."""
+        """Kind of the model call; None without one."""
         match self.kind:
             case "generate" | "forward" | "train":
                 return self.kind
@@ -157,7 +157,7 @@ class Graph:
 
     @property
     def generated(self) -> str | None:
-        """Role that generates what is trained on; None where the data set has it."""
+        """Role that generates the responses to train on; None if the data set has them."""
         return next((operator.role for operator in self.operators if operator.kind == "generate"), None)
 
     @cached_property
@@ -170,7 +170,7 @@ class Graph:
         return next((o.first_step for o in self.operators if (o.kind, o.role) == ("train", role)), 0)
 
     def parents(self, operator: Operator) -> list[Operator]:
-        """Return the operators that write what ``operator`` reads, in graph order."""
+        """Return the operators that write the columns ``operator`` reads, in graph order."""
         writers = {self.producers[column].name for column in operator.reads if column in self.producers}
         return [candidate for candidate in self.operators if candidate.name in writers]
 

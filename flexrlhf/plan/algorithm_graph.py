@@ -31,7 +31,7 @@ def make_graph(spec: Spec) -> Graph:
 
 
 def heads_of(graph: Graph) -> dict[str, Head]:
-    """Return the head that each role's model needs for what its operators read of it."""
+    """Return the head that each role's model needs for its operators."""
     return {role: _head(graph, role) for role in graph.roles}
 
 

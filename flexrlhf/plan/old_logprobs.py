@@ -1,4 +1,4 @@
-"""Leave the forward pass of ``logprobs`` out of a graph where another pass computes the same numbers.
+"""Leave the forward pass of ``logprobs`` out of a graph where another pass computes the same values.
 
 Generation has computed the log-probs of the tokens that it sampled; a training pass that is the only one of its step
 computes them of the weights that the step starts from. Ratios are then taken to those, and the plan has one forward
@@ -19,9 +19,9 @@ from flexrlhf.operators.graph import Graph, LeftOut, Operator, is_own
 
 COLUMN, REFERENCE = "logprobs", "ref_logprobs"
 COMPARED = "computed_logprobs"
-"""Log-probs of whole texts in the first step, which those of generation are compared with."""
+"""Log-probs of whole sequences in the first step, to compare with the ones of generation."""
 ON_POLICY = {"policy_loss": "on_policy_loss", "shared_loss": "on_policy_shared_loss"}
-"""Loss → the same with the log-probs of its own pass for those of the policy that the step starts from."""
+"""Loss → the same with the log-probs of its own pass as the ones of the policy that the step starts from."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def recomputes_next_to_generation(spec: Spec) -> bool:
 
 
 def check_setting(graph: Graph, spec: Spec) -> None:
-    """Raise UserError where ``rollout.logprobs`` does nothing, or leaves out what a correction needs."""
+    """Raise UserError where ``rollout.logprobs`` does nothing, or leaves out log-probs that a correction needs."""
     setting = spec.rollout.logprobs
     if setting != "auto" and graph.generated is None:
         raise UserError(
@@ -86,7 +86,7 @@ def _importance(spec: Spec) -> object:
 
 
 def _trains_in_one_pass(graph: Graph, spec: Spec) -> bool:
-    """Whether training makes one pass, and nothing before it reads ``logprobs`` but for what that pass can report."""
+    """Whether training makes one pass, and nothing before it reads ``logprobs`` but for a KL that it can report."""
     algorithm = spec.algorithm
     if not isinstance(algorithm, PolicySpec) or (algorithm.num_mini_batches, algorithm.epochs) != (1, 1):
         return False
@@ -111,8 +111,8 @@ def _is_of_trained_weights(graph: Graph, spec: Spec, is_remote: bool) -> bool:
 def _samples_by_the_same_function(graph: Graph, spec: Spec, is_remote: bool) -> bool:
     """Whether the copy that would compute ``logprobs`` has sampled with them, in float32.
 
-    In 16 bits decoding rounds otherwise than a pass over whole texts. That decoding is the same function is what the
-    first step's comparison proves; responses that are replayed have been sampled by other weights.
+    In 16 bits decoding rounds otherwise than a pass over whole sequences. The first step's comparison proves that
+    decoding is the same function; responses that are replayed have been sampled by other weights.
     """
     model = spec.models.of(graph.producers[COLUMN].role)
     assert model is not None, f"{graph.producers[COLUMN].role} is resolved"
@@ -129,7 +129,7 @@ def from_generation(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
 def from_training(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
     """Return ``graph`` without the forward of ``logprobs``: training takes them from its own pass.
 
-    Those of generation remain a column, which tells ties from differences.
+    The log-probs of generation remain a column, to recognise ties.
     """
     operators = [_on_policy(operator) for operator in graph.operators]
     if "rollout_logprobs" not in graph.producers:
@@ -147,7 +147,7 @@ def _on_policy(operator: Operator) -> Operator:
 
 
 def also_writing(operators: Iterable[Operator], column: str) -> tuple[Operator, ...]:
-    """Return ``operators``; the one that generates what is trained on also writes ``column``."""
+    """Return ``operators``; the one that generates the responses to train on also writes ``column``."""
 
     def writing(operator: Operator) -> Operator:
         return replace(operator, writes=(*operator.writes, column)) if operator.samples_responses else operator
@@ -171,6 +171,6 @@ def _left_out(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
 
 
 def _is_compared(spec: Spec) -> bool:
-    """Whether log-probs as transformers sampled the tokens are compared with those of whole texts."""
+    """Whether log-probs as transformers sampled the tokens are compared with a pass over whole sequences."""
     is_cut = isinstance(spec.algorithm, SampledSpec) and spec.algorithm.is_cut
     return not spec.rollout.has_copy and spec.guards.sampled_logprobs != "off" and not is_cut

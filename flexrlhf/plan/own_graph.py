@@ -1,7 +1,7 @@
 """Graphs of a user's own: ``algorithm.graph`` names a function that returns one, with losses and combines of its file.
 
-What such a file returns is checked here, before a rank starts. A function of the file is named in the graph by its
-reference, ``path/to/file.py:name``, which tells it from the package's own.
+The graph is checked here, before a rank starts. A function of the file is named in the graph by its
+reference, ``path/to/file.py:name``, unlike the package's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = tuple(kind for choice in get_args(OperatorKind) for kind in get_args(ch
 def own_graph(spec: AlgorithmSpec) -> Graph:
     """Return the graph that the function of ``spec.graph`` makes of ``spec``. Raises UserError for one that cannot run.
 
-    The functions of its operators are those of the same file, else the package's.
+    Its operators' functions are from the same file, else the package's.
     """
     assert spec.graph is not None, "a graph of one's own"
     place, _, name = _reference(spec.graph).rpartition(":")
@@ -82,7 +82,7 @@ def check_operators_have_roles(graph: Graph) -> None:
 
 
 def _check_columns(operators: Sequence[Operator], inputs: Sequence[str]) -> None:
-    """Raise UserError for a column that no earlier operator writes, and for operators that cannot be told apart."""
+    """Raise UserError for a column that no earlier operator writes, and for two operators of one name."""
     names, written = set[str](), set(inputs)
     for operator in operators:
         if operator.kind not in _KINDS:
@@ -125,7 +125,7 @@ def _function(operator: Operator, module: ModuleType, place: str) -> str:
 
 
 class _Named:
-    """Context in which whatever a user's code raises becomes one sentence with file and line."""
+    """Context in which an error of a user's code becomes one sentence with file and line."""
 
     def __init__(self, reference: str) -> None:
         self._reference = reference

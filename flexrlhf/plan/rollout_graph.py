@@ -84,7 +84,7 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
 
 
 def compares_cut_logprobs(spec: Spec) -> bool:
-    """Whether the parity gate would compare log-probs of the whole distribution with those of a part of it."""
+    """Whether the parity gate would compare log-probs of the whole distribution with log-probs of a part of it."""
     algorithm = spec.algorithm
     return isinstance(algorithm, SampledSpec) and algorithm.is_cut and spec.rollout.parity is not None
 
@@ -98,7 +98,7 @@ def _corrected_graph(graph: Graph, importance: ImportanceSpec) -> Graph:
 
 
 def _with_rejection(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Return ``operators`` with the rejection of responses behind the advantages; the actor trains on what is kept."""
+    """Return ``operators`` with the rejection of responses behind the advantages; the actor trains on the rest."""
     written, compared = ("kept_mask",), ("logprobs", "rollout_logprobs", "loss_mask")
     rejection = Operator("rejection", "combine", "actor", compared, written, function="rejection")
     reading = ("train_actor", "covariance")
@@ -155,8 +155,9 @@ def _corrected(operator: Operator) -> Operator:
 
 
 def _after_late_forwards(graph: Graph, is_alone: bool) -> Graph:
-    """Return ``graph`` with combines on the trained copy where they read what it forwards: with a lag that comes a step
-    later. ``is_alone``: no other copy than the trained one can forward.
+    """Return ``graph`` with combines on the trained copy if they read its forwards' columns, a step later with a lag.
+
+    ``is_alone``: no other copy than the trained one can forward.
     """
     role = _role_of(graph)
     forwards = [o for o in graph.operators if (o.kind, o.role) == ("forward", role) and (is_alone or o.on_trained)]

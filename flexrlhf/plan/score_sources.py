@@ -151,7 +151,7 @@ def with_retokenized(graph: Graph, spec: Spec) -> Graph:
 
 
 def _retokenized(operator: Operator, graph: Graph) -> Iterator[Operator]:
-    """Yield the operator that writes texts for ``operator``, a forward, and ``operator`` on these."""
+    """Yield the operator that encodes sequences for ``operator``, a forward, and ``operator`` on these."""
     assert graph.generated is not None, "a graph without responses is refused"
     suffix = operator.suffix
     texts = tuple(f"{name}{suffix}" for name in qualified(TEXT, operator.role))
@@ -164,12 +164,12 @@ def _retokenized(operator: Operator, graph: Graph) -> Iterator[Operator]:
         writes=texts,
         function=operator.role,
     )
-    # what computes sees the names of columns without their suffix
+    # the model's forward sees the names of columns without their suffix
     yield replace(operator, reads=texts, suffix=f".{operator.role}{suffix}")
 
 
 def _check_retokenized(role: str, graph: Graph, spec: Spec) -> None:
-    """Raise UserError for a role that reads no finished texts, and for scores of single tokens."""
+    """Raise UserError for a role that reads no finished responses, and for scores of single tokens."""
     if not is_scorer(role) or role in graph.trained or graph.generated is None:
         raise UserError(
             f"models.{role}.retokenize: {spec.algorithm.name} "

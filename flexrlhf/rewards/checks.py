@@ -16,7 +16,7 @@ from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.rewards.worker_calls import FORMS, form_of, required_columns
 
 OWN_COLUMNS = ("num_tokens",)
-"""What a function may take in addition to the columns of the data."""
+"""Arguments that a function may take in addition to the columns of the data."""
 _PACKAGES = {
     "math": ("math_verify", "math-verify", "math"),
     "reasoning-gym": ("reasoning_gym", "reasoning-gym", "reasoning"),

@@ -1,8 +1,8 @@
 """Start and end of a worker process. Worker processes load this: the standard library alone.
 
-A worker leads a session of its own, so that what it starts can be ended with it. The kernel ends it when its rank dies:
-a thread of its own could not, while a function has the interpreter's lock. What a worker had started may then stay,
-and so may, always, what has left its process group.
+A worker leads a session of its own, so that its children can be ended with it. The kernel ends it when its rank dies:
+a thread of its own could not, while a function has the interpreter's lock. Its children may then stay, and
+so may, always, those that have left its process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WorkerProcess(SpawnProcess):
     """A process that ends with all of its group."""
 
     def terminate(self) -> None:
-        """Send SIGTERM, and after at most END_SECONDS SIGKILL, to what the process has started, too."""
+        """Send SIGTERM, and after at most END_SECONDS SIGKILL, to the process and all that it has started."""
         super().terminate()
         self.join(END_SECONDS)
         if self.pid is not None:
@@ -41,7 +41,7 @@ class WorkerContext(SpawnContext):
 
 
 def kill_group(leader: int) -> None:
-    """End what is left of the group of worker ``leader``. One that died before ``begin`` leads none."""
+    """End the rest of the group of worker ``leader``. One that died before ``begin`` leads none."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -38,7 +38,7 @@ class Scorer:
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Return the scores of ``samples``, which may be none.
 
-        Takes ``deadline_seconds`` at most, and a few to end what hangs.
+        Takes ``deadline_seconds`` at most, and a few to end calls that hang.
         """
         if not samples or not self._sources:
             return Scores([0.0] * len(samples), None if self._levels <= {"answer"} else [], 0)

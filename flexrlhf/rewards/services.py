@@ -83,7 +83,7 @@ class HttpService:
         self._turns = itertools.count()
 
     def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
-        """Return one score a sample; bounded by the deadline, and what a name server may take to fail.
+        """Return one score a sample; bounded by the deadline, and the time in which a name server fails.
 
         Not from a thread with an event loop.
         """

@@ -30,7 +30,7 @@ from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
 
 Form = Literal["texts", "by_name"]
 BY_NAME = ("completions", "completion_ids", "prompts")
-"""What a function in TRL's form is called with in addition to columns."""
+"""Arguments of a function in TRL's form in addition to columns."""
 LEFT_OUT = ("prompt", "completion")
 """Columns that a function in TRL's form does not receive: ``prompts`` has them as they are used."""
 FORMS = "f(prompts, responses, **columns) nor, as in TRL, f(completions, **kwargs)"
@@ -142,7 +142,7 @@ def function_of(reference: str) -> Callable[..., Any]:
 
 
 def _columns(batch: ScoreBatch) -> dict[str, list[Any]]:
-    """Return what a function may take by name: the data's columns, numbers of tokens, and steps."""
+    """Return the arguments that a function may take by name: the data's columns, numbers of tokens, and steps."""
     steps = {} if batch.steps is None else {"steps": batch.steps}
     return {**batch.columns, "num_tokens": batch.num_tokens, **steps}
 
@@ -159,7 +159,7 @@ def _named(batch: ScoreBatch) -> dict[str, list[Any]]:
 
 
 def _accepted(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of ``values`` that a function takes by name: all, with ``**kwargs``."""
+    """Return the part of ``values`` that a function takes by name: all, with ``**kwargs``."""
     if any(one.kind is Parameter.VAR_KEYWORD for one in signature.parameters.values()):
         return values
     names = {one.name for one in signature.parameters.values() if one.kind in _NAMES}

@@ -91,7 +91,7 @@ class Worker:
             self._pool.stop()
 
     def close(self) -> None:
-        """End the process, and what it has started."""
+        """End the process, and all that it has started."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
@@ -129,7 +129,7 @@ class Workers:
     def replies(
         self, call: Callable[[ScoreBatch], Reply], batches: Sequence[ScoreBatch], deadline: Deadline
     ) -> list[Reply]:
-        """Return one reply a batch, by the deadline and what it takes to end a process.
+        """Return one reply a batch, by the deadline and the time to end a process.
 
         A batch takes at most LOAD_SECONDS + ``seconds`` + 2 START_SECONDS of one worker.
         """

@@ -21,7 +21,7 @@ _CLASSES: dict[str, type[AlgorithmSpec]] = dict(zip(ALGORITHMS, get_args(AnyAlgo
 
 
 def with_preset(written: Any) -> dict[str, Any] | None:
-    """Return the settings of ``algorithm`` with its preset filled in; None where it names none that exists for it."""
+    """Return the settings of ``algorithm`` with its preset filled in; None if there is none of that name."""
     if not isinstance(written, dict) or not isinstance(written.get("like"), str):
         return None
     name, peer = written.get("name"), PEERS.get(written["like"])

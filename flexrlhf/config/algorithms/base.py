@@ -55,7 +55,7 @@ class AlgorithmSpec(StrictModel):
 
     @classmethod
     def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:
-        """Return what is ``written`` with the preset ``like`` where nothing is, as yet unvalidated."""
+        """Return the ``written`` settings over the preset ``like``, as yet unvalidated."""
         like = written.get("like")
         if not isinstance(like, str) or like not in PEERS:
             return written

@@ -73,7 +73,7 @@ class PolicySpec(SampledSpec):
 
     @classmethod
     def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:
-        """Return what is ``written`` with the preset where nothing is; the algorithm's own penalty completes a part."""
+        """Return the ``written`` settings over the preset; the algorithm's own penalty completes a part of one."""
         value = super().with_preset(written)
         default, penalty = cls.model_fields["kl"].default, value.get("kl")
         if isinstance(default, KlSpec) and isinstance(penalty, dict):

@@ -1,4 +1,4 @@
-"""Sections of the settings of policy-gradient algorithms: penalties, and what is added to the policy's loss."""
+"""Sections of the settings of policy-gradient algorithms: penalties, and terms of the policy's loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TruncationWord = Literal["none", "bootstrap", "mask"]
 
 
 def _truncation(value: Any) -> Any:
-    """Refuse what is no form of it; the message of a union would name one form only."""
+    """Refuse a value of no form; the message of a union would name one form only."""
     words = get_args(TruncationWord)
     if isinstance(value, dict | TruncationPenalty) or value in words:
         return value
@@ -82,7 +82,7 @@ class KlSpec(StrictModel):
         return self
 
     def completing(self, written: dict[str, Any]) -> dict[str, Any]:
-        """Return what is ``written`` with the rest from this penalty; another place does not inherit its estimator."""
+        """Return ``written`` with the rest from this penalty; another place does not inherit its estimator."""
         moved = written.get("place", self.place) != self.place
         left_out = {"value_clamp", *(["estimator"] if moved else [])}
         return {**{key: value for key, value in self if key not in left_out}, **written}

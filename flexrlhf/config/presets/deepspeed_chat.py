@@ -33,7 +33,7 @@ def _adam(file: str, role: str, rate: tuple[float, str], decay: str, betas: str,
 
 
 def _supervised(file: str, role: str, rate: float, *differs: str, **further: tuple[Any, str]) -> PeerTrainer:
-    """Return the trainer of given texts; an epoch there is a pass over the data, here ``steps``."""
+    """Return the trainer of given responses; an epoch there is a pass over the data, here ``steps``."""
     step = {"num_mini_batches": (1, "gradient_accumulation_steps"), "epochs": (1, "main (each batch once)")}
     adam = _adam(file, role, (rate, "learning_rate"), "weight_decay", "main", 0)
     return PeerTrainer(cells(file, step | further) + adam, differs=(_BATCH, *differs))

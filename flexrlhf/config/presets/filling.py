@@ -1,6 +1,6 @@
 """Filling in of a preset where the YAML writes nothing: settings of the algorithm, and of trained models' optimizers.
 
-What is written wins, down to single keys of a mapping.
+Written settings win, down to single keys of a mapping.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
 
 
 _UNKNOWN = object()
-"""In the place of a number that does not follow, because what it depends on is not valid."""
+"""In the place of a number that does not follow, because another setting is not valid."""
 
 
 def _over(value: Any, written: Any) -> Any:

@@ -82,7 +82,7 @@ _GAE = cells(
 
 
 def _group(baseline: str, scale: str) -> tuple[Cell, ...]:
-    """Return what compares the responses to a prompt."""
+    """Return the cells of comparing the responses to a prompt."""
     return cells(
         _MAKER,
         {
@@ -95,7 +95,7 @@ def _group(baseline: str, scale: str) -> tuple[Cell, ...]:
 
 
 def _supervised(file: str, role: str, rate: float, **further: tuple[Any, str]) -> tuple[Cell, ...]:
-    """Return the cells of training on given texts; an epoch there is a pass over the data, here ``steps``."""
+    """Return the cells of training on given responses; an epoch there is a pass over the data, here ``steps``."""
     step = {
         "prompts_per_step": (128, "train.batch_size"),
         "num_mini_batches": (1, "(train.batch_size is of one update)"),

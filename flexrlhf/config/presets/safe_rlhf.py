@@ -77,7 +77,7 @@ def _policy(file: str, loss: str) -> tuple[Cell, ...]:
 
 
 def _supervised(file: str, role: str, rate: float, decay: float, **further: tuple[Any, str]) -> tuple[Cell, ...]:
-    """Return the cells of training on given texts; an epoch there is a pass over the data, here ``steps``."""
+    """Return the cells of training on given responses; an epoch there is a pass over the data, here ``steps``."""
     step = {"num_mini_batches": (1, "gradient_accumulation_steps"), "epochs": (1, "per_device_train_batch_size")}
     return cells(file, step | further) + _adam(file, role, rate, decay)
 

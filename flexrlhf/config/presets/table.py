@@ -1,4 +1,4 @@
-"""Form of the preset tables: what a peer's own trainer for an algorithm has by default, with its source."""
+"""Form of the preset tables: defaults of a peer's own trainer for an algorithm, with their sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MiniBatchesOf:
     """Number of mini-batches that follows from the size of one.
 
     size:  prompts or responses of a mini-batch
-    unit:  what ``size`` counts: "prompts" or "responses"
+    unit:  unit of ``size``: "prompts" or "responses"
     """
 
     size: int
@@ -66,8 +66,8 @@ class PeerTrainer:
     """A peer's own trainer for one algorithm.
 
     cells:      its defaults
-    penalties:  place of a KL penalty → what of one is not written, first the place where none is written
-    differs:    what cannot be expressed, a sentence each
+    penalties:  place of a KL penalty → its settings that are not written; first the place if none is written
+    differs:    settings that cannot be expressed, a sentence each
     """
 
     cells: tuple[Cell, ...]

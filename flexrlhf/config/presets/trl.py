@@ -77,7 +77,7 @@ _VLLM = (
 
 
 def _pairs(name: str, role: str, rate: float, **further: tuple[Any, str]) -> PeerTrainer:
-    """Return the trainer of given texts; an epoch there is a pass over the data, here ``steps``."""
+    """Return the trainer of given responses; an epoch there is a pass over the data, here ``steps``."""
     file = f"trl/trainer/{name}_config.py"
     step = cells(
         _ARGUMENTS, {"num_mini_batches": (1, "gradient_accumulation_steps"), "epochs": (1, "(each batch once)")}

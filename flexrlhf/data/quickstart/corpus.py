@@ -1,8 +1,8 @@
 """Generated corpus of the quick start: guests' questions, and a host's responses, kind or rude.
 
 Two thirds of the demonstrations are rude, so a model tuned on them is mostly rude. The preference pairs teach a reward
-model what is preferred: kind, about the thing of the question, finished, no repetition. PPO then has something to learn
-within minutes on a laptop, and a person can judge every sample at a glance.
+model to prefer responses that are kind, about the thing of the question, finished, and repeat nothing. PPO then has
+something to learn within minutes on a laptop, and a person can judge every sample at a glance.
 
 Sentences are filled templates of ``sentences.yaml``: the evaluation files have new questions of known words.
 """
@@ -35,10 +35,10 @@ class Topic:
     """A subject of questions: any question goes with any response about the same thing.
 
     name:       how a rude response refers to the thing
-    things:     what a question may be about
+    things:     subjects of a question
     questions:  templates with ``{thing}``
     kind:       templates of kind responses, with ``{thing}`` and ``{detail}``
-    details:    what fills ``{detail}``
+    details:    values of ``{detail}``
     rude:       templates of rude responses, with ``{thing}``
     """
 
