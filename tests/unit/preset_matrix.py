@@ -1,4 +1,4 @@
-"""What the trainers of other engines have by default, read from their sources a second time: ``preset_values/``.
+"""Defaults of other engines' trainers, read from their sources a second time: ``preset_values/``.
 
 A row is a setting, a column an algorithm, a value as in the YAML; ``-``: the preset does not set it. ``*``: of all
 trained models. Of 100 steps; in OpenRLHF's 1024 responses are 8 mini-batches of 128, with groups of 8 eight times as

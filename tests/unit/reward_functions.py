@@ -61,7 +61,7 @@ def process(prompts: list[str], responses: list[str]) -> list[int]:
 
 
 def by_response(prompts: list[str], responses: list[str]) -> Any:
-    """Do what the first response of the batch says; the score is otherwise the response's length."""
+    """Follow the first response of the batch; the score is otherwise the response's length."""
     values: list[Any] = [float(len(response)) for response in responses]
     match responses[0]:
         case "hang":
@@ -105,7 +105,7 @@ def holds_the_interpreter(prompts: list[str], responses: list[str]) -> list[floa
 
 
 def starts_a_process(prompts: list[str], responses: list[str]) -> list[float]:
-    """Start a process and do not wait for it; the response says what happens then."""
+    """Start a process and do not wait for it; the response names what follows."""
     Path(prompts[0]).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
     if responses[0] == "hang":
         time.sleep(1000)

@@ -1,4 +1,4 @@
-"""A little HTTP service for test_reward_service.py: it does what the test says, request by request."""
+"""A little HTTP service for test_reward_service.py: it behaves as the test sets it, request by request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lengths(request: Request) -> Reply:
 
 
 class RewardServer:
-    """Server whose ``behaviour`` replies to a request; ``requests`` and ``most_at_once`` record what arrived."""
+    """Server whose ``behaviour`` replies to a request; ``requests`` and ``most_at_once`` record the arrivals."""
 
     def __init__(self, behaviour: Callable[[Request], Reply] = lengths) -> None:
         self.requests: list[Request] = []

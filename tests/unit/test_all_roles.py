@@ -1,4 +1,4 @@
-"""``models.all``: which roles take its settings, what comes before it, and the way back to YAML."""
+"""``models.all``: the roles that take its settings, precedence, and the way back to YAML."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_dumped_spec_loads_as_the_same_spec(short: bool, like: str) -> None:
     assert parse_spec(read_yaml(dump_spec(spec, short))) == spec
     resolved = planned(*overrides)
     loaded = parse_spec(read_yaml(dump_spec(resolved, short)))
-    # the short form has not what is chosen
+    # the short form lacks the chosen settings
     assert (resolve(loaded).spec if short else loaded) == resolved
 
 

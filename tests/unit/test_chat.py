@@ -1,4 +1,4 @@
-"""Rows as token ids: chats by their templates, what is trained on, and bos."""
+"""Rows as token ids: chats by their templates, trained tokens, and bos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated corpus: its sizes, its lengths, what its pairs teach, and its tokenizer."""
+"""The generated corpus: its sizes, its lengths, the lesson of its pairs, and its tokenizer."""
 
 from __future__ import annotations
 

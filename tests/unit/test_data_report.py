@@ -253,7 +253,7 @@ def counted_directly(path: Path, directory: Path, longest: int, cut_at: int) -> 
     ("folder", "longest", "cut_at"), [(FIXTURES, 50, 4), (REAL_DATA, 64, 64)], ids=["fixtures", "real"]
 )
 def test_alpaca_is_dropped_and_cut_with_numbers(folder: Path, longest: int, cut_at: int, tmp_path: Path) -> None:
-    """Both by ``data`` and by ``plan``, which warns; what was dropped and cut in silence before."""
+    """Both by ``data`` and by ``plan``, which warns of rows that are dropped or cut."""
     path = folder / "alpaca.json"
     if not path.is_file():
         pytest.skip("the data folder is not next to the repository")

@@ -1,4 +1,4 @@
-"""What an evaluation plans over several placed models, and what the data's number of prompts makes of it."""
+"""Plans of evaluations over several placed models, for any number of prompts."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_its_price_is_that_of_its_operators() -> None:
     assert twice["moves"] > once["moves"] and twice["diversity"] > once["diversity"]
 
 
-# --- held-out prompts in batches
+# --- evaluation prompts in batches
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 8, 9, 20])
@@ -210,7 +210,7 @@ def test_a_batch_with_empty_places_is_not_gathered_in_equal_shares() -> None:
 
 
 def test_a_move_that_brings_no_prompt_of_a_batch_is_left_out() -> None:
-    """The one held-out prompt of the last batch lies on rank 0 for both models."""
+    """The one evaluation prompt of the last batch lies on rank 0 for both models."""
     plan = plan_of(None, 2, HELD_OUT, "placement={actor: 1, critic: 1, ref: 1, reward: {ranks: [0]}}")
     assert [len(move.transfers) for move in evaluation_of(plan).moves] == [2, 1]
     names = [name for name, batches in walked(plan, 9, 1) if batches == range(1, 2)]

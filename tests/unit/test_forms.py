@@ -1,4 +1,4 @@
-"""Every form of rows as other tools publish them: what is read of it, and the sentence for each kind of broken row."""
+"""Every form of rows as other tools publish them: its examples, and the sentence for each kind of broken row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's head follows from what its operators compute; where it has two, a rollout engine has one of them."""
+"""A model's head follows from its operators; if it has two, a rollout engine has one of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
 VALUES = Operator("values", "forward", "actor", TEXT, ("values",))
 TRAIN = Operator("train", "train", "actor", TEXT)
-BESIDE = Operator("advantages", "combine", "actor", ("values", "scores"), ("advantages",))
+ADVANTAGES = Operator("advantages", "combine", "actor", ("values", "scores"), ("advantages",))
 
 
 def graph(*operators: Operator, evaluation: tuple[Operator, ...] = ()) -> Graph:
@@ -56,14 +56,14 @@ def writing(name: str) -> Operator:
         ((writing("scores.cost"),), "scalar"),
         ((writing("token_scores"),), "scalar"),
         ((replace(TRAIN, quantities=("values",)),), "scalar"),
-        ((replace(TRAIN, quantities=("scores",)), VALUES, BESIDE), "scalar"),
+        ((replace(TRAIN, quantities=("scores",)), VALUES, ADVANTAGES), "scalar"),
         ((GENERATE, VALUES), "both"),
         ((LOGPROBS, writing("scores")), "both"),
         ((TRAIN, VALUES), "both"),
         ((replace(TRAIN, quantities=("logprobs", "values")),), "both"),
         ((replace(LOGPROBS, writes=("logprobs", "values")),), "both"),
         # a combine reads nothing of the model on its ranks
-        ((LOGPROBS, BESIDE), "causal"),
+        ((LOGPROBS, ADVANTAGES), "causal"),
         ((), "causal"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_shadow_has_both_heads_and_a_rollout_engine_one(rollout: bool) -> None
     }
 
 
-# --- what travels to a rollout engine
+# --- transfer to a rollout engine
 
 
 def trunk_shape(config: dict[str, Any] | None = None) -> ModelShape:
@@ -125,7 +125,7 @@ def test_nothing_of_the_second_head_is_sent_to_a_rollout_engine(settings: dict[s
     assert SCALAR_HEAD not in names and set(parts_on(ROLLOUT, shape, 2)) == plain.names
     assert SCALAR_HEAD in trained_parts(shadow, shape, 2)
     assert SCALAR_HEAD in trained_parts(source, shape, 0)
-    # what is gathered for it is what it would be of a model without that head
+    # the same tensors are gathered as of a model without that head
     without = plain if shape is not ADAPTED else with_adapters("actor", plain, LoraSpec(rank=2))
     found, expected = (sync_links(source, ROLLOUT, each, 10**9) for each in (shape, without))
     assert found == expected
@@ -156,7 +156,7 @@ def test_the_guideline_prices_the_sync_without_it() -> None:
     assert synced_weights(ROLLOUT, trunk_shape(), spec) == synced_weights(ROLLOUT, plain, spec)
 
 
-# --- what it costs
+# --- costs
 
 
 def test_a_trunk_with_both_heads_costs_what_a_causal_model_does() -> None:

@@ -1,4 +1,4 @@
-"""The JSON Schema of the YAML: what runs is valid, what is refused by its form is not."""
+"""The JSON Schema of the YAML: YAMLs that run are valid, others of another form are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs compute the log-probs of the policy without a forward pass of their own, and what becomes of the graph."""
+"""Runs that compute the log-probs of the policy without a forward pass of their own, and their graphs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def source_of(plan: Plan) -> str:
         # nothing proves that decoding is the function that is trained
         (None, ("guards.sampled_logprobs=warn",), FORWARD),
         (None, ("guards.sampled_logprobs=off",), FORWARD),
-        # other weights have sampled what is replayed
+        # other weights have sampled the replayed responses
         (None, ("debug.replay=runs/other",), FORWARD),
         # one pass of training
         (None, (NO_KL,), TRAINING),
@@ -118,7 +118,7 @@ def test_of_generation_the_column_travels_to_its_readers() -> None:
 
 
 def test_of_training_nothing_reads_a_column() -> None:
-    """Log-probs of the rollout remain where they were sampled: ties are told from differences by them."""
+    """Log-probs of the rollout remain where they were sampled: ties are recognised by them."""
     plan = plan_of([0.5] * 4, 2, GRPO)
     operators = operators_of(plan)
     assert "rollout_logprobs" in operators["generate"].writes

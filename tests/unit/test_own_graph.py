@@ -1,4 +1,4 @@
-"""Graphs of a user's own in planning: what they may return, and the sentence for each thing that they may not."""
+"""Graphs of a user's own in planning: valid ones, and the sentence for each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may ask of policies and sources, what is refused in which words, and what follows for the graph."""
+"""Settings of policies and sources: valid ones, sentences of refusals, and the graph that follows."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_step_is_of_all_its_rollouts() -> None:
     assert (spec.num_prompts, PpoSpec(prompts_per_step=8).num_prompts) == (24, 8)
 
 
-# --- what follows for the graph
+# --- the graph
 
 
 def operators_of(**settings: Any) -> dict[str, Operator]:

@@ -1,4 +1,4 @@
-"""Presets, cell by cell, against what their sources say, read a second time. Nothing else is set; the YAML wins."""
+"""Presets, cell by cell, against their sources, read a second time. Nothing else is set; the YAML wins."""
 
 from __future__ import annotations
 

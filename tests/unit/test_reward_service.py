@@ -46,7 +46,7 @@ def entries(behaviour: Behaviour, count: int = 2, **settings: Any) -> tuple[list
         return found, server.requests
 
 
-# --- what is sent and taken
+# --- requests and replies
 
 
 def test_the_request_has_the_form_of_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_no_more_requests_at_a_time_than_allowed(concurrency: int) -> None:
         assert server.most_at_once == concurrency
 
 
-# --- what goes wrong
+# --- faults
 
 
 FAULTS: dict[str, tuple[Reply, str]] = {
@@ -202,7 +202,7 @@ def test_the_deadline_of_a_step_names_the_last_failure(capsys: pytest.CaptureFix
 
 
 def test_batches_that_the_step_has_no_time_for_have_no_score(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that wait for their turn, too."""
+    """Requests that wait for their turn, too."""
 
     def slow_later(request: Request) -> Reply:
         return Reply(lengths(request).body, pause=3.0 if request.number else 0.0)

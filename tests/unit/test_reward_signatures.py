@@ -1,4 +1,4 @@
-"""Reward functions in TRL's form, next to ours, in real worker processes; and what is neither."""
+"""Reward functions in TRL's form, next to ours, in real worker processes; and functions of neither form."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_prompts_and_completions_of_chats_are_messages() -> None:
 
 
 def test_a_function_that_takes_all_receives_what_trl_passes() -> None:
-    """The columns prompt and completion of the data are left out: they are not what the model has read and written."""
+    """The columns prompt and completion of the data are left out: they are not the model's input and output."""
     assert totals("whatever_comes", sample("4", prompt="raw", completion="gold", answer="4")) == [7]
 
 

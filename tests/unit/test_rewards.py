@@ -1,4 +1,4 @@
-"""Scores that come from no model: what functions and rules give, and that nothing a function does costs more."""
+"""Scores that come from no model: by functions and rules; a faulty function costs no more than its batch."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_nothing_starts_before_the_first_score() -> None:
     section.close()
 
 
-# --- what goes wrong costs one batch
+# --- a fault costs one batch
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +358,7 @@ def replied(*num_tokens: int) -> ScoreBatch:
 
 
 @pytest.mark.parametrize(
-    ("said", "entries"),
+    ("reply", "entries"),
     [
         ([1, 2.5], [1, 2.5]),
         ((True, False), [1, 0]),
@@ -367,17 +367,17 @@ def replied(*num_tokens: int) -> ScoreBatch:
         (iter([1, 2]), [1, 2]),
     ],
 )
-def test_a_reply_of_one_number_a_response(said: Any, entries: list[float | None]) -> None:
-    assert read_reply(said, replied(3, 3), "answer").scores == entries
+def test_a_reply_of_one_number_a_response(reply: Any, entries: list[float | None]) -> None:
+    assert read_reply(reply, replied(3, 3), "answer").scores == entries
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [None, 1.0, "12", b"12", {"a": 1, "b": 2}, [1], [1, 2, 3], [1, "2"], [1, [2]], [1, 10**400], [1, {}], [1, 1j]],
 )
-def test_a_reply_that_is_none(said: Any) -> None:
+def test_a_reply_that_is_none(reply: Any) -> None:
     with pytest.raises(BadReply):
-        read_reply(said, replied(3, 3), "answer")
+        read_reply(reply, replied(3, 3), "answer")
 
 
 def test_a_reply_of_one_number_a_token() -> None:

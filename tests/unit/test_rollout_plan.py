@@ -1,4 +1,4 @@
-"""A rollout engine in a plan: where it sits, what changes in the graph, what moves, and when it is compared."""
+"""A rollout engine in a plan: its place, changes of the graph, moves, and comparisons."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_an_engine_beside_the_actor_takes_its_row_shares() -> None:
 
 
 def test_where_replicas_are_other_ranks_row_shares_follow_from_the_devices() -> None:
-    """The actor's are those of four replicas, the engine's of two."""
+    """The actor has four replicas, the engine two."""
     shares = UNEQUAL | {"actor": {"ratio": 1, "row_shares": [1, 3, 2, 2]}}
     assert plan_of(shares, 4, VLLM, "rollout.tp=2").placement["actor.rollout"].layout == Layout((0, 1, 2, 3), tp=2)
     nodes = "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]}"
@@ -275,7 +275,7 @@ def test_an_engine_apart_has_its_own_row_shares() -> None:
 
 
 def test_an_engine_sits_on_two_device_classes_where_its_actor_was_put_there() -> None:
-    """Nobody placed the engine, so nobody can be asked to place it otherwise."""
+    """No user placed the engine, so no message can suggest another place."""
     nodes = "cluster={nodes: [{devices: 1, class: A100-80G}, {devices: 1, class: V100-32G}]}"
     plan = plan_of({name: {"ranks": [0, 1]} for name in ("actor", "critic", "ref", "reward")}, 2, VLLM, nodes)
     assert plan.placement["actor.rollout"].layout == plan.placement["actor"].layout
@@ -453,7 +453,7 @@ def test_a_shared_reference_stays_the_actor_without_adapters() -> None:
     assert not operators["ref_logprobs"].on_trained
 
 
-# --- who computes what
+# --- ranks of each operator
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_the_printed_plan_says_how_often_they_are_compared() -> None:
 
 
 def test_no_column_travels_that_is_only_written_sometimes() -> None:
-    """A Move stands in every step, so what it carries must, too."""
+    """A Move is in every step, so its columns must be, too."""
     for overrides in ((), (IMPORTANCE,), ("rollout.tp=2",), (LAG,)):
         plan = plan_of(SIX, 4, VLLM, "rollout.parity.every=2", *overrides)
         rare = {column for run in runs(plan) if run.operator.every > 1 for column in run.operator.writes}
@@ -603,11 +603,11 @@ def test_an_engine_may_begin_with_all_later_chunks(placement: Any) -> None:
 
 
 def test_nothing_is_begun_that_the_engine_could_lose() -> None:
-    """Where memory is so short that it is put away between two chunks, it is told of none behind that."""
+    """If memory is so short that the engine is offloaded between two chunks, it receives no chunk behind that."""
     peak = max(memory.peak_bytes for memory in plan_of(None, 2, VLLM, *STREAM).memories)
     tight = plan_of(None, 2, VLLM, *STREAM, f"cluster.memory_gb={0.5 * peak / 1e9}")
-    told = ahead_of(tight)
-    assert sum(map(len, told)) < 3 + 2 + 1 and told[-1] == []
+    later = ahead_of(tight)
+    assert sum(map(len, later)) < 3 + 2 + 1 and later[-1] == []
 
 
 def test_a_rank_does_what_it_can_before_it_waits_for_its_child() -> None:
@@ -644,7 +644,7 @@ def test_what_is_synced_in_place_needs_no_group() -> None:
 
 @pytest.mark.parametrize(("tp", "order"), [(1, (0, 1, 2, 3, 4, 5, 6, 7)), (2, (0, 2, 1, 3, 4, 6, 5, 7))])
 def test_an_engine_in_place_keeps_what_its_ranks_train(tp: int, order: tuple[int, ...]) -> None:
-    """Training with tp 4: each rank receives the share of HybridFlow's table 2 of what tensor parallelism splits."""
+    """Training with tp 4: each rank receives the share of split tensors in HybridFlow's table 2."""
     sizes = ("models.actor.init.num_attention_heads=4", "models.actor.init.hidden_size=16")
     plan = plan_of(None, 8, VLLM, *sizes, "models.actor.tp=4", f"rollout.tp={tp}")
     actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
@@ -652,11 +652,11 @@ def test_an_engine_in_place_keeps_what_its_ranks_train(tp: int, order: tuple[int
     split = 4 * 16 * 16 + 3 * 16 * 16
     assert received_share(actor.layout, tp) == Fraction(4 - tp, 4 * tp)
     layers = [name for name, _ in plan.shapes["actor"].parameters if "_proj" in name]
-    held = {rank: parts_on(actor, plan.shapes["actor"], rank) for rank in actor.ranks}
+    stored = {rank: parts_on(actor, plan.shapes["actor"], rank) for rank in actor.ranks}
     needed = {rank: parts_on(engine, plan.shapes["actor"], rank) for rank in actor.ranks}
     for rank in actor.ranks:
         missing = sum(
-            needed[rank][name].num_elements - overlap(held[rank][name], needed[rank][name]) for name in layers
+            needed[rank][name].num_elements - overlap(stored[rank][name], needed[rank][name]) for name in layers
         )
         assert missing == split * received_share(actor.layout, tp)
 

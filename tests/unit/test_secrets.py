@@ -1,4 +1,4 @@
-"""Secrets of reward services: only the names of environment variables are in a spec and in what is written from it."""
+"""Secrets of reward services: only the names of environment variables are in a spec and in files written from it."""
 
 from __future__ import annotations
 

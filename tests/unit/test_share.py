@@ -142,7 +142,7 @@ def test_its_log_probs_never_travel() -> None:
 
 
 def test_the_resolved_spec_plans_the_same() -> None:
-    """As the ranks do, which read what the command wrote for them."""
+    """As the ranks do, which read the file that the command wrote for them."""
     plan = shared_plan([0.5] * 5, 2)
     assert plan.spec.models.ref == spec_of(None, 2, *SHARED).models.ref
     assert plan.spec.models.critic is not None and plan.spec.models.critic.init is not None

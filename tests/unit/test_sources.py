@@ -1,4 +1,4 @@
-"""What becomes of a graph whose scores come from several sources: operators, columns, roles, and what is refused."""
+"""Graphs whose scores come from several sources: operators, columns, roles and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def outline(operators: list[Operator]) -> list[tuple[str, str, str, tuple[str, .
     return [(o.name, o.kind, o.role, o.reads, o.writes) for o in operators]
 
 
-# --- what is asked
+# --- sources that are called
 
 
 def test_one_model_of_the_sections_name_changes_nothing() -> None:
@@ -48,7 +48,7 @@ def test_one_model_of_the_sections_name_changes_nothing() -> None:
 
 @pytest.mark.parametrize("source", ["{rule: gsm8k}", "{function: 'a.py:f'}", "{url: 'http://a'}"])
 def test_what_is_no_model_takes_no_place(source: str) -> None:
-    """It is asked where the answers are, and the vector loses its entry."""
+    """It is called where the responses are, and the vector loses its entry."""
     graph = graph_of(source)
     assert outline(added(graph)) == [("scores", "score", "actor", ANSWERED, ("scores",))]
     assert added(graph)[0].function == "reward" and added(graph)[0].call is None
@@ -146,7 +146,7 @@ def test_a_vector_has_an_entry_for_every_model(reward: str, placement: list[floa
         plan_of([*placement, 1], 2, f"reward={reward}", *models)
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_sources_of_one_section_leave_the_other_alone() -> None:
 
 
 def test_each_text_is_asked_about_by_itself() -> None:
-    """What is behind the dot of its columns stays there, for the mask and the finish reason, too."""
+    """The qualifier of its columns stays, for the mask and the finish reason, too."""
     operators = by_name(of_both(reward=[{"model": "reward"}, {"rule": "gsm8k"}]))
     assert operators["scores_greedy_reward"].reads == GREEDY[:2]
     assert operators["scores_greedy_reward"].writes == ("scores.reward.greedy",)

@@ -1,4 +1,4 @@
-"""The YAML schema: what is refused and in which words, exact numbers, and the way back to YAML."""
+"""The YAML schema: refusals and their sentences, exact numbers, and the way back to YAML."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_without_settings_of_its_own_a_shadow_is_like_its_role() -> None:
     ],
 )
 def test_a_shadow_drops_what_it_has_no_use_for(own: str, kept: dict[str, object]) -> None:
-    """What only training needs, and settings of another engine's library."""
+    """Settings for training alone, and settings of another engine's library."""
     role = (
         "{engine: deepspeed, zero: 3, offload_optimizer: true, offload_parameters: true, config: {steps_per_print: 1}}"
     )

@@ -1,4 +1,4 @@
-"""Scores of steps: where they end, what sources may return of them, and the advantages of process supervision."""
+"""Scores of steps: their ends, replies of sources, and the advantages of process supervision."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
     ],
 )
 def test_steps_end_behind_separators(response: str, steps: list[str]) -> None:
-    """What has nothing but blanks is no step of its own."""
+    """A piece of blanks is no step of its own."""
     assert split_steps(response, "|") == steps
     assert split_steps(response.replace("|", "\n\n"), "\n\n") == [step.replace("|", "\n\n") for step in steps]
 
@@ -93,7 +93,7 @@ def test_a_reply_of_ends_and_scores() -> None:
 
 
 def scores(sources: list[Any], *responses: str) -> Scores:
-    """Of responses whose tokens are their characters, and an end token."""
+    """Return samples of responses whose tokens are their characters, and an end token."""
     samples = [Sample("", text, len(text) + 1, {}, lambda n, text=text: min(n, len(text))) for text in responses]
     scorer = Scorer(sources, "reward", 1000)
     try:
