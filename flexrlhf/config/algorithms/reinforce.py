@@ -58,7 +58,7 @@ class RemaxSpec(ReturnsSpec):
     whiten: Literal["batch", "none"] = "none"
 
     def step_graph(self) -> Graph:
-        """Both copies of the actor may generate the greedy responses."""
+        """Return a graph with greedy responses as baseline, which either copy of the actor may generate."""
         greedy = replace(GENERATE, name="greedy", writes=GREEDY, suffix=".greedy", is_greedy=True, either_copy=True)
         scores = replace(SCORES, name="greedy_scores", reads=GREEDY[:2], writes=("scores.greedy",), suffix=".greedy")
         compared = advantages(self, "remax_advantages", ("scores.greedy", *GREEDY[2:]), barrier=self.whiten == "batch")

@@ -169,7 +169,7 @@ class KtoSpec(PreferenceSpec):
         return self
 
     def step_graph(self) -> Graph:
-        """Responses to other prompts are forwarded, too; their log-ratios are the reference point of the losses."""
+        """Return a graph that forwards responses to other prompts, too, for the reference point of the losses."""
         suffix = f".{MISMATCHED}"
         texts = qualified(TEXT, MISMATCHED)
         forwards = tuple(

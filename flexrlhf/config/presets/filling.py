@@ -5,7 +5,7 @@ Written settings win, down to single keys of a mapping.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard
 
 from flexrlhf.config.presets.deepspeed_chat import DEEPSPEED_CHAT
@@ -64,7 +64,7 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
     updates = mini_batches * epochs if _is_count(mini_batches) and _is_count(epochs) else None
     shared = models["all"].get("optimizer") if isinstance(models.get("all"), Mapping) else None
     of_all = shared if isinstance(shared, Mapping) else {}
-    for role, cells in _by_role(trainer_of(algorithm["like"], algorithm["name"])):
+    for role, cells in _by_role(trainer_of(algorithm["like"], algorithm["name"])).items():
         written = models.get(role)
         if written is None and role in DERIVED_ROLES:
             written = {}
@@ -116,16 +116,16 @@ def _updates(value: Any, steps: Any, updates: int | None) -> Any:
     return value.number(steps, updates) if _is_count(steps) and updates is not None else _UNKNOWN
 
 
-def _by_role(trainer: PeerTrainer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield roles with the preset's settings of their optimizers."""
+def _by_role(trainer: PeerTrainer) -> dict[str, dict[str, Any]]:
+    """Return the preset's settings of optimizers by role."""
     found: dict[str, dict[str, Any]] = {}
     for cell in trainer.cells:
         if cell.key.startswith("models."):
             _, role, _, name = cell.key.split(".")
             found.setdefault(role, {})[name] = cell.value
-    yield from found.items()
+    return found
 
 
 def trained_roles(like: str, algorithm: str) -> tuple[str, ...]:
     """Return the roles whose optimizers a preset sets."""
-    return tuple(role for role, _ in _by_role(trainer_of(like, algorithm)))
+    return tuple(_by_role(trainer_of(like, algorithm)))
