@@ -15,8 +15,9 @@ from typing import Literal
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
+from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
 from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
-from flexrlhf.memory.states import State, item_bytes, model_state
+from flexrlhf.memory.states import State, item_bytes
 from flexrlhf.memory.transfers import (
     UNDER_WAY,
     WeightSync,
@@ -27,7 +28,6 @@ from flexrlhf.memory.transfers import (
     sync_parts,
     writing_bytes,
 )
-from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, update_bytes
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens

@@ -1,32 +1,20 @@
-"""Bytes of weights, gradients and optimizer state of a placed model on a rank, by engine and ZeRO stage.
-
-DeepSpeed 0.19.8 was counted on its live tensors. It differs from the ZeRO paper: from stage 1 on it keeps
-float32 master weights even of a float32 model, and at stage 3 it keeps its gradients between steps.
-"""
+"""State of a placed model on a rank, and the elements of its tensors there, counted in the same way for all engines."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from flexrlhf.config.engines import ENGINES
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
 from flexrlhf.memory.activations import Blocks
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.lora import as_vllm_allocates
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import last_words, parts_of, shape_on
-
-DEEPSPEED_ELEMENTS = {
-    "reduce_bucket_size": 50_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "sub_group_size": 1_000_000_000,
-}
-"""Settings under ``zero_optimization`` that cost memory, in elements: as our configuration leaves them."""
-MEGATRON_ALIGNMENT, MEGATRON_BUFFER_MULTIPLE = 64, 128
-"""Elements at whose multiples Megatron-Core 0.16.1 lets a parameter and a buffer of its distributed optimizer begin."""
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Parameters
+from flexrlhf.weights.shards import last_words, parts_of
+from flexrlhf.weights.stages import shape_of_stage
 
 
 @dataclass(frozen=True)
@@ -114,145 +102,11 @@ class State:
         return self.weights + self.optimizer + self.buffers + self.gradients
 
 
-def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
-    """Return the state of ``model`` on ``rank``, one of its ranks."""
-    shape = shape_on(model, shape, rank)
-    if model.rollout is not None:
-        # a child process goes on decoding while other models compute
-        stays, cache = model.rollout.process == "child", kv_cache_bytes(model, shape) if model.has_cache else 0
-        lora = model.settings.lora
-        state = _frozen_state(model, shape if lora is None else as_vllm_allocates(model.role, shape, lora), rank)
-        return replace(state, cache=cache, stays=stays, transient=model.is_transient)
-    if not model.trained:
-        return replace(_frozen_state(model, shape, rank), transient=model.is_transient)
-    if model.engine == "deepspeed":
-        return _deepspeed_state(model, shape)
-    return (_megatron_state if model.engine == "megatron" else _torch_state)(model, shape, rank)
-
-
-def bytes_per_parameter(model: PlacedModel) -> PerParameter:
-    """Return the bytes per trained parameter: weights, float32 gradients, moments and master weights."""
-    item, moments = item_bytes(model), 4 * num_moments(model.settings.optimizer)
-    if model.split == "rows":
-        return PerParameter(4, 4, moments)  # the float32 shards of FSDP2 are their own master weights
-    has_master = item < 4 or (model.engine == "deepspeed" and model.settings.zero >= 1)
-    return PerParameter(item, 4, moments + 4 * has_master)
-
-
 def num_moments(optimizer: OptimizerSpec) -> int:
     """Return the float32 moments of each parameter: two of AdamW, a momentum of SGD, or none."""
     if optimizer.name == "sgd":
         return 1 if optimizer.momentum else 0
     return 2
-
-
-def _frozen_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
-    if model.engine == "deepspeed" and model.settings.zero == 3:
-        weights = item_bytes(model) * _zero3_elements(shape.parameters, model.layout.dp)
-    else:
-        weights = item_bytes(model) * elements_on_rank(model, shape.parameters, rank)
-    return State(0, host=weights) if model.settings.offload_parameters else State(weights)
-
-
-def _torch_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
-    """Return the state under FSDP2 and tensor parallelism, whose parts are all that is split."""
-    per = bytes_per_parameter(model)
-    trained = elements_on_rank(model, shape.trained, rank)
-    frozen = elements_on_rank(model, shape.parameters, rank) - trained
-    return State(
-        weights=per.weights * trained + item_bytes(model) * frozen,
-        gradients=per.gradients * trained,
-        optimizer=per.optimizer * trained,
-        moments=4 * num_moments(model.settings.optimizer) * trained,
-    )
-
-
-def _deepspeed_state(model: PlacedModel, shape: ModelShape) -> State:
-    settings, stage = model.settings, model.settings.zero
-    per, split = bytes_per_parameter(model), zero_split(stage, model.layout.dp)
-    state = State(
-        weights=per.weights * _deepspeed_elements(shape.parameters, stage, split.weights),
-        gradients=per.gradients * _deepspeed_elements(shape.trained, stage, split.gradients),
-        optimizer=per.optimizer * _deepspeed_elements(shape.trained, stage, split.optimizer),
-        # its reduce bucket is made once at stage 3, and for every backward pass at stages 1 and 2
-        buffers=4 * deepspeed_elements(settings, "reduce_bucket_size") if stage == 3 else 0,
-        keeps_gradients=stage == 3 or is_bf16_optimizer(settings),
-    )
-    if settings.offload_optimizer and stage >= 1:
-        state = _optimizer_on_host(state, model, shape)
-    if settings.offload_parameters and stage == 3:
-        state = replace(state, weights=0, host=state.host + state.weights)
-    return state
-
-
-def _megatron_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
-    """Return the state on a rank of Megatron: gradients are summed in one float32 buffer, which stays allocated.
-
-    Its distributed optimizer (zero 1) lays parameters out in buffers with gaps, of which each replica updates a part.
-    """
-    per, is_split = bytes_per_parameter(model), model.settings.zero == 1
-    elements = elements_on_rank(model, shape.parameters, rank)
-    buffer = megatron_buffer(model, shape, rank) if is_split else elements
-    updated = buffer // model.layout.dp if is_split else elements
-    return State(
-        weights=per.weights * buffer,
-        gradients=per.gradients * buffer,
-        optimizer=per.optimizer * updated,
-        moments=4 * num_moments(model.settings.optimizer) * updated,
-        keeps_gradients=True,
-    )
-
-
-def megatron_buffer(model: PlacedModel, shape: ModelShape, rank: int) -> int:
-    """Return the elements of a buffer of Megatron's distributed optimizer, which replicas share equally."""
-    starts = sum(
-        count * -(-elements_on_rank(model, (kind,), rank) // MEGATRON_ALIGNMENT) * MEGATRON_ALIGNMENT
-        for kind, count in _kinds(shape.parameters).items()
-    )
-    multiple = math.lcm(model.layout.dp, MEGATRON_BUFFER_MULTIPLE)
-    return -(-starts // multiple) * multiple
-
-
-def is_bf16_optimizer(settings: ModelSpec) -> bool:
-    """Whether DeepSpeed uses its BF16_Optimizer, which keeps float32 gradients of the whole model."""
-    return settings.zero == 1 and settings.dtype == "bfloat16" and not settings.offload_optimizer
-
-
-def _optimizer_on_host(state: State, model: PlacedModel, shape: ModelShape) -> State:
-    """Return ``state`` with moments and master weights in host memory, and the copies that transfers need.
-
-    Stage 1 keeps whole gradients on the device; stage 2 in 16 bits keeps its partition there.
-    """
-    stage, item = model.settings.zero, item_bytes(model)
-    partition = _deepspeed_elements(shape.trained, stage, model.layout.dp)
-    if stage == 3:
-        return replace(state, gradients=0, optimizer=0, host=state.optimizer + 2 * 4 * partition)
-    largest = item * max((math.prod(size) for _, size in shape.trained), default=0)
-    host = state.optimizer + (4 + item) * partition + largest
-    if stage == 2 and item == 4:
-        return replace(state, gradients=0, optimizer=0, buffers=largest, host=host + 4 * partition)
-    return replace(state, optimizer=0, buffers=largest, host=host)
-
-
-def _deepspeed_elements(parameters: Parameters, stage: int, num_ranks: int) -> int:
-    """Return a rank's elements: stage 3 splits every tensor, the others one flat vector, aligned to 2 elements a
-    rank.
-    """
-    if num_ranks == 1:
-        return count_elements(parameters)
-    if stage == 3:
-        return _zero3_elements(parameters, num_ranks)
-    return 2 * -(-count_elements(parameters) // (2 * num_ranks))
-
-
-def _zero3_elements(parameters: Parameters, num_ranks: int) -> int:
-    """Return a rank's elements of stage 3: every rank stores as much of a tensor as any, the last one with padding."""
-    return sum(-(-math.prod(size) // num_ranks) for _, size in parameters)
-
-
-def deepspeed_elements(settings: ModelSpec, name: str) -> int:
-    """Return one of DeepSpeed's buffer sizes, in elements: the user's setting, else our default."""
-    return int(settings.config.get("zero_optimization", {}).get(name, DEEPSPEED_ELEMENTS[name]))
 
 
 def item_bytes(model: PlacedModel) -> int:
@@ -265,7 +119,7 @@ def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int) -> i
     slices.
     """
     return sum(
-        count * parts_of(model, (kind,), rank)[kind[0]].num_elements for kind, count in _kinds(parameters).items()
+        count * parts_of(model, (kind,), rank)[kind[0]].num_elements for kind, count in count_kinds(parameters).items()
     )
 
 
@@ -276,7 +130,7 @@ def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> in
 
 
 @lru_cache(maxsize=256)
-def _kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
+def count_kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
     """Count parameters that are split alike: layers repeat, and a split depends on shape and the end of a name."""
     return Counter((last_words(name), size) for name, size in parameters)
 
@@ -291,3 +145,104 @@ def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
     blocks_of_stage = Blocks(shape.sizes, DTYPE_BYTES[settings.dtype], settings.tp, False, pp=settings.pp)
     per_token = blocks_of_stage.kv_bytes_per_token()
     return (-(-settings.generate_tokens // block) + 1) * block * per_token
+
+
+@dataclass(frozen=True)
+class Units:
+    """Elements that a rank computes with.
+
+    total:    of all weights.
+    root:     outside layers.
+    layer:    of the largest layer.
+    largest:  of the largest tensor.
+    head:     of the language head.
+    """
+
+    total: int
+    root: int
+    layer: int
+    largest: int
+    head: int
+
+
+def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
+    """Return the units of all parameters of the stage on ``rank``."""
+    return _units(model, _stage(model, shape, rank).parameters, rank)
+
+
+def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
+    """Return the units of the trained parameters of the stage on ``rank``."""
+    return _units(model, _stage(model, shape, rank).trained, rank)
+
+
+def _stage(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
+    return shape_of_stage(shape, model.layout.stage(rank), model.layout.pp)
+
+
+def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
+    """Return units from a cache: they depend on few settings, and plans need them for many models that share these."""
+    layout = Layout(tuple(range(model.layout.tp)), model.layout.tp)
+    bare = PlacedModel(
+        ModelName(model.role),
+        layout,
+        trained=False,
+        settings=_PLAIN_SETTINGS[model.engine],
+        rollout=model.rollout,
+        head=model.head,
+    )
+    if model.facts.fused_layers:
+        parameters = with_fused_layers(parameters)
+    return _units_of(bare, parameters, model.layout.tp_index(rank))
+
+
+_PLAIN_SETTINGS = {name: ModelSpec(engine=name) for name in ENGINES}
+_FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Linear layers that Megatron-Core has in one with another: query, key and value; gate and up."""
+
+
+@lru_cache(maxsize=256)
+def with_fused_layers(parameters: Parameters) -> Parameters:
+    """Return ``parameters`` with those that Megatron-Core has in one tensor as one, called by the first of them."""
+    fused: dict[str, tuple[int, ...]] = {}
+    for name, size in parameters:
+        path, _, kind = name.rpartition(".")
+        module = path.rpartition(".")[2]
+        first = f"{path.removesuffix(module)}{_FUSED[module]}.{kind}" if module in _FUSED else name
+        rows = fused[first][0] if first in fused else 0
+        fused[first] = (rows + size[0], *size[1:])
+    return tuple(sorted(fused.items()))
+
+
+@lru_cache(maxsize=256)
+def _units_of(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
+    root, layer = _root_and_layer(parameters)
+    head = _head(parameters) if model.head != "scalar" else ()
+    total, outside, largest_layer, head_elements = (
+        sliced_elements(model, part, rank) for part in (parameters, root, layer, head)
+    )
+    largest = max((sliced_elements(model, (item,), rank) for item in {*_largest(root), *_largest(layer)}), default=0)
+    return Units(total, outside, largest_layer, largest, head_elements)
+
+
+def _largest(parameters: Parameters) -> Parameters:
+    return tuple(sorted(parameters, key=lambda item: math.prod(item[1]))[-1:])
+
+
+def _head(parameters: Parameters) -> Parameters:
+    """Return the language head; tied weights are those of the embedding."""
+    found = dict(parameters)
+    name = LANGUAGE_HEAD if LANGUAGE_HEAD in found else "model.embed_tokens.weight"
+    return ((name, found[name]),) if name in found else ()
+
+
+@lru_cache(maxsize=256)
+def _root_and_layer(parameters: Parameters) -> tuple[Parameters, Parameters]:
+    """Return parameters outside layers, and those of the largest layer. A layer has a number in its name."""
+    layers: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for name, size in parameters:
+        words = name.split(".")
+        number = next((index for index, word in enumerate(words) if word.isdigit()), None)
+        layers["" if number is None else ".".join(words[: number + 1])].append((name, size))
+    root = tuple(layers.pop("", ()))
+    sizes = {name: sum(math.prod(size) for _, size in members) for name, members in layers.items()}
+    return root, tuple(layers[max(sizes, key=lambda name: sizes[name])]) if sizes else ()

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexrlhf.config.engines import DEEPSPEED
 from flexrlhf.errors import UserError, nearest, shown
-from flexrlhf.memory.states import DEEPSPEED_ELEMENTS
+from flexrlhf.memory.engine_bytes import DEEPSPEED_ELEMENTS
 
 OWNED = {
     "train_batch_size": "algorithm.prompts_per_step",

@@ -45,7 +45,7 @@ from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
 from flexrlhf.engines.vllm.child import RolloutProcessError  # noqa: E402
 from flexrlhf.engines.vllm.engine import VllmEngine  # noqa: E402
-from flexrlhf.memory.states import model_state  # noqa: E402
+from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
 from flexrlhf.runs.model_directory import save_model  # noqa: E402
 from flexrlhf.weights.lora import with_adapters  # noqa: E402
 from flexrlhf.weights.shapes import model_shape  # noqa: E402

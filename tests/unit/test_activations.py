@@ -252,7 +252,7 @@ def decoding(
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_peak_of_chunked_log_probs(dtype: str, train: bool) -> None:
-    """Without the gradient of the head's own weight, which is a new gradient (memory/transients.py)."""
+    """Without the gradient of the head's own weight, which is a new gradient (memory/engine_bytes.py)."""
     tokens, hidden, vocabulary, chunk = 256, 32, 4096, 2**18
     blocks = Blocks(Sizes("llama", 1, hidden, 1, 1, 1, 1, vocabulary), DTYPES[dtype].itemsize)
     states = torch.randn(tokens, hidden, dtype=DTYPES[dtype], requires_grad=train)

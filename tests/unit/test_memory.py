@@ -18,19 +18,18 @@ from flexrlhf.engines.deepspeed.config import deepspeed_config
 from flexrlhf.guideline.simulation.pass_counts import TextLayout
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, Start, rank_memory
+from flexrlhf.memory.engine_bytes import (
+    DEEPSPEED_ELEMENTS,
+    bytes_per_parameter,
+    gathered_bytes,
+    model_state,
+    new_gradient_bytes,
+    update_bytes,
+)
 from flexrlhf.memory.packed_rows import TextGroup
 from flexrlhf.memory.passes import largest_pass, packs_texts
-from flexrlhf.memory.states import (
-    DEEPSPEED_ELEMENTS,
-    PerParameter,
-    State,
-    bytes_per_parameter,
-    model_state,
-    sliced_elements,
-    zero_split,
-)
+from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units, zero_split
 from flexrlhf.memory.transfers import UNDER_WAY, saving_parts, sync_parts
-from flexrlhf.memory.transients import gathered_bytes, new_gradient_bytes, trained_units, update_bytes
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run

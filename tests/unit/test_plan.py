@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from flexrlhf.config.spec import Head, ModelSpec
 from flexrlhf.errors import UserError
-from flexrlhf.memory.states import model_state
+from flexrlhf.memory.engine_bytes import model_state
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync

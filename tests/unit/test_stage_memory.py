@@ -11,10 +11,10 @@ from small_runs import HEADS, plan_of
 from flexrlhf.config.spec import Head, ModelSpec, SyncSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, blocks_of
+from flexrlhf.memory.engine_bytes import MEGATRON_ALIGNMENT, megatron_buffer, model_state, new_gradient_bytes
 from flexrlhf.memory.passes import largest_pass
-from flexrlhf.memory.states import MEGATRON_ALIGNMENT, megatron_buffer, model_state
+from flexrlhf.memory.states import trained_units, with_fused_layers
 from flexrlhf.memory.transfers import copied_bytes, saving_parts
-from flexrlhf.memory.transients import new_gradient_bytes, trained_units, with_fused_layers
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.plan.memory_text import planned_memory

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexrlhf.config.spec import ModelSpec
-from flexrlhf.memory.states import DEEPSPEED_ELEMENTS
+from flexrlhf.memory.engine_bytes import DEEPSPEED_ELEMENTS
 
 _OTHER_PARTITIONS = (
     "zero_hpz_partition_size",
