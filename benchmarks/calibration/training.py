@@ -356,7 +356,7 @@ def _counted_passes(row: Row) -> int:
 def _operations(call: Call, passes: int) -> float:
     """Return the operations of one token as papers count them, with all of attention's square (PTD-P, section 5.1)."""
     model = call.model
-    layer = 2 * (model.attention_parameters + model.ffn_parameters)
+    layer = 2 * model.matrix_parameters
     attention = 4 * model.heads * model.head_dim * call.width
     return passes * model.layers * (layer + attention) + 3 * 2 * model.head_parameters
 

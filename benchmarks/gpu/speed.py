@@ -20,7 +20,6 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.timeline import Span, read_trace
-from flexrlhf.weights.shapes import LANGUAGE_HEAD
 
 STAGE = "speed"
 PHASES = ("generate", "forward", "train")
@@ -98,9 +97,8 @@ def _measured(algorithm: str, path: Path, budget: TimeBudget, peak: float) -> It
 
 def _shape(plan: Plan, model: PlacedModel) -> Transformer:
     shape = plan.shapes[model.role]
-    assert shape is not None and shape.sizes is not None, "made here, of a known family"
-    is_scorer = model.head == "scalar"
-    return transformer_of(shape.sizes, is_scorer, not is_scorer and LANGUAGE_HEAD not in shape.names)
+    assert shape is not None, "made here, of a known family"
+    return transformer_of(shape, model.head, is_adapted=False)
 
 
 def _seconds(plan: Plan, spans: Sequence[Span], steps: int) -> dict[str, float]:
@@ -128,7 +126,7 @@ def _phase_row(
 def _flops(phase: str, model: Transformer, texts: Texts) -> float:
     """Return the FLOPs that the real tokens of a step need: of products and of causal attention; training is three."""
     width = texts.prompt + texts.response
-    layers = model.layers * (model.attention_parameters + model.ffn_parameters)
+    layers = model.layers * model.matrix_parameters
     attention = 2 * model.layers * model.heads * model.head_dim * width * width
     # log-probs are of responses alone
     head = model.head_parameters * (texts.response if model.head == "causal" else width)

@@ -36,17 +36,7 @@ def capacity_bytes(device: DeviceClass) -> float:
 
 
 def blocks_of(model: Transformer, item: int, tp: int) -> Blocks:
-    sizes = Sizes(
-        "llama",
-        model.layers,
-        model.hidden,
-        model.ffn,
-        model.heads,
-        model.kv_heads,
-        model.head_dim,
-        model.vocabulary,
-    )
-    return Blocks(sizes, item, tp, model.adapters > 0)
+    return Blocks(Sizes(**model.by_name, family="llama"), item, tp, model.adapters > 0)
 
 
 def frozen_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:

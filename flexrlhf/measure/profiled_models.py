@@ -16,7 +16,7 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import prompt_lengths, response_lengths
-from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, count_elements, read_config
+from flexrlhf.weights.shapes import DTYPE_BYTES, read_config
 
 SHAPELESS_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys of a saved config that do not describe the model's shape."""
@@ -108,9 +108,7 @@ def _transformer(plan: Plan, model: PlacedModel) -> Transformer:
     shape = plan.shapes.get(model.role)
     if shape is None or shape.sizes is None:
         raise UserError(f"models.{model.role}: the config of this model family does not contain its sizes")
-    is_scorer = model.head == "scalar"
-    tied = not is_scorer and LANGUAGE_HEAD not in shape.names
-    return transformer_of(shape.sizes, is_scorer, tied, count_elements(shape.trained) if shape.adapters else 0)
+    return transformer_of(shape, model.head, is_adapted=True)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,18 @@ Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of a decoder, from which activations and caches are computed."""
+class DecoderSizes:
+    """Sizes of a dense decoder, from which its parameters, activations, caches and costs follow.
 
-    family: str
+    layers:      decoder layers.
+    hidden:      hidden size.
+    ffn:         inner size of the feed-forward block.
+    heads:       query heads.
+    kv_heads:    key-value heads.
+    head_dim:    size of a head.
+    vocabulary:  rows of the embedding.
+    """
+
     layers: int
     hidden: int
     ffn: int
@@ -46,6 +54,18 @@ class Sizes:
     kv_heads: int
     head_dim: int
     vocabulary: int
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """These sizes alone, by name."""
+        return {size.name: getattr(self, size.name) for size in fields(DecoderSizes)}
+
+
+@dataclass(frozen=True)
+class Sizes(DecoderSizes):
+    """Sizes of a decoder of a known ``family``, the ``model_type`` of its config."""
+
+    family: str
 
 
 @dataclass(frozen=True)
@@ -256,7 +276,8 @@ def model_sizes(config: dict[str, Any]) -> Sizes | None:
         return None
     vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
     kv_heads = int(known.get("num_key_value_heads") or heads)
-    return Sizes(kind, layers, hidden, ffn, heads, kv_heads, int(known.get("head_dim") or hidden // heads), vocabulary)
+    head_dim = int(known.get("head_dim") or hidden // heads)
+    return Sizes(layers, hidden, ffn, heads, kv_heads, head_dim, vocabulary, family=kind)
 
 
 def _wrong_size(config: dict[str, Any]) -> str | None:

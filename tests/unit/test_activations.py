@@ -114,7 +114,7 @@ def test_the_gpt_count_of_the_literature_and_ours() -> None:
     Two norms 16, attention 8, an MLP of 8/3 the width 21; the mask adds its width.
     """
     hidden = 3 * 2**12
-    blocks = Blocks(Sizes("llama", 1, hidden, 8 * hidden // 3, 96, 96, 128, 1), 2)
+    blocks = Blocks(Sizes(1, hidden, 8 * hidden // 3, 96, 96, 128, 1, family="llama"), 2)
     assert blocks.saved_by_layer(0) / hidden == pytest.approx(16 + 8 + 64 / 3, rel=0.01)
 
 
@@ -254,7 +254,7 @@ def decoding(
 def test_the_peak_of_chunked_log_probs(dtype: str, train: bool) -> None:
     """Without the gradient of the head's own weight, which is a new gradient (memory/engine_bytes.py)."""
     tokens, hidden, vocabulary, chunk = 256, 32, 4096, 2**18
-    blocks = Blocks(Sizes("llama", 1, hidden, 1, 1, 1, 1, vocabulary), DTYPES[dtype].itemsize)
+    blocks = Blocks(Sizes(1, hidden, 1, 1, 1, 1, vocabulary, family="llama"), DTYPES[dtype].itemsize)
     states = torch.randn(tokens, hidden, dtype=DTYPES[dtype], requires_grad=train)
     weight = torch.randn(vocabulary, hidden, dtype=DTYPES[dtype])
     targets = torch.zeros(tokens, dtype=torch.long)
@@ -268,7 +268,7 @@ def test_the_peak_of_chunked_log_probs(dtype: str, train: bool) -> None:
 
 
 def test_a_chunk_is_a_row_at_least_and_all_at_most() -> None:
-    blocks = Blocks(Sizes("llama", 1, 1, 1, 1, 1, 1, 1000), 4)
+    blocks = Blocks(Sizes(1, 1, 1, 1, 1, 1, 1000, family="llama"), 4)
     assert blocks.head_bytes(10, 1, train=False) == 2 * 4 * 1000 + 10 * 4
     assert blocks.head_bytes(10, 10**9, train=False) == 2 * 4 * 1000 * 10 + 10 * 4
 
@@ -285,7 +285,7 @@ def test_the_window_of_attention_is_that_of_transformers(kind: str, settings: di
 
 
 def test_tensor_parallel_ranks_share_heads_and_features() -> None:
-    sizes = Sizes("qwen3", 4, 64, 512, 8, 4, 16, 1024)
+    sizes = Sizes(4, 64, 512, 8, 4, 16, 1024, family="qwen3")
     whole, half = Blocks(sizes, 2), Blocks(sizes, 2, tp=2)
     shared = 2 * ((4 + 2 * 2) * 64 + 4) + 2 * 100
     assert half.saved_by_layer(100) - shared == (whole.saved_by_layer(100) - shared) // 2

@@ -10,7 +10,8 @@ from small_runs import TINY, placed_model, plan_of, spec_of
 
 from flexrlhf.config.spec import ClusterSpec, Head, LoraSpec, ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.simulation.pricing import synced_weights, transformer_of_shape
+from flexrlhf.guideline.costs.transformer import transformer_of
+from flexrlhf.guideline.simulation.pricing import synced_weights
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
@@ -162,8 +163,8 @@ def test_the_guideline_prices_the_sync_without_it() -> None:
 def test_a_trunk_with_both_heads_costs_what_a_causal_model_does() -> None:
     plain = model_shape("actor", ModelSpec(init=TINY))
     assert plain is not None
-    causal = transformer_of_shape(plain, "causal", is_adapted=False)
-    assert transformer_of_shape(trunk_shape(), "both", is_adapted=False) == causal
+    causal = transformer_of(plain, "causal", is_adapted=False)
+    assert transformer_of(trunk_shape(), "both", is_adapted=False) == causal
 
 
 KINDS: tuple[Literal["generate", "forward", "train"], ...] = ("generate", "forward", "train")
@@ -199,7 +200,7 @@ def test_memory_of_the_second_head(dtype: str) -> None:
 
 def test_other_families_are_refused() -> None:
     """Gemma's head scales and caps."""
-    sizes = Sizes("gemma2", 1, 8, 16, 2, 2, 4, 32)
+    sizes = Sizes(1, 8, 16, 2, 2, 4, 32, family="gemma2")
     shape, cluster = replace(trunk_shape(), sizes=sizes), make_cluster(ClusterSpec(devices=1))
     model = trunk((0,))
     check_models(Placement((model,), 1), {"actor": trunk_shape()}, cluster)

@@ -44,9 +44,9 @@ PUBLISHED = Path(__file__).parents[3] / "shared" / "published"
 GIB = 2**30
 MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
 """Mixed-precision Adam of the ZeRO paper: fp16 weights and gradients, K = 12."""
-LLAMA_2_7B = Sizes("llama", 32, 4096, 11008, 32, 32, 128, 32000)
-LLAMA_3_8B = Sizes("llama", 32, 4096, 14336, 32, 8, 128, 128256)
-QWEN_3_4B = Sizes("qwen3", 36, 2560, 9728, 32, 8, 128, 151936)
+LLAMA_2_7B = Sizes(32, 4096, 11008, 32, 32, 128, 32000, family="llama")
+LLAMA_3_8B = Sizes(32, 4096, 14336, 32, 8, 128, 128256, family="llama")
+QWEN_3_4B = Sizes(36, 2560, 9728, 32, 8, 128, 151936, family="qwen3")
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -110,7 +110,7 @@ def test_deepspeed_estimates() -> None:
     ],
 )
 def test_key_value_cache_of_a_token_in_16_bits(layers: int, kv_heads: int, head_dim: int, size: int) -> None:
-    sizes = Sizes("llama", layers, 64 * head_dim, 1, 64, kv_heads, head_dim, 1)
+    sizes = Sizes(layers, 64 * head_dim, 1, 64, kv_heads, head_dim, 1, family="llama")
     assert Blocks(sizes, 2).kv_bytes_per_token() == size
     assert Blocks(sizes, 2, tp=8).kv_bytes_per_token() == size // 8
 
@@ -175,7 +175,7 @@ def compared(row: dict[str, str]) -> tuple[float, float, float]:
             "real-004",
             _,
         ):  # V = 128e3, B = 512, 2048 tokens, in 16 bits; ours: two chunks in float32, and hidden states
-            blocks = Blocks(Sizes("llama", 1, 1, 1, 1, 1, 1, 128_000), 2)
+            blocks = Blocks(Sizes(1, 1, 1, 1, 1, 1, 128_000, family="llama"), 2)
             return blocks.head_bytes(512 * 2048, 2**60, train=False) / 4 / GIB, float(value), 0.001
         case "hybridflow-001", _:
             actor = placed_model("actor", (0,), dtype="bfloat16")
@@ -183,7 +183,8 @@ def compared(row: dict[str, str]) -> tuple[float, float, float]:
         case "flexrlhf-003", _:
             return MIXED.on_rank(1, zero_split(0, 1)) / MIXED.weights, float(value), 0
         case "vllm-paper", _:
-            return Blocks(Sizes("opt", 40, 5120, 20480, 40, 40, 128, 50272), 2).kv_bytes_per_token(), float(value), 0
+            opt = Sizes(40, 5120, 20480, 40, 40, 128, 50272, family="opt")
+            return Blocks(opt, 2).kv_bytes_per_token(), float(value), 0
     raise AssertionError(f"{row['id']}: no formula of ours stands beside it")
 
 
@@ -235,7 +236,7 @@ def test_published_models(row: dict[str, str]) -> None:
     """Caches of all; parameters of the families that are computed from a config. The formula counts no biases."""
     number = {key: int(value) for key, value in row.items() if value.isdigit()}
     layers, heads, kv_heads, head_dim = (number[key] for key in ("layers", "heads", "kv_heads", "head_dim"))
-    sizes = Sizes("any", layers, number["hidden"], number["ffn"], heads, kv_heads, head_dim, number["vocab"])
+    sizes = Sizes(layers, number["hidden"], number["ffn"], heads, kv_heads, head_dim, number["vocab"], family="any")
     assert Blocks(sizes, 2).kv_bytes_per_token() == number["kv_bytes_per_token_fp16"]
     family = next((kind for start, kind in FAMILIES.items() if row["model"].startswith(start)), None)
     if family is None:

@@ -5,51 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexrlhf.weights.shapes import Sizes
+from flexrlhf.config.spec import Head
+from flexrlhf.weights.shapes import LANGUAGE_HEAD, DecoderSizes, ModelShape, count_elements
 
 
 @dataclass(frozen=True)
-class Transformer:
-    """Sizes that a model's costs follow from.
+class Transformer(DecoderSizes):
+    """Model as its costs follow from it.
 
-    layers:      decoder layers
-    hidden:      hidden size
-    ffn:         inner size of the feed-forward block
-    heads:       query heads
-    kv_heads:    key-value heads
-    head_dim:    size of a head
-    vocabulary:  rows of the embedding
     gated:       whether the feed-forward block has three matrices instead of two
     tied:        whether the head is the embedding
     head:        causal or scalar; a scalar head on a trunk with both is not counted
     adapters:    parameters of low-rank adapters; 0: all weights are trained
     """
 
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
     gated: bool = True
     tied: bool = False
     head: Literal["causal", "scalar"] = "causal"
     adapters: int = 0
 
     @property
-    def attention_parameters(self) -> int:
-        """Parameters of query, key, value and output matrices of one layer."""
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def ffn_parameters(self) -> int:
-        """Parameters of the feed-forward matrices of one layer."""
-        return self.hidden * self.ffn * (3 if self.gated else 2)
+    def matrix_parameters(self) -> int:
+        """Parameters of the matrices of one layer: query, key, value and output, and the feed-forward block's."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
     def layer_parameters(self) -> int:
-        return self.attention_parameters + self.ffn_parameters + 2 * self.hidden
+        return self.matrix_parameters + 2 * self.hidden
 
     @property
     def head_parameters(self) -> int:
@@ -74,17 +57,12 @@ class Transformer:
         return replace(self, head="scalar")
 
 
-def transformer_of(sizes: Sizes, is_scorer: bool, tied: bool, adapters: int = 0) -> Transformer:
-    """Return the shape of a planned model."""
+def transformer_of(shape: ModelShape, head: Head, is_adapted: bool) -> Transformer:
+    """Return the model of a planned ``shape``. ``is_adapted``: adapters count as trained parameters."""
+    assert shape.sizes is not None, "shapes without sizes are refused"
     return Transformer(
-        layers=sizes.layers,
-        hidden=sizes.hidden,
-        ffn=sizes.ffn,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        vocabulary=sizes.vocabulary,
-        tied=tied,
-        head="scalar" if is_scorer else "causal",
-        adapters=adapters,
+        **shape.sizes.by_name,
+        tied=head != "scalar" and LANGUAGE_HEAD not in shape.names,
+        head="scalar" if head == "scalar" else "causal",
+        adapters=count_elements(shape.trained) if is_adapted and shape.adapters else 0,
     )

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from flexrlhf.config.spec import Head, Spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, MeanPass, Mesh
 from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
-from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
+from flexrlhf.guideline.costs.transformer import transformer_of
 from flexrlhf.guideline.simulation.pass_counts import TextLayout, all_passes, mean_pass
 from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
 from flexrlhf.memory.budget import SequenceLengths
@@ -44,7 +44,7 @@ from flexrlhf.strategies.instructions import (
     Sync,
 )
 from flexrlhf.weights.lora import is_merged, num_adapters_in_vllm, shape_of
-from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Sizes, count_elements
+from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
 from flexrlhf.weights.shards import shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS
@@ -150,7 +150,7 @@ class CallMaker:
         at_once = max(map(max, rows)) if trains else most
         return Call(
             kind=kind,
-            model=transformer_of_shape(shape, model.head, is_adapted=settings.lora is not None),
+            model=transformer_of(shape, model.head, is_adapted=settings.lora is not None),
             engine=engine_of(model),
             rows=epochs * most * texts,
             prompt=self.lengths.prompt,
@@ -443,16 +443,6 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, over
     part = item * max(elements_on_rank(destination, stage, rank) for rank, stage in stages)
     adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
     return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)
-
-
-def transformer_of_shape(shape: ModelShape, head: Head, is_adapted: bool) -> Transformer:
-    """Return the cost model's view of ``shape``. ``is_adapted``: adapters count as trained parameters."""
-    sizes = shape.sizes
-    assert isinstance(sizes, Sizes), "shapes without sizes are refused"
-    adapters = count_elements(shape.trained) if is_adapted and shape.adapters else 0
-    is_scorer = head == "scalar"
-    tied = not is_scorer and LANGUAGE_HEAD not in shape.names
-    return transformer_of(sizes, is_scorer, tied, adapters)
 
 
 def _speed(device: DeviceClass) -> float:
