@@ -198,9 +198,8 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
     """Gather the weights bucket by bucket; the first rank writes them, all at the end if ``is_whole``."""
     from flexrlhf.comm.weights import WeightGather
     from flexrlhf.runs.model_directory import TensorForm, model_writer, save_model
-    from flexrlhf.weights.buckets import bucket_names
     from flexrlhf.weights.shapes import model_shape
-    from flexrlhf.weights.shards import parts_on
+    from flexrlhf.weights.shards import bucket_names, parts_on
 
     placed, live = context.placed, engine.weights()
     shape = model_shape("actor", placed.settings)

@@ -27,9 +27,15 @@ from flexrlhf.engines.score_rule import is_of_openrlhf, settle_padding
 from flexrlhf.engines.value_head import add_value_head
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.adapter_files import adapter_layers, base_model
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
-from flexrlhf.weights.model_files import SCALAR_HEAD, lacking, no_scalar_head, stored_head_name
+from flexrlhf.weights.model_files import (
+    SCALAR_HEAD,
+    adapter_layers,
+    base_model,
+    lacking,
+    no_scalar_head,
+    stored_head_name,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLASSES: dict[Head, Any] = {

@@ -28,10 +28,9 @@ from flexrlhf.memory.states import (
     zero_split,
 )
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.buckets import GRADIENT_BUCKET_BYTES
 from flexrlhf.weights.lora import as_vllm_allocates
 from flexrlhf.weights.shapes import ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import shape_on
+from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, shape_on
 
 UNREDUCED_BYTES = 12
 """Per element of a unit while its gradients are scattered: as computed, as summands in float32, and the sums."""

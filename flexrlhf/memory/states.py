@@ -13,8 +13,7 @@ from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Parameters
-from flexrlhf.weights.shards import last_words, parts_of
-from flexrlhf.weights.stages import shape_of_stage
+from flexrlhf.weights.shards import last_words, parts_of, shape_of_stage
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.states import item_bytes, num_moments
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
-from flexrlhf.weights.pieces import written_names
-from flexrlhf.weights.saved_type import saved_type
+from flexrlhf.weights.saving import saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
-from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
+from flexrlhf.weights.shards import Parts, bucket_names, part_elements, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import adapter_gathers, sent_dtype, volumes
 from flexrlhf.weights.transfers import NodeOf
 

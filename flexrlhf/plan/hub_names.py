@@ -9,8 +9,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.hub import HubName, cached_snapshot, commit_of, download_snapshot, hub_name
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_sources import DataSource
-from flexrlhf.weights.adapter_files import has_adapters
-from flexrlhf.weights.model_files import weight_files
+from flexrlhf.weights.model_files import has_adapters, weight_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 

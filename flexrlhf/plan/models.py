@@ -17,8 +17,8 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.algorithm_graph import heads_of
+from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
-from flexrlhf.weights.families import check_family
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
 

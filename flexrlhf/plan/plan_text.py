@@ -20,7 +20,7 @@ from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import whole_step
 from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.stages import layer_of, of_stage
+from flexrlhf.weights.shards import layer_of, of_stage
 
 NAME_WIDTH = 13
 """Characters of the names of placed models, where none is longer."""

@@ -26,9 +26,8 @@ from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, usage_files
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
-from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.lora import merged_from
-from flexrlhf.weights.model_files import stored_tensors, weight_files
+from flexrlhf.weights.model_files import has_adapters, stored_tensors, weight_files
 from flexrlhf.weights.shapes import stored_type
 
 

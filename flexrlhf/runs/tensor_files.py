@@ -19,7 +19,7 @@ from torch import Tensor
 from flexrlhf.comm.weights import cut, fill
 from flexrlhf.errors import UserError
 from flexrlhf.runs.manifest import FileEntry, file_checksum, sync_to_disk
-from flexrlhf.weights.pieces import covers, dump_part, load_part, may_overlap
+from flexrlhf.weights.saving import covers, dump_part, load_part, may_overlap
 from flexrlhf.weights.shards import Part, whole
 
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")

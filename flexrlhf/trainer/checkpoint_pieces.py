@@ -20,7 +20,7 @@ from flexrlhf.runs.tensor_files import Piece, piece_key
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.step_rows import StepRows
-from flexrlhf.weights.pieces import written_names
+from flexrlhf.weights.saving import written_names
 from flexrlhf.weights.shards import Part, Parts, trained_parts
 
 

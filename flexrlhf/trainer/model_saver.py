@@ -18,10 +18,9 @@ from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
-from flexrlhf.weights.buckets import bucket_names
 from flexrlhf.weights.lora import shape_of
-from flexrlhf.weights.saved_type import saved_type
-from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.saving import saved_type
+from flexrlhf.weights.shards import bucket_names, trained_parts
 
 
 class ModelSaver:

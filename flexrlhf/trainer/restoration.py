@@ -29,8 +29,7 @@ from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.weight_syncs import WeightSyncs
-from flexrlhf.weights.buckets import bucket_names
-from flexrlhf.weights.shards import Parts, trained_parts
+from flexrlhf.weights.shards import Parts, bucket_names, trained_parts
 
 
 @dataclass(frozen=True)

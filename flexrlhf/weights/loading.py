@@ -14,7 +14,7 @@ from typing import Any
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.weights.adapter_files import base_model, has_adapters
+from flexrlhf.weights.model_files import base_model, has_adapters
 from flexrlhf.weights.shapes import read_config
 
 

@@ -1,7 +1,8 @@
 """Weight files of a model directory, read by their headers alone: name, shape and type of every tensor.
 
 They are the files that transformers loads: ``model.safetensors``, else those that an index names. A file that cannot be
-read, is cut or is no safetensors file raises UserError, before a rank starts.
+read, is cut or is no safetensors file raises UserError, before a rank starts. A directory with adapters, as peft writes
+them, names the model that they change, which is loaded with them merged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.spec import ModelSpec
 from flexrlhf.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -279,3 +281,57 @@ def _some(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SAVED_HEAD = f"base_model.model.{SCALAR_HEAD}"
+"""Name of a scalar head among the adapters' weights."""
+MOST_LAYERS = 8
+"""Adapters on a model that is itself adapters on another one, and so on; more are a circle."""
+
+
+def has_adapters(path: str | None) -> bool:
+    """Whether ``path`` is a directory with adapters instead of a whole model."""
+    return path is not None and (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def base_model(role: str, model: ModelSpec) -> ModelSpec:
+    """Return ``model`` with the path of the whole model that it begins with, under any adapters.
+
+    Raises UserError for adapters without weights or without the path of their base model.
+    """
+    for _ in range(MOST_LAYERS):
+        if not has_adapters(model.path):
+            return model
+        model = model.model_copy(update={"path": _base_path(role, str(model.path))})
+    raise UserError(
+        f"models.{role}.path {model.path}: its {ADAPTER_CONFIG} names adapters on adapters, {MOST_LAYERS} and more"
+    )
+
+
+def adapter_layers(path: str | None) -> list[str]:
+    """Return the directories with adapters under ``path``, those that are merged first at the front."""
+    layers: list[str] = []
+    while path is not None and has_adapters(path):
+        layers.insert(0, path)
+        path = _base_path("", path)
+    return layers
+
+
+def _base_path(role: str, path: str) -> str:
+    """Return the path of the base model in the config of adapters, which may be relative to the current directory."""
+    key = f"models.{role}.path {path}"
+    try:
+        config: Any = json.loads((Path(path) / ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{key}: its {ADAPTER_CONFIG} cannot be read ({str(error).splitlines()[0]})") from None
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise UserError(
+            f"{key}: contains adapters, and their base model {base!r} is no directory here; correct "
+            f"base_model_name_or_path in {ADAPTER_CONFIG}, or merge them with `flexrlhf export --merge-adapters`"
+        )
+    if not (Path(path) / ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"{key}: contains adapters without their weights (no file {ADAPTER_WEIGHTS})")
+    return base

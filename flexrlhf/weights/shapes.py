@@ -18,8 +18,15 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, shown
-from flexrlhf.weights.adapter_files import base_model, has_adapters
-from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, check_scalar_head, check_stored, stored_tensors
+from flexrlhf.weights.model_files import (
+    SCALAR_HEAD,
+    StoredTensor,
+    base_model,
+    check_scalar_head,
+    check_stored,
+    has_adapters,
+    stored_tensors,
+)
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in memory, whatever the dtype of the file."""
@@ -57,7 +64,7 @@ class DecoderSizes:
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """These sizes alone, by name."""
+        """Sizes of this class alone, by name."""
         return {size.name: getattr(self, size.name) for size in fields(DecoderSizes)}
 
 

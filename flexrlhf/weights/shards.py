@@ -1,4 +1,4 @@
-"""Shards: the part of each tensor that a rank stores, by tensor parallelism and by ZeRO.
+"""Shards: the part of each tensor that a rank stores, by pipeline stage, by tensor parallelism and by ZeRO.
 
 Engines shard as their libraries do; this module computes the same parts before a run, so that bytes can be planned and
 weights moved between any two layouts (``weights/transfers.py``).
@@ -7,8 +7,9 @@ weights moved between any two layouts (``weights/transfers.py``).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
@@ -16,13 +17,50 @@ from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import shape_of, without_adapter
 from flexrlhf.weights.shapes import ModelShape, Parameters
-from flexrlhf.weights.stages import shape_of_stage
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
 """Linear layers that tensor parallelism splits along their outputs, and along their inputs (Shoeybi et al. 2019)."""
-VOCABULARY = (".embed_tokens.weight", ".lm_head.weight")
+EMBEDDING = ".embed_tokens.weight"
+VOCABULARY = (EMBEDDING, ".lm_head.weight")
 """Tensors that some engines split along the vocabulary."""
+GRADIENT_BUCKET_BYTES = 25_000_000
+"""Bytes of gradients in one collective; DistributedDataParallel's default."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@lru_cache(maxsize=256)
+def of_stage(shape: ModelShape, stage: int, pp: int) -> Parameters:
+    """Return the parameters of a pipeline stage, of ``pp``, which divides the number of layers.
+
+    Stages have equally many layers. The embedding is on the first stage, and where the language head is tied to it on
+    the last one, too; what follows the layers is on the last.
+    """
+    found = {name: layer_of(name) for name, _ in shape.parameters}
+    layers = 1 + max((layer for layer in found.values() if layer is not None), default=-1)
+    assert layers % pp == 0, f"{layers} layers, pp {pp}"
+
+    def stages(name: str) -> set[int]:
+        layer = found[name]
+        if layer is not None:
+            return {layer * pp // layers}
+        if f".{name}".endswith(EMBEDDING):
+            return {0, pp - 1} if shape.is_tied else {0}
+        return {pp - 1}
+
+    return tuple((name, size) for name, size in shape.parameters if stage in stages(name))
+
+
+@lru_cache(maxsize=256)
+def shape_of_stage(shape: ModelShape, stage: int, pp: int) -> ModelShape:
+    """Return ``shape`` with the parameters of a pipeline stage alone."""
+    return shape if pp == 1 else replace(shape, parameters=of_stage(shape, stage, pp))
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that parameter ``name`` is in; None for the embedding, the last norm and heads."""
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True)
@@ -161,3 +199,24 @@ def _share(size: int, count: int, index: int) -> range:
 
 def _at(size: int, step: int, index: int) -> range:
     return range(min(index * step, size), min((index + 1) * step, size))
+
+
+def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
+    """Return ranges of tensor indices of at most ``bucket_bytes`` together; a larger tensor is a bucket of its own."""
+    buckets: list[range] = []
+    start, size = 0, 0
+    for index, item in enumerate(tensor_bytes):
+        if index > start and size + item > bucket_bytes:
+            buckets.append(range(start, index))
+            start, size = index, 0
+        size += item
+    if tensor_bytes:
+        buckets.append(range(start, len(tensor_bytes)))
+    return buckets
+
+
+def bucket_names(parts: Parts, item_bytes: int, bucket_bytes: int) -> list[list[str]]:
+    """Return the names of each bucket, sorted; sizes are of whole tensors, so that all ranks make the same buckets."""
+    names = sorted(parts)
+    sizes = [math.prod(parts[name].shape) * item_bytes for name in names]
+    return [[names[index] for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]

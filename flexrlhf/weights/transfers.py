@@ -20,9 +20,18 @@ from itertools import product
 from math import ceil, lcm, prod
 
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, cut_rows, intersection, num_rows, slabs
-from flexrlhf.weights.node_tree import Way, way_to
 from flexrlhf.weights.shards import Part, whole
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Bucket, Region, Regions, TransferPlan, WeightMessage, count
+from flexrlhf.weights.transfer_plan import (
+    NUM_BUCKETS,
+    Bucket,
+    Region,
+    Regions,
+    TransferPlan,
+    Way,
+    WeightMessage,
+    count,
+    way_to,
+)
 
 Holdings = Mapping[int, Mapping[str, Part]]
 """Part of each tensor on each rank, by rank and name; a tensor that a rank stores nothing of may be absent."""

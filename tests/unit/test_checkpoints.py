@@ -42,7 +42,7 @@ from flexrlhf.strategies.instructions import Checkpoint
 from flexrlhf.strategies.schedule import rounds, walk_round
 from flexrlhf.trainer.checkpointer import merged_progress
 from flexrlhf.trainer.stop_requests import StopRequests
-from flexrlhf.weights.pieces import dump_part, load_part, written_names
+from flexrlhf.weights.saving import dump_part, load_part, written_names
 from flexrlhf.weights.shards import Part, trained_parts, whole
 
 

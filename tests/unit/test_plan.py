@@ -18,8 +18,8 @@ from flexrlhf.memory.engine_bytes import model_state
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
-from flexrlhf.weights.buckets import make_buckets
 from flexrlhf.weights.shapes import llama_like_shapes, model_shape
+from flexrlhf.weights.shards import make_buckets
 
 LLAMA_2_7B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
 LLAMA_3_8B = LLAMA_2_7B | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}

@@ -11,7 +11,7 @@ from small_runs import placed_model
 from flexrlhf.config.spec import LoraSpec
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.weights.model_files import StoredTensor
-from flexrlhf.weights.saved_type import saved_type
+from flexrlhf.weights.saving import saved_type
 from flexrlhf.weights.shapes import ModelShape, stored_type
 
 

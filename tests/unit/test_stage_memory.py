@@ -21,7 +21,7 @@ from flexrlhf.plan.memory_text import planned_memory
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.strategies.workload import works_of
-from flexrlhf.weights.pieces import written_names
+from flexrlhf.weights.saving import written_names
 from flexrlhf.weights.shapes import ModelShape, count_elements, model_shape
 from flexrlhf.weights.shards import shape_on, trained_parts
 

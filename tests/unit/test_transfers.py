@@ -14,10 +14,9 @@ from flexrlhf.config.spec import ModelSpec, RolloutSpec
 from flexrlhf.placement.layout import Layout, generation_layout, received_share
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
-from flexrlhf.weights.node_tree import Way, way_to
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, parts_on
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, Way, way_to
 from flexrlhf.weights.transfers import Holdings, NodeOf, plan_transfers
 
 PAIRS = 5000

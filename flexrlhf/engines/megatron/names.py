@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexrlhf.engines.megatron.stage import Stage
 from flexrlhf.weights.shapes import LANGUAGE_HEAD
-from flexrlhf.weights.stages import EMBEDDING
+from flexrlhf.weights.shards import EMBEDDING
 
 SCORE = "score.weight"
 PREFIX = "model"

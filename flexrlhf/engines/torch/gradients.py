@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.optimizers import local
-from flexrlhf.weights.buckets import GRADIENT_BUCKET_BYTES, make_buckets
+from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, make_buckets
 
 
 @dataclass(frozen=True)

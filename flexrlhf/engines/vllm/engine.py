@@ -35,7 +35,7 @@ from flexrlhf.engines.vllm.sleep import SleepMode
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.adapter_files import has_adapters
+from flexrlhf.weights.model_files import has_adapters
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

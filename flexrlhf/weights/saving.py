@@ -1,7 +1,8 @@
-"""Pieces of tensors in checkpoints: which rank writes which part of a tensor, and which files a reader needs.
+"""Saved weights: the type of a model, and pieces of tensors in checkpoints, which rank writes them and who reads them.
 
 A checkpoint contains every element of a tensor at least once, in pieces that follow from the layout of the run that
-wrote it; a run of any other layout assembles its own parts from them.
+wrote it; a run of any other layout assembles its own parts from them. Checkpoints are in float32, whatever the type of
+the saved model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+from flexrlhf.config.spec import Dtype
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, Parts, trained_parts, whole
@@ -69,3 +71,16 @@ def _span(part: Part) -> range:
     first = sum(side.start * stride for side, stride in zip(part.box, strides, strict=True))
     last = sum((side.stop - 1) * stride for side, stride in zip(part.box, strides, strict=True))
     return range(first, last + 1)
+
+
+def saved_type(model: PlacedModel, shape: ModelShape) -> Dtype:
+    """Return the type of ``model.settings.save_dtype``, or of the files that the model started from.
+
+    ``auto`` is never wider than the weights that the engine exposes. Adapters come from no files: they are saved as
+    they are trained.
+    """
+    settings = model.settings
+    if settings.save_dtype != "auto":
+        return settings.save_dtype
+    exposed: Dtype = "float32" if model.facts.exposes_masters else settings.dtype
+    return exposed if exposed != "float32" or settings.lora is not None else shape.stored
