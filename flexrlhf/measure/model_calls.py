@@ -16,8 +16,7 @@ from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.guideline.simulation.pass_counts import TextLayout
 from flexrlhf.measure.profiled_models import LengthSample, ProfiledModel, RowCounts, truncation_settings
 from flexrlhf.measure.stopwatch import Stopwatch, TimedCall, Timing
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup
-from flexrlhf.memory.passes import packs_texts, shares_prompts
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, shares_prompts
 from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape

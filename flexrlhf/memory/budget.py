@@ -16,7 +16,7 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
-from flexrlhf.memory.passes import PassSize, largest_pass, packs_texts, shares_prompts
+from flexrlhf.memory.packed_rows import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes
 from flexrlhf.memory.transfers import (
     UNDER_WAY,

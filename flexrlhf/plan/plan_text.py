@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flexrlhf.memory.passes import packs_texts, shares_prompts
+from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape

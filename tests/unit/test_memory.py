@@ -26,8 +26,7 @@ from flexrlhf.memory.engine_bytes import (
     new_gradient_bytes,
     update_bytes,
 )
-from flexrlhf.memory.packed_rows import TextGroup
-from flexrlhf.memory.passes import largest_pass, packs_texts
+from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
 from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units, zero_split
 from flexrlhf.memory.transfers import UNDER_WAY, saving_parts, sync_parts
 from flexrlhf.placement.placed import Placement

@@ -12,7 +12,7 @@ from flexrlhf.config.spec import Head, ModelSpec, SyncSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, blocks_of
 from flexrlhf.memory.engine_bytes import MEGATRON_ALIGNMENT, megatron_buffer, model_state, new_gradient_bytes
-from flexrlhf.memory.passes import largest_pass
+from flexrlhf.memory.packed_rows import largest_pass
 from flexrlhf.memory.states import trained_units, with_fused_layers
 from flexrlhf.memory.transfers import copied_bytes, saving_parts
 from flexrlhf.placement.layout import Layout

@@ -20,7 +20,7 @@ from flexrlhf.guideline.costs.transformer import transformer_of
 from flexrlhf.guideline.simulation.pass_counts import TextLayout, all_passes, mean_pass
 from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
 from flexrlhf.memory.budget import SequenceLengths
-from flexrlhf.memory.passes import packs_texts, shares_prompts
+from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
 from flexrlhf.memory.states import elements_on_rank, item_bytes
 from flexrlhf.memory.transfers import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
