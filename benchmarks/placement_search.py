@@ -18,8 +18,7 @@ from time import perf_counter
 
 from benchmarks.fast_walk import overlaps_of, play
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import (
     DevicePool,

@@ -22,7 +22,7 @@ from statistics import median
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart import config_paths
-from flexrlhf.guideline.costs.accuracy import MEASUREMENTS
+from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
 from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
@@ -91,9 +91,10 @@ def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]
             f"{shown:<25} {same}"
         )
     seconds = [(simulations[name].seconds, run.step.measured) for name, each in runs.items() for run in each]
-    inside = sum(MEASUREMENTS.has(measured, predicted) for predicted, measured in seconds)
+    inside = sum(FROM_MEASUREMENTS.has(measured, predicted) for predicted, measured in seconds)
     ratios = ", ".join(f"{measured / predicted:.2f}" for predicted, measured in seconds)
-    print(f"{inside} of {len(seconds)} runs inside the range of {MEASUREMENTS.low} to {MEASUREMENTS.high}: {ratios}")
+    span = f"{FROM_MEASUREMENTS.low} to {FROM_MEASUREMENTS.high}"
+    print(f"{inside} of {len(seconds)} runs inside the range of {span}: {ratios}")
     for first, second in combinations(runs, 2):
         if abs(steps[first] / steps[second] - 1) > CLEARLY:
             right = (steps[first] < steps[second]) == (simulations[first].seconds < simulations[second].seconds)

@@ -19,7 +19,7 @@ from benchmarks.calibration.rlhf import STEPS, predict, rows_of
 from benchmarks.calibration.rows import Prediction, Row, read_models
 from benchmarks.calibration.shared import ASSUMED, Constants, present, systems_with, tables_with
 from benchmarks.systems.profiles import SYSTEMS
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Transformer
 
 STEP = 1.15
 """Factor by which a constant is varied to see what follows."""

@@ -16,10 +16,9 @@ from statistics import mean, median
 
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
 from benchmarks.systems.engines import DECODERS
-from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh
-from flexrlhf.guideline.costs.decoders import DecodeProfile
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.profiles import DecodeProfile
 from flexrlhf.placement.devices import DeviceClass
 
 ENGINES = (

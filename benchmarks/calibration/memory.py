@@ -22,8 +22,7 @@ from benchmarks.systems.footprint import (
 from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.steps import best_step
 from benchmarks.systems.workload import ACTOR, Workload
-from flexrlhf.guideline.costs.cost_model import Call, Links
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Call, Links, Transformer
 from flexrlhf.memory.states import PerParameter
 from flexrlhf.placement.devices import CONTEXT_BYTES, DeviceClass
 

@@ -16,8 +16,7 @@ from benchmarks.systems.engines import COSTS
 from benchmarks.systems.profiles import SYSTEMS
 from benchmarks.systems.steps import best_step
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, Workload
-from flexrlhf.guideline.costs.cost_model import Links
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Links, Transformer
 
 Key = Callable[[Row], "tuple[str, ...] | None"]
 """Values that are equal in rows that are compared; None for a row that is not compared."""

@@ -11,8 +11,7 @@ from benchmarks.systems.engines import TABLES, EngineTables
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Links
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Links, Transformer
 from flexrlhf.placement.devices import DeviceClass
 
 NODE_GB_S = {"flexrlhf": 100.0, "real": 400.0, "hybridflow": 25.0, "nemo-rl": 400.0}

@@ -24,7 +24,7 @@ from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.steps import SystemStep, best_step, part_seconds, timed_as
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Transformer
 
 CALLS, STEPS = "rlhf calls", "rlhf steps"
 DSCHAT_SAMPLES = 264_292

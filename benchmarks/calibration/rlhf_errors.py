@@ -18,7 +18,7 @@ from benchmarks.calibration.cross_validation import (
 from benchmarks.calibration.problems import source_of
 from benchmarks.calibration.rows import Prediction, distinct, verdict
 from benchmarks.calibration.shared import present, systems_with
-from flexrlhf.guideline.costs.accuracy import FIGURES
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 
 GOALS = (rlhf.STEPS, rlhf.CALLS)
 DEFAULT_GOAL, LEFT_OUT_GOAL, BIAS_GOAL = 0.30, 0.20, 0.10
@@ -97,4 +97,5 @@ def _ranges(sources: Sequence[CheckedRow], systems: Sequence[CheckedRow]) -> Ite
     yield f"  measured over predicted seconds, 10 to 90 % of the steps of each system: {low:.2f} to {high:.2f}"
     gap = quantiles(gaps, n=10)[7]
     yield f"  two placements of one problem: in four of five pairs ({len(gaps)}) the ratio is within {gap:.2f}"
-    yield f"  plans are printed with (accuracy.csv): {FIGURES.low:.2f} to {FIGURES.high:.2f}; {FIGURES.tie:.2f}"
+    accuracy = FROM_FIGURES
+    yield f"  plans are printed with (accuracy.csv): {accuracy.low:.2f} to {accuracy.high:.2f}; {accuracy.tie:.2f}"

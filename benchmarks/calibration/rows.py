@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 
 Row = dict[str, str]

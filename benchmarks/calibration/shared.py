@@ -10,9 +10,8 @@ from dataclasses import fields, replace
 
 from benchmarks.systems.engines import DECODERS, PROFILES, EngineTables
 from benchmarks.systems.profiles import CONTROLLER_SECONDS, SYSTEMS, System
-from flexrlhf.guideline.costs.decoders import DecodeProfile
-from flexrlhf.guideline.costs.engines import EngineProfile
-from flexrlhf.guideline.costs.overheads import OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.analytic import OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.profiles import DecodeProfile, EngineProfile
 
 Constants = Mapping[str, float]
 """Name of a constant → its value."""

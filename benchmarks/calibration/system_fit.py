@@ -20,8 +20,8 @@ from benchmarks.calibration.rlhf import predict, rows_of
 from benchmarks.calibration.rows import Row, read_models
 from benchmarks.calibration.shared import present
 from benchmarks.systems.profiles import SYSTEMS, System
-from flexrlhf.guideline.costs.overheads import OVERHEADS
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.analytic import OVERHEADS
+from flexrlhf.guideline.costs.cost_model import Transformer
 
 Family = tuple[str, ...]
 """Systems that share their overheads."""

@@ -17,10 +17,9 @@ from benchmarks.calibration.command import command
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
 from benchmarks.systems.engines import PROFILES
-from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Recompute
-from flexrlhf.guideline.costs.engines import EngineProfile
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Recompute, Transformer
+from flexrlhf.guideline.costs.profiles import EngineProfile
 from flexrlhf.guideline.costs.training import train_cost
-from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 
 Item = TypeVar("Item", DeviceClass, EngineProfile)

@@ -15,7 +15,7 @@ from benchmarks.gpu.machine import Scale, memory_gb, peak_flops
 from benchmarks.gpu.results import LeftOut, Row
 from benchmarks.gpu.workload import run_config
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
+from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan

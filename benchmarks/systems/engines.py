@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.decoders import DECODERS as OWN_DECODERS
-from flexrlhf.guideline.costs.decoders import DecodeProfile, read_decoders
-from flexrlhf.guideline.costs.engines import PROFILES as OWN_PROFILES
-from flexrlhf.guideline.costs.engines import EngineProfile, read_engines
-from flexrlhf.guideline.costs.overheads import OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.analytic import OVERHEADS, AnalyticCosts, RunOverheads
+from flexrlhf.guideline.costs.profiles import DECODERS as OWN_DECODERS
+from flexrlhf.guideline.costs.profiles import PROFILES as OWN_PROFILES
+from flexrlhf.guideline.costs.profiles import DecodeProfile, EngineProfile, read_decoders, read_engines
 
 PROFILES = OWN_PROFILES | read_engines(Path(__file__).with_name("engines.csv"))
 """Engine name → profile of its forward and training passes."""

@@ -6,8 +6,7 @@ bytes rank by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
 
 from __future__ import annotations
 
-from flexrlhf.guideline.costs.cost_model import Call, Mesh
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Call, Mesh, Transformer
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.states import PerParameter, zero_split
 from flexrlhf.placement.devices import DeviceClass

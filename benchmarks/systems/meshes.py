@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.systems.footprint import FLOAT_GRADIENTS, MIXED, capacity_bytes, frozen_bytes, trained_bytes
 from benchmarks.systems.profiles import MeshRule, System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
-from flexrlhf.guideline.costs.cost_model import Mesh
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Mesh, Transformer
 
 
 def mesh_of(workload: Workload, size: int, tp: int = 1, pp: int = 1, zero: int = 0) -> Mesh:

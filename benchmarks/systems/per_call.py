@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.systems.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
-from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh
-from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh, Transformer
+from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.search.problem import (
     DevicePool,
     LinkEnd,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flexrlhf.guideline.costs.constants import named_rows, read_rows
+from flexrlhf.guideline.costs.analytic import OVERHEADS, RunOverheads
 from flexrlhf.guideline.costs.cost_model import Recompute
-from flexrlhf.guideline.costs.overheads import OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.profiles import named_rows, read_rows
 
 Gathers = Literal["every step", "at once", "tensor parallel", "own copy", "reshard"]
 """How weights come to generation: ZeRO-3 gathers them for every token, or once for all; DeepSpeed's hybrid engine

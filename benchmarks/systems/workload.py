@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flexrlhf.guideline.costs.cost_model import Links
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Links, Transformer
 from flexrlhf.placement.devices import DeviceClass
 
 ACTOR, CRITIC, REF, REWARD = "actor", "critic", "ref", "reward"

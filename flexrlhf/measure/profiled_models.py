@@ -11,7 +11,7 @@ from typing import Any
 from flexrlhf.config.outputs import DebugSpec
 from flexrlhf.config.spec import ClusterSpec, ModelSpec, RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.transformer import Transformer, transformer_of
+from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan

@@ -3,7 +3,7 @@
 A source and a destination are given by the part of each tensor that each of their ranks stores, however it is sharded:
 split by tensor parallelism, by rows, flat, by pipeline stage, or not at all. What a destination rank stores as a source
 rank already stays where it is; everything else is sent once, from a rank of the same node where there is one, and
-replicas of the source take turns. What no source rank of a node has crosses to it once (``transfer_plan``), and is sent on
+replicas of the source take turns. What no source rank of a node has crosses to it once, and is sent on
 there. Buckets are sized so that the buffers of no rank are above a limit.
 
 It is the parameter reallocation of ReaL (Mei et al. 2024), and with destination ranks in the order of

@@ -35,9 +35,8 @@ from flexrlhf.guideline.advice.request import (
     read_nodes,
 )
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
-from flexrlhf.guideline.costs.accuracy import FIGURES
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.overheads import NONE, OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
 from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for, read_lengths
@@ -49,7 +48,7 @@ from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload
 from flexrlhf.text import table
 
-SOURCE = CostSource(AnalyticCosts(), "figures", FIGURES)
+SOURCE = CostSource(AnalyticCosts(), "figures", FROM_FIGURES)
 ROLES = ("actor", "critic", "ref", "reward")
 PATIENT = 120.0
 """Seconds for searches whose result a test compares: they end long before, also on a slow machine."""
@@ -382,7 +381,9 @@ def with_older_devices(number: int, costs: AnalyticCosts) -> Advice:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("overheads, least", [(NONE, 1.02), (OVERHEADS, 1 / 1.01)], ids=["engines alone", "in a step"])
+@pytest.mark.parametrize(
+    "overheads, least", [(NO_OVERHEADS, 1.02), (OVERHEADS, 1 / 1.01)], ids=["engines alone", "in a step"]
+)
 def test_older_devices_help_newer_ones_a_little(overheads: RunOverheads, least: float) -> None:
     """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays. Where syncs between nodes
     take their usual time they end a step, and older devices gain nothing: within the gap of a search."""
@@ -825,7 +826,7 @@ def test_classes_are_found_by_their_start() -> None:
 
 def test_the_simplest_of_equals_is_taken_and_none_slower_than_a_usual_one(advice: Advice) -> None:
     usual = min(item.seconds for item in advice.comparable if item.candidate.method == "usual")
-    chosen = [replace(advice, margin=margin).best for margin in (0.0, 0.01, 0.1, FIGURES.tie, 10.0)]
+    chosen = [replace(advice, margin=margin).best for margin in (0.0, 0.01, 0.1, FROM_FIGURES.tie, 10.0)]
     assert chosen[0].seconds == advice.comparable[0].seconds
     ranks = [complexity(item.candidate) for item in chosen]
     assert ranks == sorted(ranks, reverse=True)

@@ -10,9 +10,7 @@ import pytest
 from benchmarks.systems import engines as field_engines
 from benchmarks.systems.profiles import SYSTEMS
 from flexrlhf.guideline import costs
-from flexrlhf.guideline.costs.constants import named_rows, read_rows
-from flexrlhf.guideline.costs.decoders import DECODERS
-from flexrlhf.guideline.costs.engines import PROFILES
+from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, named_rows, read_rows
 
 PACKAGE, FIELD = Path(costs.__file__).parent, Path(field_engines.__file__).parent
 ROWS = {

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.calibration import generation
 from benchmarks.systems.engines import DECODERS, TABLES
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
-from flexrlhf.guideline.costs.decoders import host_factor
+from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.generation import (
     EVEN_BINS,
     TAIL_BINS,
@@ -26,8 +26,7 @@ from flexrlhf.guideline.costs.generation import (
     step_cost,
 )
 from flexrlhf.guideline.costs.kernels import FIGURES
-from flexrlhf.guideline.costs.overheads import NONE
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.profiles import host_factor
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 SMALL = Transformer(24, 896, 4864, 14, 2, 64, 151936, tied=True)
@@ -35,7 +34,7 @@ SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
 QWEN_SEVEN = Transformer(28, 3584, 18944, 28, 4, 128, 152064)
 SEVENTY = Transformer(80, 8192, 28672, 64, 8, 128, 32000)
 ENGINES = sorted(DECODERS)
-COSTS = TABLES.costs(NONE)
+COSTS = TABLES.costs(NO_OVERHEADS)
 
 
 def mesh_of(name: str = "A100-80G", **sizes: int) -> Mesh:

@@ -17,7 +17,7 @@ from benchmarks.gpu.results import LeftOut, Results, Row
 from benchmarks.gpu.speed import FREE, Texts, _flops, _phase_row, _shape, _trl
 from benchmarks.gpu.workload import run_config, write_data
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.plan.pipeline import make_plan
 
 

@@ -10,7 +10,7 @@ from small_runs import TINY, placed_model, plan_of, spec_of
 
 from flexrlhf.config.spec import ClusterSpec, Head, LoraSpec, ModelSpec, RolloutSpec, SyncSpec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.transformer import transformer_of
+from flexrlhf.guideline.costs.cost_model import transformer_of
 from flexrlhf.guideline.simulation.pricing import synced_weights
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.operators.columns import TEXT

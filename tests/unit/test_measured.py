@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.measured import Curve, MeasuredCosts, load_costs, shrinking_batch, slowdown
 from flexrlhf.guideline.costs.measurements import (
     LinearTime,
@@ -23,7 +23,6 @@ from flexrlhf.guideline.costs.measurements import (
     read_measurements,
     write_measurements,
 )
-from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 
 MODEL = Transformer(layers=4, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocabulary=100)

@@ -13,18 +13,16 @@ from benchmarks.systems.engines import DECODERS, TABLES
 from benchmarks.systems.profiles import SYSTEMS
 from benchmarks.systems.steps import best_step, timed_as
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, Workload
-from flexrlhf.guideline.costs import overheads
-from flexrlhf.guideline.costs.accuracy import FIGURES, MEASUREMENTS, Accuracy
-from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
+from flexrlhf.guideline.costs import analytic
+from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
+from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.generation import step_cost
-from flexrlhf.guideline.costs.overheads import NONE, OVERHEADS, RunOverheads, read_overheads
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES, FROM_MEASUREMENTS, Accuracy, read_rows
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
 LINKS = Links(300, 200)
-ALONE, IN_STEP = AnalyticCosts(overheads=NONE), AnalyticCosts()
+ALONE, IN_STEP = AnalyticCosts(overheads=NO_OVERHEADS), AnalyticCosts()
 
 
 def mesh_of(dp: int = 1, tp: int = 1, zero: int = 0) -> Mesh:
@@ -142,11 +140,11 @@ def test_systems_without_overheads_of_their_own_have_those_of_plans() -> None:
     own = {name for name, system in SYSTEMS.items() if system.overheads != OVERHEADS}
     assert all(name.startswith(("deepspeed-chat", "flexrlhf", "real v1")) for name in own)
     names = {item.name for item in fields(RunOverheads)}
-    assert names == set(read_overheads(Path(overheads.__file__).with_suffix(".csv")))
+    assert names == {row["name"] for row in read_rows(Path(analytic.__file__).with_name("overheads.csv"))}
     assert names <= set(ASSUMED)
 
 
-@pytest.mark.parametrize("accuracy", [FIGURES, MEASUREMENTS], ids=lambda each: each.name)
+@pytest.mark.parametrize("accuracy", [FROM_FIGURES, FROM_MEASUREMENTS], ids=lambda each: each.name)
 def test_a_range_has_what_is_predicted(accuracy: Accuracy) -> None:
     low, high = accuracy.seconds(10.0)
     assert low < 10 < high
@@ -156,5 +154,5 @@ def test_a_range_has_what_is_predicted(accuracy: Accuracy) -> None:
 
 
 def test_measurements_predict_closer_than_figures() -> None:
-    assert MEASUREMENTS.high / MEASUREMENTS.low < FIGURES.high / FIGURES.low
-    assert MEASUREMENTS.tie < FIGURES.tie
+    assert FROM_MEASUREMENTS.high / FROM_MEASUREMENTS.low < FROM_FIGURES.high / FROM_FIGURES.low
+    assert FROM_MEASUREMENTS.tie < FROM_FIGURES.tie

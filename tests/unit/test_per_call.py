@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.systems.per_call import PPO_CALLS, PerCallSpace
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Choice, DevicePool, LinkEnd

@@ -12,9 +12,8 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
-from flexrlhf.guideline.costs.exchange import MeshSide, lacks_rows, rows_traffic
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
+from flexrlhf.guideline.costs.links import MeshSide, lacks_rows, rows_traffic
 from flexrlhf.guideline.simulation.pricing import Pricer, longest_lengths, side_of, synced_weights
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.placement.devices import DEVICE_CLASSES

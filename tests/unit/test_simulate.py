@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.data.quickstart import prepare_corpus
-from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for
 from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
@@ -549,7 +549,7 @@ def test_a_timeline_belongs_to_one_run(invoke: Invoke, tmp_path: Path) -> None:
 
 def test_every_kind_of_plan_can_be_printed(plan: Plan) -> None:
     costs = Fixed(moved=0.5, synced=1)
-    text = format_simulation(simulate(plan, costs), CostSource(costs, "fixed costs", FIGURES))
+    text = format_simulation(simulate(plan, costs), CostSource(costs, "fixed costs", FROM_FIGURES))
     assert text.startswith("test: ppo, ")
 
 

@@ -21,9 +21,8 @@ from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.steps import SystemStep, best_step, part_seconds, steps_of, timed_as
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload, placements_of
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh
-from flexrlhf.guideline.costs.overheads import NONE
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 A100 = DEVICE_CLASSES["A100-80G"]
@@ -197,7 +196,7 @@ def test_portions_follow_each_other_and_optimizer_steps_happen_once():
 def test_weights_are_sent_as_slowly_as_the_system_sends_them():
     workload, system = task_of(7, 16), System("slow", gathers="own copy")
     placement = SystemPlacement("halves", (8, 8), {ACTOR: (0,), ROLLOUT: (1,)})
-    costs = TABLES.costs(replace(NONE, sync_seconds=3.0, sync_gb_s=2.0))
+    costs = TABLES.costs(replace(NO_OVERHEADS, sync_seconds=3.0, sync_gb_s=2.0))
     trained, generate = mesh_of(workload, 8, zero=3), mesh_of(workload, 8)
     seconds = transition_seconds(workload, system, placement, trained, generate, costs)
     assert seconds == pytest.approx(3 + 2 * llama(7).parameters / 2e9, rel=0.02)

@@ -10,10 +10,9 @@ import pytest
 
 from benchmarks.systems.engines import PROFILES
 from flexrlhf.guideline.costs import training
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import attention_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds
-from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 ENGINES = sorted(PROFILES.keys() - {"serving", "lmdeploy"})

@@ -20,8 +20,8 @@ from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_
 from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
 from flexrlhf.guideline.advice.refusal import last_resort, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
-from flexrlhf.guideline.costs.accuracy import FIGURES
 from flexrlhf.guideline.costs.cost_model import CostModel
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
@@ -192,7 +192,7 @@ def advise(
     if costs is None:
         source = costs_for(spec, None)
         costs, margin = source.costs, source.accuracy.tie if margin is None else margin
-    margin = FIGURES.tie if margin is None else margin
+    margin = FROM_FIGURES.tie if margin is None else margin
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle)
     compared = PlacementComparison(base, seconds_limit)
     by_rules = _compare(compared, margin)

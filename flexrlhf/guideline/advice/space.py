@@ -17,7 +17,7 @@ from flexrlhf.config.spec import MAX_PLANNED, Head, ModelSpec, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
-from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
+from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.search.problem import (
     DevicePool,
     LinkEnd,

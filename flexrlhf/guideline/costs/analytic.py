@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.decoders import DECODERS, DecodeProfile
-from flexrlhf.guideline.costs.engines import PROFILES, EngineProfile
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import move_cost, sync_cost
-from flexrlhf.guideline.costs.overheads import OVERHEADS, RunOverheads
+from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_rows
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
+
+
+@dataclass(frozen=True)
+class RunOverheads:
+    """Overheads of the calls and weight syncs of a step of RLHF, in addition to the kernels of its engines.
+
+    One set of constants for all systems of the field (``overheads.csv``).
+
+    passes:        share of a training engine's own speed that forward and training passes reach
+    decode:        share of a generating engine's own speed that generation reaches
+    tensor:        share of the speed of tensor-parallel collectives
+    sync_seconds:  start of a weight sync between nodes
+    sync_gb_s:     most GB/s of a node in a weight sync to others
+    """
+
+    passes: float = 1.0
+    decode: float = 1.0
+    tensor: float = 1.0
+    sync_seconds: float = 0.0
+    sync_gb_s: float = float("inf")
+
+    def of_engine(self, profile: EngineProfile) -> EngineProfile:
+        """Return ``profile`` at the speed that it reaches in a step."""
+        return replace(profile, reached=self.passes, tensor_reached=self.tensor)
+
+    def of_decoder(self, profile: DecodeProfile) -> DecodeProfile:
+        """Return ``profile`` at the speed that it reaches in a step."""
+        passes = replace(profile.passes, reached=self.decode, tensor_reached=self.tensor)
+        return replace(profile, passes=passes, reached=self.decode, tensor_reached=self.tensor)
+
+    def of_sync(self, cost: Cost, traffic: Traffic) -> Cost:
+        """Return the seconds of a weight sync that takes ``cost`` at the speed of the links."""
+        if not traffic.across:
+            return cost
+        send = max(cost.parts.get("send", 0.0), traffic.across / (self.sync_gb_s * 1e9))
+        return Cost({**cost.parts, "send": send, "start": self.sync_seconds})
+
+
+_OVERHEAD_ROWS = read_rows(Path(__file__).with_name("overheads.csv"))
+OVERHEADS = RunOverheads(**{row["name"]: float(row["value"]) for row in _OVERHEAD_ROWS})
+"""Overheads where nothing is measured."""
+NO_OVERHEADS = RunOverheads()
+"""Engines alone."""
 
 
 @dataclass(frozen=True)

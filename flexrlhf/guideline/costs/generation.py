@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
-from flexrlhf.guideline.costs.decoders import Batching, DecodeProfile, host_factor
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.links import all_reduce_seconds
+from flexrlhf.guideline.costs.profiles import Batching, DecodeProfile, host_factor
 from flexrlhf.guideline.costs.training import forward_cost, gather_weights_seconds
 
 PREFILL_TOKENS = 8192

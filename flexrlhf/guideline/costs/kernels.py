@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import pow
 from pathlib import Path
 
-from flexrlhf.guideline.costs.constants import read_rows
+from flexrlhf.guideline.costs.profiles import read_rows
 from flexrlhf.placement.devices import DeviceClass
 
 TILE = 128

@@ -17,11 +17,10 @@ from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, Point, read_measurements
 from flexrlhf.guideline.costs.training import replica_sum_seconds
-from flexrlhf.guideline.costs.transformer import Transformer
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 

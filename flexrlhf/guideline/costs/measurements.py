@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.cost_model import Transformer
 
 VERSION = 1
 MeasuredPrimitive = Literal["all_gather", "all_to_all", "point_to_point"]

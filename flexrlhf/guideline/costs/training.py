@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.engines import EngineProfile
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import (
     ACROSS,
@@ -18,7 +17,7 @@ from flexrlhf.guideline.costs.links import (
     gather_seconds,
     travel_seconds,
 )
-from flexrlhf.guideline.costs.transformer import Transformer
+from flexrlhf.guideline.costs.profiles import EngineProfile
 from flexrlhf.placement.devices import DeviceClass
 
 # FlashAttention 2, section 3.1: five products of the square backward, two forward.

@@ -14,10 +14,10 @@ from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline import costs
-from flexrlhf.guideline.costs.accuracy import FIGURES, MEASUREMENTS, Accuracy
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.measured import load_costs
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES, FROM_MEASUREMENTS, Accuracy
 from flexrlhf.guideline.simulation.pricing import TextLengths, check_figures
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.plan.pipeline import make_plan
@@ -58,18 +58,18 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
                 raise
             profile = default
         else:
-            return CostSource(AnalyticCosts(), "figures of the device classes", FIGURES)
+            return CostSource(AnalyticCosts(), "figures of the device classes", FROM_FIGURES)
     if not profile.is_file():
         raise UserError(
             f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
         )
-    return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}", MEASUREMENTS)
+    return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}", FROM_MEASUREMENTS)
 
 
 def ordinary_cpu(spec: Spec) -> CostSource:
     """Return the costs of CPU ranks by measurements of another machine: which of two placements is the faster."""
     costs = load_costs(ORDINARY_CPU, len(make_cluster(spec.cluster).devices))
-    return CostSource(costs, "measurements of an ordinary CPU", MEASUREMENTS)
+    return CostSource(costs, "measurements of an ordinary CPU", FROM_MEASUREMENTS)
 
 
 def lengths_for(

@@ -14,9 +14,8 @@ from functools import cached_property, lru_cache
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, MeanPass, Mesh
-from flexrlhf.guideline.costs.exchange import MeshSide, ModelLink, SyncWeights
-from flexrlhf.guideline.costs.transformer import transformer_of
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, MeanPass, Mesh, transformer_of
+from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.simulation.pass_counts import TextLayout, all_passes, mean_pass
 from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
 from flexrlhf.memory.budget import SequenceLengths

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 
-from flexrlhf.guideline.costs.accuracy import Accuracy
 from flexrlhf.guideline.costs.cost_model import Cost
+from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares, flows_of
