@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flexrlhf.engines.token_logprobs import token_logprobs
+from flexrlhf.engines.language_head import token_logprobs
 
 ROWS, HIDDEN = 1024, 64
 CHUNK_ELEMENTS = 2**22

@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.clock import TimeBudget, Unfinished
 from benchmarks.gpu.machine import device_name
 from benchmarks.gpu.results import LeftOut, Row
+from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.launch.start import why_no_gpu
 from flexrlhf.placement.hosts import NVIDIA_DRIVER, has_nvidia_driver
 

@@ -17,7 +17,7 @@ from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.algorithms.supervised import DpoSpec, RewardSpec, SftSpec
 from flexrlhf.engines.base import Outputs
-from flexrlhf.engines.token_logprobs import token_logprobs
+from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.kl_penalty import kl_estimate

@@ -30,7 +30,7 @@ from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec
 from flexrlhf.engines.base import Outputs
-from flexrlhf.engines.token_logprobs import token_logprobs
+from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages, remax_advantages, whiten
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty

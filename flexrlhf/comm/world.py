@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupMember
 
 from flexrlhf.comm.deadlines import Cause, DeadlineError, deadline, listed
 from flexrlhf.comm.interfaces import VARIABLES, job_interface, route_to, use_interface
@@ -283,3 +284,14 @@ def _number(name: str) -> int:
     if value is None or not value.isdecimal():
         raise UserError(f"{name}: {'missing from' if value is None else repr(value) + ' in'} the environment of a rank")
     return int(value)
+
+
+@contextmanager
+def as_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make ``group`` the default one; ranks are then numbers inside it."""
+    world = GroupMember.WORLD
+    GroupMember.WORLD = group
+    try:
+        yield
+    finally:
+        GroupMember.WORLD = world

@@ -17,8 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.prefill import Prefill
-from flexrlhf.engines.sampling import sample_tokens
-from flexrlhf.engines.stop_strings import completes_stop
+from flexrlhf.engines.sampling import completes_stop, sample_tokens
 
 _DROP_SHARE = 0.25
 """Share of ended rows from which on copying the KV cache of the others pays off."""

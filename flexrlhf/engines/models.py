@@ -1,16 +1,20 @@
-"""Load the transformers model of a role: a causal language model, one with a scalar head for scores, or with both."""
+"""Load the transformers model of a role: a causal language model, one with a scalar head for scores, or with both.
+
+Liger's kernels and compiled layers take the place of transformers' own, by the model's settings.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,10 +25,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from flexrlhf.config.spec import Head, LoraSpec
-from flexrlhf.engines.kernels import attention_option
-from flexrlhf.engines.score_rule import is_of_openrlhf, settle_padding
-from flexrlhf.engines.value_head import add_value_head
+from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
+from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
@@ -244,3 +246,43 @@ def recomputing(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
+
+
+def attention_option(settings: ModelSpec) -> dict[str, str]:
+    """Return the argument of transformers' classes; without one they take sdpa, or eager where a family lacks it."""
+    return {} if settings.attention == "sdpa" else {"attn_implementation": settings.attention}
+
+
+def use_kernels(model: PreTrainedModel, settings: ModelSpec) -> None:
+    """Give the layers of ``model`` the kernels of its settings; parameters and their names stay as they are."""
+    if settings.liger:
+        _use_liger(model)
+    if settings.compile:
+        compile_layers(model)
+
+
+def _use_liger(model: PreTrainedModel) -> None:
+    """Replace norms and MLPs by Liger's, for a family that it has; log-probs have our own head already."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    with _unchanged(sys.modules[type(model).__module__]):
+        _apply_liger_kernel_to_instance(
+            model=model, rope=False, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+
+
+@contextmanager
+def _unchanged(module: ModuleType) -> Iterator[None]:
+    """Restore the classes and functions of ``module``, which Liger also replaces for models that are made later."""
+    before = dict(vars(module))
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile every layer when it is first called, for rows of any number and width. ``backend``: of torch.compile."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(dynamic=True, backend=backend)

@@ -28,7 +28,7 @@ from flexrlhf.engines.readout import (
     totals_of,
     without_gradient,
 )
-from flexrlhf.engines.score_rule import score_rule
+from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.operators.columns import Column
 
 

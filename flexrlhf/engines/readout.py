@@ -16,7 +16,7 @@ from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Tot
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.non_finite import forbid_update
-from flexrlhf.engines.score_rule import ScoreRule
+from flexrlhf.engines.scalar_head import ScoreRule
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 
 Computed = dict[str, Tensor]

@@ -2,12 +2,13 @@
 
 argmax(logits / T + Gumbel noise) is a sample of softmax(logits / T) (Gumbel-max trick; Maddison et al. 2014). The noise
 is a counter-based hash, the splitmix64 finaliser (Steele et al. 2014) on int64 tensors, so it is the same in every
-batch, on every device and in every engine.
+batch, on every device and in every engine. A response ends at an end token, or where it completes a stop string.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from shutil import which
@@ -17,7 +18,34 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from flexrlhf.engines.base import Sampling
-from flexrlhf.engines.hashing import GOLDEN, mixed, place_hash, shift_right
+
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift right logically; int64's own shift copies the sign bit."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Apply the splitmix64 finaliser."""
+    x = shift_right(x, 30).bitwise_xor_(x).mul_(_MIX_1)
+    x = shift_right(x, 27).bitwise_xor_(x).mul_(_MIX_2)
+    return shift_right(x, 31).bitwise_xor_(x)
+
+
+def place_hash(seed: int, step: int, rows: Tensor, positions: int | Tensor) -> Tensor:
+    """Return a hash, int64 of any sign, of each place.
+
+    rows:      int64, row numbers.
+    positions: of the tokens, of a shape that broadcasts with ``rows``.
+    """
+    key = torch.full_like(rows, seed)
+    for part in (torch.full_like(rows, step), rows, torch.zeros_like(rows) + positions):
+        key = mixed(key * GOLDEN + part + 1)
+    return key
 
 
 def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
@@ -87,3 +115,37 @@ def _apply_top_k_top_p(scores: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         narrow = TopPLogitsWarper(sampling.top_p)(no_tokens, narrow)
     return scores.masked_fill_(narrow.isneginf(), -torch.inf)
+
+
+_REPLACEMENT = "\ufffd"
+"""Character that decoders write for bytes that are no character, or not yet."""
+
+
+def completes_stop(response: Sequence[int], sampling: Sampling) -> bool:
+    """Return whether the last token of ``response`` completes a stop string, where those before it completed none.
+
+    As in vLLM a stop string counts only if it is completed after the first ``min_tokens`` tokens.
+    """
+    decode = sampling.decode
+    assert decode is not None, "stop strings are searched in decoded text"
+    if len(response) <= sampling.min_tokens:
+        return False
+    first = _start_of_tail(response, decode, max(map(len, sampling.stop)))
+    text, early = decode(response[first:]), response[first : sampling.min_tokens]
+    num_early = len(decode(early).rstrip(_REPLACEMENT)) if early else 0
+    return any(text.find(stop, max(0, num_early - len(stop) + 1)) >= 0 for stop in sampling.stop)
+
+
+def _start_of_tail(response: Sequence[int], decode: Callable[[Sequence[int]], str], longest: int) -> int:
+    """Return the start of a tail of ``response`` that contains any stop string which its last token completes.
+
+    ``longest``: characters of the longest stop string. At the start of a tail decoders may drop a space or find no
+    character; then the tail is doubled.
+    """
+    width = longest + 8
+    while width < len(response):
+        before = decode(response[-width:-1])
+        if len(before) > longest and _REPLACEMENT not in before:
+            return len(response) - width
+        width *= 2
+    return 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Outputs, moments
-from flexrlhf.engines.hashing import mixed, place_hash, shift_right
+from flexrlhf.engines.sampling import mixed, place_hash, shift_right
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 from flexrlhf.objectives.kl_penalty import LOG_RATIO_CLAMP
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.engines.hashing import mixed, place_hash
+from flexrlhf.engines.sampling import mixed, place_hash
 from flexrlhf.objectives.surrogates import PURPOSE
 
 

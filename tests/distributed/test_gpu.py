@@ -17,8 +17,7 @@ from test_precision import LIMITS
 
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.host_offload import HostOffload
-from flexrlhf.engines.kernels import use_kernels
-from flexrlhf.engines.models import load_model
+from flexrlhf.engines.models import load_model, use_kernels
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel

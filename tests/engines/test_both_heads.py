@@ -32,8 +32,8 @@ from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.readout import totals_of
+from flexrlhf.engines.scalar_head import HeadsOutput, saved_value_head
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.engines.value_head import HeadsOutput, saved_value_head
 from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel

@@ -25,8 +25,7 @@ from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.prefill import growing_cache
 from flexrlhf.engines.readout import Readout
-from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.engines.stop_strings import completes_stop
+from flexrlhf.engines.sampling import completes_stop, gumbel_noise
 from flexrlhf.memory.activations import CACHE_COLUMNS
 from flexrlhf.operators.columns import Lengths
 

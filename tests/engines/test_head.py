@@ -23,8 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from flexrlhf.engines.base import EntropyUse
-from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.token_logprobs import token_logprobs
+from flexrlhf.engines.language_head import LanguageHead, token_logprobs, use_language_head
 
 MODES: tuple[EntropyUse, ...] = get_args(EntropyUse)
 ROWS, HIDDEN, VOCABULARY = 23, 12, 40

@@ -14,8 +14,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from flexrlhf.config.spec import ModelSpec, OptimizerSpec
-from flexrlhf.engines.kernels import compile_layers, use_kernels
-from flexrlhf.engines.models import load_model
+from flexrlhf.engines.models import compile_layers, load_model, use_kernels
 from flexrlhf.engines.optimizers import make_optimizer, optimizer_moments
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 INTERPRETED = """
 import torch
-from flexrlhf.engines.hashing import place_hash
+from flexrlhf.engines.sampling import place_hash
 from flexrlhf.engines.noise_kernel import gumbel_noise_of
 from flexrlhf.engines.sampling import gumbel_noise
 

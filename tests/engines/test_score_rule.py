@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext
+from flexrlhf.engines.scalar_head import saved_value_head
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.engines.value_head import saved_value_head
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import COLUMNS
 from flexrlhf.weights.shapes import model_shape

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
+from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, micro_batches
 from flexrlhf.engines.sampling import sample_tokens
-from flexrlhf.engines.token_logprobs import token_logprobs
 from flexrlhf.memory.activations import NOISE_BYTES, Blocks
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.weights.shapes import Sizes, model_shape

@@ -18,15 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexrlhf.comm.world import as_world
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
-from flexrlhf.engines.deepspeed.partitions import partition, shard
-from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, state_tensors_by_kind
-from flexrlhf.engines.default_group import as_world
+from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, partition, shard, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
-from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.language_head import use_language_head
-from flexrlhf.engines.models import DTYPES, recomputing
+from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     learning_rate,

@@ -1,4 +1,6 @@
-"""Training state of DeepSpeed's optimizers: float32 weights and moments of each parameter on this rank, as live views.
+"""Tensors of DeepSpeed on this rank: partitions of ZeRO-3, and float32 weights and moments of each parameter.
+
+Partitions are made tensor by tensor of a model that has no values yet. The training state is live views.
 
 Stage 0 stores whole tensors. Stages 1 and 2 store a range of the concatenated parameters of a group, and map every
 parameter to its piece of that (``_hp_mapping``). Stage 3 stores a range of each parameter.
@@ -11,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -95,3 +97,39 @@ def load_loss_scale(wrapper: Any, numbers: Mapping[str, float]) -> None:
     if scaler is not None and scaler.dynamic:
         scaler.cur_scale, scaler.cur_iter = numbers["loss_scale"], int(numbers["good_steps"])
         scaler.last_overflow_iter = -1
+
+
+def partition(model: nn.Module, mpu: Any, config: Mapping[str, Any]) -> None:
+    """Partition the parameters of ``model`` over the data-parallel group of ``mpu``, the world of this call.
+
+    ``deepspeed.initialize`` would do so too, and broadcast every whole tensor before, though the ranks have the same
+    numbers or read them afterwards.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    class LocalInit(Init):  # type: ignore[misc]
+        """Partitioning without communication."""
+
+        def _zero_init_param(self, param: Any) -> None:
+            self._convert_to_deepspeed_param(param)
+            param.partition()
+
+    LocalInit(
+        module=model,
+        data_parallel_group=mpu.get_data_parallel_group(),
+        config_dict_or_path=dict(config),
+        dtype=next(model.parameters()).dtype,
+        mpu=mpu,
+    )
+
+
+def shard(parameter: Any, rank: int) -> Tensor:
+    """Return the numbers of ``parameter`` on a rank of its group: at stage 3 a range of the flattened tensor, without
+    padding.
+    """
+    if not hasattr(parameter, "ds_tensor"):
+        whole: Tensor = parameter.detach()
+        return whole
+    stored: Tensor = parameter.ds_tensor.detach().view(-1)
+    start = rank * len(stored)
+    return stored[: max(0, min(len(stored), parameter.ds_numel - start))]

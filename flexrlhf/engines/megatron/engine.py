@@ -28,16 +28,14 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
-from flexrlhf.engines.megatron.config import gradient_config, transformer_config
-from flexrlhf.engines.megatron.names import Named, named_rows
+from flexrlhf.engines.megatron.config import gradient_config, mark_as_shard, prepare_process, transformer_config
 from flexrlhf.engines.megatron.passes import StagePasses
-from flexrlhf.engines.megatron.process import mark_as_shard, prepare_process
-from flexrlhf.engines.megatron.stage import Stage, StageShape
+from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, named_rows
 from flexrlhf.engines.megatron.update import StageUpdate
 from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.readout import Readout
-from flexrlhf.engines.score_rule import score_rule
+from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.engines.skeletons import Skeleton, is_tied, make_skeleton, planned_parts
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, Loss, Moments, StageRanks, Totals, add_moments
-from flexrlhf.engines.megatron.process import free_buffer
+from flexrlhf.engines.megatron.config import free_buffer
 from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
 from flexrlhf.engines.readout import (

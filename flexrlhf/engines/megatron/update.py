@@ -12,12 +12,11 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from flexrlhf.comm.world import as_world
 from flexrlhf.config.spec import ModelSpec
 from flexrlhf.engines.base import WEIGHTS, Moments, StateTensor
-from flexrlhf.engines.default_group import as_world
-from flexrlhf.engines.megatron.config import optimizer_config
-from flexrlhf.engines.megatron.names import Named
-from flexrlhf.engines.megatron.process import torch_optimizers
+from flexrlhf.engines.megatron.config import optimizer_config, torch_optimizers
+from flexrlhf.engines.megatron.stage import Named
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     learning_rate,

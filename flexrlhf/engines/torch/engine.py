@@ -24,16 +24,14 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.host_offload import HostOffload
-from flexrlhf.engines.kernels import use_kernels
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.models import DTYPES, recomputing
+from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.skeletons import Skeleton, exchange, make_skeleton
 from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes, read_shards
-from flexrlhf.engines.torch.gradients import Gradients, TrainedParameter
-from flexrlhf.engines.torch.update import Update
+from flexrlhf.engines.torch.update import Gradients, TrainedParameter, Update
 from flexrlhf.operators.columns import Column
 from flexrlhf.weights.shards import tensor_parallel_dim
 

@@ -17,11 +17,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.models import load_model
-from flexrlhf.engines.value_head import saved_value_head
+from flexrlhf.engines.scalar_head import saved_value_head
 from flexrlhf.engines.vllm.child import ChildProcess, RolloutProcessError, child_environment
 from flexrlhf.engines.vllm.config import engine_arguments
-from flexrlhf.engines.vllm.groups import PrivateGroups
-from flexrlhf.engines.vllm.isolation import ProcessIsolation
+from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation
 from flexrlhf.engines.vllm.requests import (
     PartialResponse,
     RequestKey,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.stop_strings import completes_stop
+from flexrlhf.engines.sampling import completes_stop
 from flexrlhf.operators.columns import Lengths
 
 RequestKey = tuple[Sampling, int]

@@ -1,4 +1,7 @@
-"""Classes that run inside vLLM: an executor for one rank, methods of its worker, a sampler with our noise."""
+"""Classes that run inside vLLM: an executor for one rank, methods of its worker, a sampler with our noise.
+
+Low-rank adapters are stored by vLLM's layers, in the only slot of each, and added in every pass.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
@@ -25,9 +31,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from flexrlhf.config.spec import LoraSpec
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.engines.vllm.adapters import adapted_layers, add_in_every_pass, stored_adapters
-from flexrlhf.engines.vllm.child import PARENT
-from flexrlhf.engines.vllm.shared_memory import SharedViews, describe, move_to_shared
+from flexrlhf.engines.vllm.child import PARENT, SharedViews, describe, move_to_shared
 from flexrlhf.weights.lora import BASE, merged_from, without_adapter
 
 _PR_SET_PDEATHSIG = 1
@@ -257,3 +261,41 @@ def _parts(model: torch.nn.Module, module: torch.nn.Module, path: str, tensor: T
         yield from zip(layers, tensor.split(module.output_partition_sizes), strict=True)  # type: ignore[arg-type]
     else:
         yield path, tensor
+
+
+def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, BaseLinearLayerWithLoRA]]:
+    """Yield the layers that store adapters, by their names in vLLM."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseLinearLayerWithLoRA))
+
+
+def stored_adapters(model: torch.nn.Module) -> list[Tensor]:
+    """Return all adapters as vLLM stores them: (1, 1, rank, inputs) and (1, 1, outputs, rank), with padded ranks."""
+    return [each for _, layer in adapted_layers(model) for each in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+
+
+def add_in_every_pass(model: torch.nn.Module, scale: float) -> None:
+    """Let every layer add ``scale`` times its adapters, whatever a request names.
+
+    vLLM's kernels look up the adapter of every token, those for CPUs by a copy of it for each, and those for GPUs have
+    no float32.
+    """
+    for _, layer in adapted_layers(model):
+        layer.punica_wrapper.add_lora_linear = partial(_add_adapters, scale)
+
+
+def _add_adapters(
+    scale: float,
+    outputs: Tensor,
+    inputs: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    _: float,
+    widths: Sequence[int],
+    **__: Any,
+) -> None:
+    """Add the adapters of the layers that are fused to one, of which ``outputs`` has ``widths`` features each.
+
+    The arguments are those of vLLM's method that it replaces.
+    """
+    for part, down, up in zip(outputs.split(list(widths), -1), a, b, strict=True):
+        part.addmm_(linear(inputs, down[0, 0]), up[0, 0].t(), alpha=scale)
