@@ -133,7 +133,6 @@ class Decoding:
         }
 
     def _calls(self, places: Tensor) -> Iterator[bool]:
-        """Decode the rows at ``places`` together."""
         prefill, prompts = self._prefill(places)
         for part in prefill.passes:
             yield True

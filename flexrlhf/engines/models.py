@@ -151,9 +151,10 @@ def may_lack_head(placed: PlacedModel) -> bool:
 
 
 def _options(placed: PlacedModel) -> dict[str, Any]:
-    """Return arguments of transformers' classes."""
     settings = placed.settings
-    return {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code, **attention_option(settings)}
+    # without this option transformers takes sdpa, or eager where a family lacks it
+    attention = {} if settings.attention == "sdpa" else {"attn_implementation": settings.attention}
+    return {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code, **attention}
 
 
 def _head_name(placed: PlacedModel) -> str | None:
@@ -246,11 +247,6 @@ def recomputing(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
-
-
-def attention_option(settings: ModelSpec) -> dict[str, str]:
-    """Return the argument of transformers' classes; without one they take sdpa, or eager where a family lacks it."""
-    return {} if settings.attention == "sdpa" else {"attn_implementation": settings.attention}
 
 
 def use_kernels(model: PreTrainedModel, settings: ModelSpec) -> None:

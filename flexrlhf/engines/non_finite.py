@@ -164,7 +164,6 @@ def _first_of_loss(each: TrainingPass, loss: Loss, part: slice) -> NonFinite | N
 
 
 def _tensors(outputs: Outputs) -> dict[str, Tensor]:
-    """Return the tensors of ``outputs`` by field."""
     named = {"quantity": outputs.quantity, "entropy": outputs.entropy, "values": outputs.values}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 

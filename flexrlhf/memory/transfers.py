@@ -131,7 +131,6 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
 
 
 def _saved_item(model: PlacedModel, shape: ModelShape) -> int:
-    """Return the bytes of a saved number."""
     return DTYPE_BYTES[saved_type(model, shape)]
 
 

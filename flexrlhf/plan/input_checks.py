@@ -165,7 +165,8 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
     """
     model, new_head = base_model(role, model), new_head or has_adapters(model.path)
     config = load_config(role, model)
-    if is_native(role, model) and read_config(role, model)["model_type"] not in LLAMA_LIKE:
+    family = read_config(role, model)["model_type"]
+    if is_native(family) and family not in LLAMA_LIKE:
         shapes = _shapes_without_weights(role, model, config, head)
         if model.path is not None:
             _check_files(role, model, shapes, {SCALAR_HEAD} if new_head else set())

@@ -62,7 +62,7 @@ def load_config(role: str, model: ModelSpec) -> Any:
 
     model = base_model(role, model)
     raw, key = read_config(role, model), model_key(role, model)
-    if not _is_native(raw["model_type"]):
+    if not is_native(raw["model_type"]):
         _check_code(role, model, raw)
     with one_sentence_errors(key), quiet():
         if model.path is None:
@@ -96,19 +96,11 @@ def is_read_in_parts(model: ModelSpec, family: str) -> bool:
     """
     if model.path is None or has_adapters(model.path) or family not in LLAMA_LIKE:
         return False
-    return not (model.trust_remote_code and (Path(model.path) / "config.json").is_file() and _has_code(model))
+    may_have_code = model.trust_remote_code and (Path(model.path) / "config.json").is_file()
+    return not (may_have_code and read_config("", model).get("auto_map"))
 
 
-def _has_code(model: ModelSpec) -> bool:
-    return bool(read_config("", model).get("auto_map"))
-
-
-def is_native(role: str, model: ModelSpec) -> bool:
-    """Whether the family of a role's model is one of transformers, so that no code of its directory is needed."""
-    return _is_native(read_config(role, model)["model_type"])
-
-
-def _is_native(model_type: str) -> bool:
+def is_native(model_type: str) -> bool:
     """Whether transformers itself has a family; one that a script registers is not in the ranks."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

@@ -86,7 +86,6 @@ def stored_head_name(key: str, directory: Path) -> str | None:
 
 
 def _renamed(head: str | None) -> dict[str, str]:
-    """Return the names that the tensors of a head get."""
     return {} if head is None else {f"{head}.weight": SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
 
 

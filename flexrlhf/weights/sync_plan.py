@@ -310,7 +310,6 @@ def _adapters(source: PlacedModel, destination: PlacedModel, shape: ModelShape, 
 def _adapter_shards(
     source: PlacedModel, destination: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]
 ) -> tuple[Parts, ...]:
-    """Return the parts of A and B on each of ``ranks``."""
     names = [part for name, _ in shape_of(destination, shape).trained for part in merged_from(name)[1:]]
     shards = (parts_on(source, shape, rank) for rank in ranks)
     return tuple({name: parts[name] for name in names} for parts in shards)

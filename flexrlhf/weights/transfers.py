@@ -221,7 +221,6 @@ class _Planner:
         return self._ways[key]
 
     def _by_node(self, ranks: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
-        """Return the nodes of ``ranks``, each with those on it."""
         if ranks not in self._nodes:
             found: dict[int, tuple[int, ...]] = {}
             for rank in ranks:

@@ -184,7 +184,6 @@ class DeepSpeedEngine(Engine):
         return deepspeed_config(self._settings, trained=self._optimizer is not None)
 
     def _initialize(self) -> Any:
-        """Return DeepSpeed's engine around the model."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         engine, *_ = self._deepspeed.initialize(
             model=self._model,
@@ -322,17 +321,14 @@ class DeepSpeedEngine(Engine):
         del self._engine, self._model, self._passes, self._optimizer, self._scheduler
 
     def _stored(self) -> list[Tensor]:
-        """Tensors with the weights on this rank."""
         return [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._model.parameters()]
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        """Master weights and the optimizer's state."""
         if self._optimizer is None:
             return []
         return [*_tensors_of(self._engine.optimizer, _MASTERS), *state_tensors(self._optimizer)]
 
     def _gradients(self) -> list[Tensor]:
-        """Tensors with the gradients on this rank."""
         if self._optimizer is None:
             return []
         own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]

@@ -118,19 +118,6 @@ def prepare_process(seed: int) -> None:
         tracker.add(RANDOM_STATE, seed)
 
 
-def free_buffer() -> None:
-    """Free the buffer for gathered activations, which no plan contains between calls."""
-    parallel_state.get_global_memory_buffer().buffer.clear()
-
-
-def mark_as_shard(parameter: Any) -> None:
-    """Mark a parameter that is split over tensor-parallel ranks, of which the norm of all gradients counts each part.
-
-    Megatron does so where it initialises weights.
-    """
-    parameter.tensor_model_parallel = True
-
-
 @contextmanager
 def torch_optimizers() -> Iterator[None]:
     """Make Megatron construct torch's optimizers, also where TransformerEngine or apex are installed.

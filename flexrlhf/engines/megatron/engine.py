@@ -28,7 +28,7 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
-from flexrlhf.engines.megatron.config import gradient_config, mark_as_shard, prepare_process, transformer_config
+from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, named_rows
 from flexrlhf.engines.megatron.update import StageUpdate
@@ -57,7 +57,8 @@ class MegatronEngine(Engine):
             import_module(MEGATRON.cpu_module).install()
         prepare_process(context.seed)
         placed, self._settings = context.placed, context.placed.settings
-        ranks = _stage_ranks(context)
+        ranks = context.stages
+        assert ranks is not None, "an engine with stages has their groups"
         _check_links(context, ranks)
         skeleton = make_skeleton(context)
         self.config = skeleton.model.config
@@ -162,11 +163,6 @@ class MegatronEngine(Engine):
         return [parameter.detach() for parameter in self._stage.parameters()]
 
 
-def _stage_ranks(context: EngineContext) -> StageRanks:
-    assert context.stages is not None, "an engine with stages has their groups"
-    return context.stages
-
-
 def _check_links(context: EngineContext, ranks: StageRanks) -> None:
     """Raise UserError for stages on GPUs that ranks share, between which NCCL does not send."""
     group, model = ranks.stages.group, context.placed
@@ -214,12 +210,13 @@ class _Source:
 
 @torch.no_grad()
 def _read(source: _Source, named: Named) -> None:
-    """Read this rank's part of every parameter."""
     assert source.parts.keys() == named.keys(), f"{sorted(source.parts.keys() ^ named.keys())} are not mapped"
     for name, rows in named.items():
         rows.live.copy_(source.values(name).view(rows.live.shape))
         if source.parts[name] != whole(source.parts[name].shape):
-            mark_as_shard(rows.parameter)
+            # the norm of all gradients counts each part; Megatron says so where it initialises weights
+            parameter: Any = rows.parameter
+            parameter.tensor_model_parallel = True
 
 
 @torch.no_grad()

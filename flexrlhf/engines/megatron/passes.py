@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, Loss, Moments, StageRanks, Totals, add_moments
-from flexrlhf.engines.megatron.config import free_buffer
 from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
 from flexrlhf.engines.readout import (
@@ -139,7 +139,8 @@ class StagePasses:
         else:
             pipeline = P2PCommunicator(self.groups.pp, get_model_config(self.module))
             results = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=pipeline)
-        free_buffer()
+        # the buffer for gathered activations, which no plan contains between calls
+        parallel_state.get_global_memory_buffer().buffer.clear()
         return results
 
     def _step(self, work: Iterator[_Work], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:

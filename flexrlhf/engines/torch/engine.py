@@ -162,7 +162,6 @@ class TorchEngine(Engine):
         del self._model, self._passes, self._update, self._masters
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        """Master weights and the optimizer's state."""
         masters = [local(master) for master in self._masters.values()]
         return masters + (self._update.state() if self._update else [])
 

@@ -109,7 +109,6 @@ class Gradients:
         return total.sqrt().float()
 
     def _square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Sum of squares, float64 ()."""
         norms = [torch.linalg.vector_norm(gradient).double() ** 2 for gradient in gradients]
         like = self.trained[0].gradient
         return torch.stack(norms).sum() if norms else like.new_zeros((), dtype=torch.float64)

@@ -198,6 +198,5 @@ def _open_file(path: str, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _handle(storage: torch.UntypedStorage, dtype: torch.dtype) -> bytes:
-    """Return a pickled CUDA IPC handle."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[arg-type]
     return pickle.dumps(reduce_tensor(tensor))

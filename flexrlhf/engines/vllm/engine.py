@@ -128,7 +128,6 @@ class VllmEngine(Engine):
         core.batch_queue, core.step_fn = None, core.step
 
     def _worker_config(self) -> dict[str, Any]:
-        """Return ``additional_config`` of ``RankExecutor``."""
         rank, lora = 0 if self._groups is None else self._groups.rank, self._context.placed.settings.lora
         adapters = {} if lora is None else {"lora": lora.model_dump(mode="json")}
         return {"rank": rank, "local_rank": self._context.device.index or 0, **adapters}

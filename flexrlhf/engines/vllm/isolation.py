@@ -195,7 +195,6 @@ def _load(device: torch.device) -> None:
 
 
 def _swap(attributes: Sequence[Attribute], values: Sequence[Any]) -> list[Any]:
-    """Set ``attributes`` to ``values``; return the values before."""
     before = [getattr(owner, name) for owner, name in attributes]
     for (owner, name), value in zip(attributes, values, strict=True):
         setattr(owner, name, value)
@@ -203,7 +202,6 @@ def _swap(attributes: Sequence[Attribute], values: Sequence[Any]) -> list[Any]:
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
-    """Make ``environment`` the variables of this process."""
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
@@ -231,7 +229,6 @@ def _same_settings() -> Iterator[None]:
 
 @contextmanager
 def _same_generators(device: torch.device) -> Iterator[None]:
-    """Restore the states of all random number generators."""
     plain, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -52,6 +52,5 @@ class SleepMode:
             cache.zero_()
 
     def _tensors(self, method: str) -> list[Tensor]:
-        """Call a method of WorkerExtension that returns tensors."""
         (tensors,) = self._engine.collective_rpc(method)
         return list(tensors)

@@ -94,7 +94,6 @@ def _patched_vllm() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute inside the context."""
     getattr(owner, name)  # an operator of torch becomes an attribute on first access
     before = vars(owner)[name]
     setattr(owner, name, value)

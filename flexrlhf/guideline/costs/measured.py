@@ -247,7 +247,6 @@ class MeasuredCosts:
         return max(0.0, measured, self._replica_sum(size, mesh))
 
     def _replica_sum(self, size: float, mesh: Mesh) -> float:
-        """Return the seconds of a sum over replicas on several nodes."""
         gb_s = self.measured.network_gb_s or mesh.links.node_gb_s
         reached = replace(mesh, links=replace(mesh.links, node_gb_s=gb_s))
         return replica_sum_seconds(size, reached, (WITHIN, AS_GIVEN)) if mesh.spans_nodes else 0.0
@@ -261,7 +260,6 @@ class MeasuredCosts:
 
 
 def _has_times(times: ModelTimes, call: Call) -> bool:
-    """Whether such calls were measured."""
     match call.kind:
         case "generate":
             decode_alike = facts_of(times.engine).own_modules and facts_of(call.engine).own_modules

@@ -237,15 +237,11 @@ def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
 
 
 def _stage(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassShape, training: bool) -> StageSeconds:
-    repeats = _repeats(call, profile) if training else 0.0
+    # forward passes that recomputation adds
+    repeats = {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute] if training else 0.0
     return _stage_of(
         call.model, mesh.device, mesh.links, profile, shape, (mesh.tp, mesh.pp, mesh.per_node), training, repeats
     )
-
-
-def _repeats(call: Call, profile: EngineProfile) -> float:
-    """Return the forward passes that recomputation adds."""
-    return {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute]
 
 
 @lru_cache(maxsize=65536)
