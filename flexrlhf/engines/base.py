@@ -133,7 +133,7 @@ LossFunction = Callable[[Outputs, Batch, Totals], tuple[Tensor, Moments]]
 class Loss:
     """Loss of a train operator.
 
-    quantity:    what it reads of the model.
+    quantity:    the model's output that it reads.
     function:    returns the contribution () of some rows; contributions of all micro-batches and data-parallel ranks
                  add up to the loss of the mini-batch.
     statistics:  names that ``function`` reports, so that a rank without rows reports the same ones.
@@ -159,7 +159,7 @@ class StageRanks:
 
     stages:   ranks at the same position in every stage, which have the same rows.
     ends:     first and last of them.
-    replica:  all ranks with these rows, those of every tensor-parallel part and stage.
+    replica:  all ranks with these rows, of every tensor-parallel part and stage.
     model:    all ranks.
     """
 
@@ -226,7 +226,7 @@ class MemoryUsage:
     weights:   parameters.
     gradients: gradients of the last optimizer step; 0 before the first.
     optimizer: optimizer state and float32 master weights.
-    host:      those of them that are in host memory.
+    host:      part of them that is in host memory.
     unmapped:  bytes that torch counts as allocated though a sleeping engine has returned them to the device.
     """
 
@@ -246,7 +246,7 @@ class StateTensor:
     """One tensor of a training state on this rank.
 
     values: the numbers; as long as the engine is not called they do not change.
-    flat:   range that they are of what this rank computes with, flattened; None: of the part that this rank stores.
+    flat:   their range in the flattened tensor that this rank computes with; None: of the part that this rank stores.
     """
 
     values: Tensor
@@ -324,7 +324,7 @@ class Engine(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """Discard what was computed from weights that have since been overwritten in ``weights``."""
+        """Discard results of weights that have since been overwritten in ``weights``."""
         ...
 
     def training_state(self) -> TrainingState:
@@ -344,14 +344,14 @@ class Engine(Protocol):
         ...
 
     def offload(self, keeps: bool = True) -> None:
-        """Move weights and optimizer state to host memory and free those of the device, until ``reload``.
+        """Move weights and optimizer state to host memory and free them on the device, until ``reload``.
 
         ``keeps``: False where whoever reloads overwrites all weights before they are read, so that none are copied.
         """
         ...
 
     def reload(self) -> None:
-        """Move back to the device what ``offload`` moved to host memory."""
+        """Move back to the device the tensors that ``offload`` moved to host memory."""
         ...
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class MicroBatch:
 
     @property
     def has_one_text_in_a_row(self) -> bool:
-        """Whether causal attention and positions from 0 are those of the texts, behind which all padding is."""
+        """Whether causal attention and positions from 0 suit the texts, behind which all padding is."""
         return self.mask_dtype is not None and self.num_texts == len(self.tokens)
 
     @property
@@ -107,7 +107,7 @@ class MicroBatch:
         """int64 (m, W), 1 at tokens of texts; None where causal attention is enough; of rows with more texts
         (m, 1, W, W), added to attention scores: 0 where a token is attended to, else the least number.
 
-        Made anew for each pass, because those of all passes of a mini-batch are larger than a pass.
+        Made anew for each pass, because the masks of a whole mini-batch are larger than a pass.
         """
         texts, prompts = self.numbers.unbind()
         if self.mask_dtype is None:
@@ -145,7 +145,7 @@ class MicroBatch:
 
     @property
     def predicting_places(self) -> Tensor:
-        """Places of the tokens that come before those of responses: int64 (k,)."""
+        """Places of the tokens that come before response tokens: int64 (k,)."""
         return self.state_places[:, :-1].flatten()[self.scored]
 
     @property
@@ -275,7 +275,7 @@ class _Start(NamedTuple):
     row:       of the batch.
     prompt:    place of the prompt's first token.
     response:  place of the response's first token.
-    number:    of the response: its tokens attend to those of the prompt, and to those of the same number.
+    number:    of the response: its tokens attend to the prompt, and to tokens of the same number.
     """
 
     row: int

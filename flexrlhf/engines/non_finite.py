@@ -35,7 +35,7 @@ class NonFinite:
 
     row:         number in the step.
     part:        index of the loss: 1 for that of further texts.
-    what:        what is not finite: a column, or one of ``OUTPUTS``.
+    what:        the name of the value that is not finite: a column, or one of ``OUTPUTS``.
     position:    in the response, from 0; None where the row has one number.
     micro_batch: of the rank that found it, from 0; None outside training.
     """
@@ -58,7 +58,7 @@ class NonFinite:
 class NonFiniteStep(FloatingPointError):
     """Optimizer step that was not made, on all ranks of the model alike.
 
-    statistics: those of a skipped update.
+    statistics: of a skipped update.
     first:      first row with a number that is not finite; None where every row and its loss is finite.
     """
 
@@ -75,7 +75,7 @@ class TrainingPass:
     part:        index of the loss.
     micro_batch: index in the part.
     batch:       its rows.
-    outputs:     what the model computes of them.
+    outputs:     the model's, of these rows.
     totals:      sizes of the mini-batch.
     """
 
@@ -101,7 +101,7 @@ def first_in_columns(columns: Mapping[str, Tensor], rows: Tensor) -> NonFinite |
 
     One reduction for each column where all is well.
 
-    columns: name -> tensor (n, ...); only those of numbers with fractions are searched.
+    columns: name -> tensor (n, ...); only floating-point ones are searched.
     rows:    int64 (n,), numbers of the rows.
     """
     found = [_first(name, tensor, rows) for name, tensor in columns.items()]

@@ -38,7 +38,7 @@ class Passes:
 
     model:          the model.
     call:           the model, or the wrapper of the engine's library around it.
-    readout:        its heads, and what is read from them.
+    readout:        its heads, and how quantities follow from them.
     settings:       of the placed model: token budgets of micro-batches.
     pass_settings:  by which texts are laid out in micro-batches.
     dp:             data-parallel group of the model.
@@ -134,7 +134,7 @@ class Passes:
         return self.dp.largest(count, self.model.device) if self.lockstep else count
 
     def _compute(self, piece: MicroBatch, request: PassRequest) -> Computed:
-        """Compute what is requested in one pass."""
+        """Compute the requested quantities in one pass."""
         of_scalar_head = request.quantities - {"logprobs"}
         with self.readout.scoring(piece, request):
             logits, scores = self._call_heads(piece, "logprobs" in request.quantities, bool(of_scalar_head))
@@ -178,7 +178,7 @@ def _no_search_for_texts() -> Iterator[None]:
 def make_passes(
     context: EngineContext, model: PreTrainedModel, call: Callable[..., Any], head: LanguageHead | None, lockstep: bool
 ) -> Passes:
-    """Return the passes of the model of ``context``; the other arguments are those of ``Passes`` and ``Readout``."""
+    """Return the passes of the model of ``context``; the other arguments go to ``Passes`` and ``Readout``."""
     placed, config = context.placed, model.config
     rule = score_rule(config, placed.trained)
     readout = Readout(placed.head, head, context.lengths, context.temperature, rule)

@@ -43,7 +43,7 @@ class Skeleton:
     reader: PartReader = field(default_factory=PartReader)
 
     def replace_placeholders(self, make: Callable[[nn.Parameter], Tensor]) -> None:
-        """Replace the numbers of each placeholder by what ``make`` returns for it."""
+        """Replace the values of each placeholder by the result of ``make`` for it."""
         for name, parameter in self.model.named_parameters():
             if name in self.stored:
                 exchange(parameter, make(parameter))
@@ -96,7 +96,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _rank(context: EngineContext) -> int:
-    """Return the number of this rank among those of the run."""
+    """Return the number of this rank in the run."""
     for each in (context.dp, context.tp):
         if each.group is not None:
             return each.ranks[dist.get_rank(each.group)]

@@ -30,7 +30,7 @@ class PartReader:
     def read(self, stored: StoredTensor, part: Part, target: Tensor) -> int:
         """Read ``part`` of a stored tensor into ``target``, of as many elements and any type and device.
 
-        Returns the bytes that were read: those of the part, and whole rows where the part has some columns of them.
+        Returns the bytes that were read: the part's, and whole rows if the part has some columns of them.
         """
         vector, inner = target.view(-1), part.box[1:]
         has_whole_rows = all(side == range(size) for side, size in zip(inner, part.shape[1:], strict=True))

@@ -34,7 +34,7 @@ CACHE_COLUMNS = 64
 SEQUENCE_COPIES = 6
 """Copies of a layer's input at most, where sequence parallelism gathers it and scatters its gradient, over gloo."""
 OUTPUT_BYTES = 16
-"""Bytes per token of what the last stage of a pipeline computes and the others receive: log-probs, entropy, values."""
+"""Bytes per token of the outputs of a pipeline's last stage, which the others receive: log-probs, entropy, values."""
 PLACE_BYTES = 48
 """Bytes per token of a packed row: its id, position, text and prompt, and the places at which a text is read."""
 
@@ -157,7 +157,7 @@ class Blocks:
         return 2 * self.item * self.sizes.hidden * tokens
 
     def _given_mask(self, width: int) -> int:
-        """Return the bytes per token of what a pass of packed rows comes with: a mask as numbers, which all layers
+        """Return the bytes per token of the inputs of a pass of packed rows: a mask as numbers, which all layers
         read, and the places of its texts.
         """
         return self.item * width + PLACE_BYTES

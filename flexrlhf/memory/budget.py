@@ -40,7 +40,7 @@ class Compute:
     """A model call.
 
     rows:      rows of the largest call on this rank; None: as many as its settings allow.
-    samples:   samples of a prompt; None: those of a step.
+    samples:   samples of a prompt; None: as in a step.
     texts:     texts of a row, each in passes of its own.
     compares:  whether all texts of a prompt are in one pass, because the loss compares them.
     """
@@ -63,7 +63,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Copying:
-    """A Checkpoint: this rank copies to host memory what it writes of ``models``."""
+    """A Checkpoint: this rank copies its pieces of ``models`` to host memory."""
 
     models: tuple[ModelName, ...]
 
@@ -234,7 +234,7 @@ class Sizing:
         return largest_pass(texts.prompt, texts.response, samples, budget, work.rows, packs, shares, work.compares)
 
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> NamedBytes:
-        """Return the bytes of activations, logits and caches, and of what is between pipeline stages."""
+        """Return the bytes of activations, logits and caches, and of tensors between pipeline stages."""
         if shape.sizes is None:
             return {"activations": None}
         settings, texts = model.settings, self.texts_of(model.role)
@@ -242,7 +242,7 @@ class Sizing:
         if work.kind == "generate":
             parts = blocks.decode_bytes(texts.rows_decoded(model, work.rows), texts.prompt, texts.response)
             if blocks.stage:
-                # a stage of vLLM keeps a place for what it receives
+                # a stage of vLLM keeps a place for hidden states that it receives
                 step = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)
                 parts["between stages"] = blocks.received_bytes(step)
             # a cache with memory of its own is part of the state
@@ -350,7 +350,7 @@ class Start:
     loaded:   its models in the order of loading.
     away:     those that leave the device before the next one is loaded.
     movable:  those that are not on the device while a checkpoint is read, but for the one that is read.
-    kept:     those of which host memory has a copy, or room for one.
+    kept:     models that host memory has a copy of, or room for one.
     read:     those that a checkpoint has.
     """
 
@@ -367,7 +367,7 @@ def rank_memory(
     """Return the memory plan of ``rank``.
 
     work:   in order, each with the models that are offloaded or released.
-    start:  None where nothing is offloaded: what is loaded then stays on the device.
+    start:  None if nothing is offloaded: all that is loaded then stays on the device.
     """
     kept = frozenset[ModelName]() if start is None else start.kept
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}

@@ -91,7 +91,7 @@ def update_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
 class EngineBytes:
     """Bytes of a placed model on the torch engine: FSDP2 and tensor parallelism, whose parts are all that is split.
 
-    The methods are given what the functions above count in the same way for all engines; other engines override them.
+    The functions above pass on whatever all engines count in the same way; other engines override the methods.
     """
 
     def per_parameter(self, model: PlacedModel) -> PerParameter:

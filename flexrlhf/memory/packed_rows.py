@@ -74,7 +74,7 @@ class PackedPass:
     """Rows of one pass.
 
     rows:   groups of each row, one behind the other.
-    width:  tokens of a row, at least those of its groups; what is more is padding.
+    width:  tokens of a row, at least as many as its groups have; the rest is padding.
     """
 
     rows: tuple[tuple[Place, ...], ...]

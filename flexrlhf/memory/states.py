@@ -228,7 +228,7 @@ def _largest(parameters: Parameters) -> Parameters:
 
 
 def _head(parameters: Parameters) -> Parameters:
-    """Return the language head; tied weights are those of the embedding."""
+    """Return the language head; a tied one is the embedding."""
     found = dict(parameters)
     name = LANGUAGE_HEAD if LANGUAGE_HEAD in found else "model.embed_tokens.weight"
     return ((name, found[name]),) if name in found else ()
@@ -236,7 +236,7 @@ def _head(parameters: Parameters) -> Parameters:
 
 @lru_cache(maxsize=256)
 def _root_and_layer(parameters: Parameters) -> tuple[Parameters, Parameters]:
-    """Return parameters outside layers, and those of the largest layer. A layer has a number in its name."""
+    """Return the parameters outside layers, and the largest layer's. A layer has a number in its name."""
     layers: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, size in parameters:
         words = name.split(".")

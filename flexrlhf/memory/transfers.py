@@ -43,7 +43,7 @@ def sync_parts(
     overlaps: bool = False,
     node_of: NodeOf | None = None,
 ) -> dict[str, int | None]:
-    """Return bytes by name on ``rank``: buffers of what it sends and receives, and adapters that are merged.
+    """Return bytes by name on ``rank``: buffers to send and receive, and adapters that are merged.
 
     The buffers of a Sync that ``overlaps`` have room for all that the trained model's ranks send; ``UNDER_WAY`` are
     they, and they stay.
@@ -114,7 +114,7 @@ def loading_bytes(model: PlacedModel, shape: ModelShape) -> int:
 
 
 def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
-    """Return the host memory of what ``rank`` copies of ``model`` for a checkpoint.
+    """Return the host memory of the pieces of ``model`` that ``rank`` copies for a checkpoint.
 
     That is float32 weights and moments of a trained model, of a copy that follows it the weights alone. Ranks that
     store the same take turns.

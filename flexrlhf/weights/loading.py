@@ -20,7 +20,7 @@ from flexrlhf.weights.shapes import read_config
 
 @contextmanager
 def one_sentence_errors(key: str) -> Iterator[None]:
-    """Turn what transformers raises for a config or files that it refuses into a UserError about ``key``."""
+    """Turn errors of transformers about a config or files into a UserError about ``key``."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -72,7 +72,7 @@ def load_config(role: str, model: ModelSpec) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what transformers logs of a config's type and of further settings, which no run uses."""
+    """Silence transformers' log of a config's type and of further settings, which no run uses."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -130,7 +130,7 @@ def _without_scalar_head(shape: ModelShape) -> ModelShape:
 
 
 def without_adapter(name: str) -> tuple[str, str]:
-    """Return the name without what peft adds to it, and ``lora_A`` or ``lora_B`` of a parameter of an adapter, else
+    """Return the name without peft's additions, and ``lora_A`` or ``lora_B`` of a parameter of an adapter, else
     nothing.
     """
     for matrix in ("lora_A", "lora_B"):

@@ -45,7 +45,7 @@ def written_names(model: PlacedModel, shape: ModelShape, rank: int) -> frozenset
 
 
 def _writer(parts: Mapping[int, Parts], name: str, turn: int, rank: int) -> int:
-    """Return the rank that writes what ``rank`` stores of ``name``."""
+    """Return the rank that writes the part of ``name`` that ``rank`` stores."""
     alike = [other for other, stored in parts.items() if stored.get(name) == parts[rank][name]]
     return alike[turn % len(alike)]
 

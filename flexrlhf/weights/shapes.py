@@ -1,7 +1,7 @@
 """Parameter shapes of a model before it is loaded, from which bytes are planned.
 
 They are computed from ``config.json`` or ``init`` for the Llama-like families, with which safetensors files have to
-agree, else read from the header of these files. Names are those of transformers.
+agree, else read from the header of these files. Names are transformers'.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _check_files(
     config: dict[str, Any],
     new_head: bool,
 ) -> None:
-    """Raise UserError for files that lack what the config and the head need, or have it in another shape or type."""
+    """Raise UserError for files that lack a tensor of the config or the head, or have it in another shape or type."""
     optional = {SCALAR_HEAD} if new_head else set()
     if computed is not None:
         check_stored(key, stored, _with_head(computed, head, config), optional)
@@ -288,7 +288,7 @@ def model_sizes(config: dict[str, Any]) -> Sizes | None:
 
 
 def _wrong_size(config: dict[str, Any]) -> str | None:
-    """Return which size of a model is none, and what would be one; None where all are."""
+    """Return which size of a model is invalid, and which values are valid; None if all are."""
     optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
     for key in (*_DEFAULTS, *optional):
         value, most = config.get(key), MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE

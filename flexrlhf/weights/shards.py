@@ -34,7 +34,7 @@ def of_stage(shape: ModelShape, stage: int, pp: int) -> Parameters:
     """Return the parameters of a pipeline stage, of ``pp``, which divides the number of layers.
 
     Stages have equally many layers. The embedding is on the first stage, and where the language head is tied to it on
-    the last one, too; what follows the layers is on the last.
+    the last one, too; parameters behind the layers are on the last.
     """
     found = {name: layer_of(name) for name, _ in shape.parameters}
     layers = 1 + max((layer for layer in found.values() if layer is not None), default=-1)

@@ -26,7 +26,7 @@ class RankBucket:
 
     sends:     messages that it sends.
     receives:  messages that it receives.
-    stays:     what it copies from its own part of the trained model.
+    stays:     regions that it copies from its own part of the trained model.
     """
 
     sends: tuple[WeightMessage, ...]
@@ -62,8 +62,8 @@ class SyncPlan:
     rank:         the rank that this plan is for.
     dtype:        type in which the weights are sent.
     buckets:      in the order of sending.
-    source_parts: what this rank stores of the trained model, by the copy's names; empty where it is not.
-    parts:        what this rank stores of the copy; empty where it is not.
+    source_parts: this rank's parts of the trained model, by the copy's names; empty where it is not.
+    parts:        this rank's parts of the copy; empty where it is not.
     adapters:     None: weights are sent as they are.
     """
 
@@ -78,7 +78,7 @@ class SyncPlan:
 
     @property
     def is_sent_on(self) -> bool:
-        """Whether some of what arrives here is sent on, or has been."""
+        """Whether some regions that arrive here are sent on, or have been."""
         return any(bucket.sends_on for bucket in self.buckets)
 
     @property
@@ -146,7 +146,7 @@ def _bucket_elements(destination: PlacedModel, bucket_bytes: int, dtype: Dtype |
 
 
 def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> tuple[Holdings, Holdings]:
-    """Return what ranks of the source have of the weights that are sent, and what ranks of the copy store of them."""
+    """Return the parts that ranks of the source and of the copy store of the weights that are sent."""
     held = {rank: _sent_parts(source, destination, shape, rank) for rank in source.ranks}
     return held, {rank: trained_parts(destination, shape, rank) for rank in destination.ranks}
 
@@ -176,7 +176,7 @@ def sync_links(
 
 
 def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape, dtype: Dtype | None = None) -> int:
-    """Return the sum of ``sync_links``, which depends on no bucket: what destination ranks do not have themselves."""
+    """Return the sum of ``sync_links``, which depends on no bucket: elements that destination ranks lack."""
     total = 0
     for rank in destination.ranks:
         own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
@@ -221,7 +221,7 @@ def volumes(
     node_of: NodeOf | None = None,
     overlaps: bool = False,
 ) -> Volumes:
-    """Return what crosses to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work.
+    """Return the volumes to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work.
 
     It packs its part of a tensor once, and for each tensor-parallel rank where they store all of it; and once more
     where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
@@ -316,7 +316,7 @@ def _adapter_shards(
 
 
 def _on_rank(transfers: TransferPlan, rank: int) -> tuple[RankBucket, ...]:
-    """Return what ``rank`` does in each bucket; nothing where it takes part in none."""
+    """Return the part of ``rank`` in each bucket; nothing if it has none."""
     found = tuple(
         RankBucket(
             sends=tuple(message for message in bucket.messages if message.source == rank),

@@ -48,7 +48,7 @@ class WeightMessage:
 
     source:        rank that sends.
     destinations:  ranks that receive.
-    regions:       what is sent, in this order, each region row-major.
+    regions:       in the order in which they are sent, each region row-major.
     is_sent_on:    whether the sender has received it in an earlier bucket: it is in its part of the copy.
     """
 
@@ -74,7 +74,7 @@ class Bucket:
     """Elements that are moved together.
 
     messages:  between ranks.
-    stays:     by rank, what it copies from its own part of the source.
+    stays:     by rank, regions that it copies from its own part of the source.
     """
 
     messages: tuple[WeightMessage, ...]
@@ -128,7 +128,7 @@ class TransferPlan:
 
     @property
     def buffers(self) -> Mapping[int, int]:
-        """Elements of the buffers of each rank: those of the bucket in which it sends most, and receives most."""
+        """Elements of the buffers of each rank: as large as the bucket in which it sends most, and receives most."""
         sent: dict[int, int] = defaultdict(int)
         received: dict[int, int] = defaultdict(int)
         for bucket in self.buckets:
@@ -148,7 +148,7 @@ class Hop:
     """One message of the way.
 
     stage:      number of messages before it on its way.
-    piece:      what is sent.
+    piece:      number of the piece that is sent.
     senders:    ranks that have it, of which one sends, each in turn.
     receivers:  ranks that it is sent to.
     """
@@ -172,7 +172,7 @@ def way_to(
 ) -> Way:
     """Return the way from ranks that have the same to ranks of other nodes that need it, both by node.
 
-    num_lots:  lots that go this way, one after the other; None: no node sends to another one what it has received.
+    num_lots:  lots that go this way, one after the other; None: no node sends on to another node.
     pieces:    in which it is sent, numbered among all that cross at a time: the next one arrives at the next rank.
     """
     chains = min(len(receivers), len(sources) * _fan_out(ceil(len(receivers) / len(sources)), num_lots))

@@ -45,7 +45,7 @@ def plan_transfers(
 ) -> TransferPlan:
     """Return the transfers that give each rank of ``destination`` its parts.
 
-    most:           elements that the buffers of a rank may have, those of its largest messages to and from others.
+    most:           elements that a rank's buffers of its largest messages, to and from others, may have.
     node_of:        node of a rank; None: all are on one.
     in_background:  whether ranks compute meanwhile: nothing is sent on before all else has arrived, and only inside
                     nodes.
@@ -165,7 +165,7 @@ class _Planner:
             yield lot
 
     def _lot(self, turn: int, regions: Sequence[Region]) -> tuple[Contents, Mapping[int, Regions]]:
-        """Return what is sent of a lot, and what stays on each rank."""
+        """Return the messages of a lot, and the regions that stay on each rank."""
         contents: dict[tuple[int, int, tuple[int, ...]], list[Region]] = defaultdict(list)
         stays: dict[int, list[Region]] = defaultdict(list)
         near, far = self._needs(regions)
@@ -252,7 +252,7 @@ class _Planner:
         return dict(found)
 
     def _overlaps(self, region: Region, part: Part) -> tuple[tuple[_Owner, tuple[Box, ...]], ...]:
-        """Return the owners of what ``part`` has of ``region``, and the boxes that each has of it."""
+        """Return the owners of the intersection of ``part`` and ``region``, and the boxes that each has of it."""
         owners = self._owners[region.name]
         key = (id(owners), part, region.box)
         if key not in self._found:
@@ -304,7 +304,7 @@ def _owners(source: Holdings, name: str) -> Owners:
 
 
 def _within(part: Part, boxes: Sequence[Box]) -> Iterator[Box]:
-    """Yield what ``part`` has of ``boxes``."""
+    """Yield the intersections of ``part`` with ``boxes``."""
     for first in boxes_of(part):
         for second in boxes:
             common = intersection(first, second)

@@ -122,7 +122,7 @@ def prepare_process(seed: int) -> None:
 def torch_optimizers() -> Iterator[None]:
     """Make Megatron construct torch's optimizers, also where TransformerEngine or apex are installed.
 
-    Theirs count updates elsewhere, and round in other places than those of the other engines.
+    Theirs count updates elsewhere, and round in other places than the other engines' do.
     """
     before = optimizers.USING_PYTORCH_OPTIMIZER, optimizers.SGD
     optimizers.USING_PYTORCH_OPTIMIZER, optimizers.SGD = True, torch.optim.SGD

@@ -240,7 +240,7 @@ class VllmEngine(Engine):
 
 
 def _check_platform(device: torch.device) -> None:
-    """Raise UserError where the installed vLLM was built for other devices than those of the ranks."""
+    """Raise UserError where the installed vLLM was built for other devices than the ranks have."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != device.type:

@@ -33,7 +33,7 @@ from flexrlhf.engines.base import EngineContext
 class PrivateGroups:
     """Ranks of a replica as a world of ``size`` ranks, of which this is number ``rank``: stage after stage.
 
-    vLLM creates some sixteen groups, each of which would have threads and sockets: here those of the same ranks and
+    vLLM creates some sixteen groups, each of which would have threads and sockets: here groups of the same ranks and
     backend are one.
     """
 

@@ -62,7 +62,7 @@ def new_requests(batch: Batch, sampling: Sampling, submitted: Container[RequestK
 
 
 def sampling_params(key: RequestKey, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
-    """Return vLLM's SamplingParams of one request. Its end tokens are those of the run, never of the model's directory.
+    """Return vLLM's SamplingParams of one request. Its end tokens are the run's, never the model directory's.
 
     ``is_exact``: whether ``RolloutSampler`` adds the noise (engines/sampling.py) instead of vLLM.
     """

@@ -219,7 +219,7 @@ class NoiseSampler(torch.nn.Module):
 def named_views(model: torch.nn.Module, lora: LoraSpec | None = None) -> dict[str, Tensor]:
     """Return this rank's part of every parameter, by name, without the rows that vLLM pads the vocabulary with.
 
-    ``lora``: adapters that vLLM adds; their parameters, and those of the layers that they change, have peft's names.
+    ``lora``: adapters that vLLM adds; their parameters, like the layers that they change, have peft's names.
     """
     modules = dict(model.named_modules())
     views: dict[str, Tensor] = {}
@@ -294,7 +294,7 @@ def _add_adapters(
 ) -> None:
     """Add the adapters of the layers that are fused to one, of which ``outputs`` has ``widths`` features each.
 
-    The arguments are those of vLLM's method that it replaces.
+    It takes the arguments of vLLM's method that it replaces.
     """
     for part, down, up in zip(outputs.split(list(widths), -1), a, b, strict=True):
         part.addmm_(linear(inputs, down[0, 0]), up[0, 0].t(), alpha=scale)

@@ -45,7 +45,7 @@ class RunOverheads:
         return replace(profile, passes=passes, reached=self.decode, tensor_reached=self.tensor)
 
     def of_sync(self, cost: Cost, traffic: Traffic) -> Cost:
-        """Return the seconds of a weight sync that takes ``cost`` at the speed of the links."""
+        """Return the time of a weight sync that takes ``cost`` at the speed of the links."""
         if not traffic.across:
             return cost
         send = max(cost.parts.get("send", 0.0), traffic.across / (self.sync_gb_s * 1e9))

@@ -237,7 +237,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one piece of work by what takes them: ``compute``, ``attention``, ``weights``, ``cache``, ``launch``,
+    """Time of one piece of work, in seconds, by cause: ``compute``, ``attention``, ``weights``, ``cache``, ``launch``,
     ``tensor parallel``, ``gather``, ``bubble``, ``optimizer`` ... Time that is hidden behind other work is not counted.
     """
 
@@ -272,23 +272,23 @@ class Traffic:
 
 
 class CostModel(Protocol):
-    """Seconds of everything that an instruction can be."""
+    """Times of all kinds of instructions."""
 
     def call(self, call: Call, mesh: Mesh) -> Cost:
-        """Return the seconds of a model call on all its replicas."""
+        """Return the time of a model call on all its replicas."""
 
     def combine(self, rows: int, width: float) -> Cost:
-        """Return the seconds of an operator that runs no model, on ``rows`` rows of ``width`` tokens."""
+        """Return the time of an operator that runs no model, on ``rows`` rows of ``width`` tokens."""
 
     def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
-        """Return the seconds of columns that move between ranks."""
+        """Return the time of columns that move between ranks."""
 
     def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
-        """Return the seconds of a weight sync. ``gathered``: traffic with which the source's ranks first gather their
+        """Return the time of a weight sync. ``gathered``: traffic with which the source's ranks first gather their
         shards; ``num_tensors``: weight tensors, each of which has its start."""
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
-        """Return the seconds of an Offload or Reload: ``size`` bytes between a device and its host."""
+        """Return the time of an Offload or Reload: ``size`` bytes between a device and its host."""
 
     def save(self, size: int) -> Cost:
-        """Return the seconds of writing ``size`` bytes of weights into a directory."""
+        """Return the time of writing ``size`` bytes of weights into a directory."""

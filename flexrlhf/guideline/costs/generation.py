@@ -1,4 +1,4 @@
-"""Seconds of generation: prefill, then decoding steps with as many rows as are live.
+"""Time of generation: prefill, then decoding steps with as many rows as are live.
 
 Lengths are a sample of a distribution. A batch of ``rows`` has, after as many steps as a share ``alive`` of the sample
 survives, ``rows * alive`` live rows on the average, and any at all with probability ``1 - (1 - alive) ** most``, where
@@ -27,19 +27,19 @@ EVEN_BINS, TAIL_BINS = 14, 6
 
 
 def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
-    """Return the seconds of ``call.rows`` prompts and their responses on one replica."""
+    """Return the time of ``call.rows`` prompts and their responses on one replica."""
     phases = decode_phases(profile.batching, call.rows, call.decode_rows, call.responses)
     prefill = {"prefill": prefill_cost(call, mesh, profile).seconds}
     return Cost(prefill | _Step.of(call, mesh, profile).through(phases, call.prompt))
 
 
 def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile) -> Cost:
-    """Return the seconds of one decoding step of ``rows`` rows of ``context`` tokens."""
+    """Return the time of one decoding step of ``rows`` rows of ``context`` tokens."""
     return Cost(_Step.of(call, mesh, profile).through([DecodePhase(1, rows, context)], 0))
 
 
 def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
-    """Return the seconds of forward passes over all prompts, which yield the first token of every response."""
+    """Return the time of forward passes over all prompts, which yield the first token of every response."""
     micro_rows = max(1, min(call.prompts, int(PREFILL_TOKENS / max(call.prompt, 1.0))))
     forward = replace(
         call, kind="forward", rows=call.prompts, width=call.prompt, responses=(1.0,), micro_rows=micro_rows
@@ -54,12 +54,12 @@ def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
 
 
 def _layer_launch_seconds(mesh: Mesh, profile: DecodeProfile) -> float:
-    """Return the seconds of launching one layer on a host with PCIe 5."""
+    """Return the time of launching one layer on a host with PCIe 5."""
     return profile.launch_seconds + (profile.launch_tp_seconds if mesh.tp > 1 and profile.launch_seconds else 0.0)
 
 
 def _layers_seconds(call: Call, mesh: Mesh, profile: DecodeProfile) -> float:
-    """Return the seconds of one step's layers that are neither matrix, attention nor collective, and of two small
+    """Return the time of one step's layers that are neither matrix, attention nor collective, and of two small
     products for each adapter.
     """
     pace = host_factor(mesh.device) if profile.host_paced else 1.0
@@ -74,7 +74,7 @@ def _unthrottled(mesh: Mesh) -> Mesh:
 
 
 def _prefill_reduce_seconds(call: Call, mesh: Mesh, micro_rows: int) -> float:
-    """Return the seconds of two all-reduces a layer; activations have 16 bits even where weights have eight."""
+    """Return the time of two all-reduces a layer; activations have 16 bits even where weights have eight."""
     message = ACTIVATION_BYTES * call.model.hidden * micro_rows * call.prompt
     once = all_reduce_seconds(message, mesh.tp, mesh.per_node, mesh.links)
     return call.prompts / micro_rows * 2 * call.model.layers * once
@@ -82,16 +82,16 @@ def _prefill_reduce_seconds(call: Call, mesh: Mesh, micro_rows: int) -> float:
 
 @dataclass(frozen=True)
 class _Step:
-    """Constants of one decoding step. A pipeline's stages work in turn, so they divide nothing.
+    """Constants of one decoding step; times in seconds. A pipeline's stages work in turn, so they divide nothing.
 
-    weights:   seconds of reading the weights
-    row:       seconds of one row's arithmetic
-    token:     seconds of reading one token's keys and values
-    layers:    seconds of the small kernels of all layers
-    launch:    seconds of launching kernels on the host
-    host:      seconds of the host's scheduler
+    weights:   time of reading the weights
+    row:       time of one row's arithmetic
+    token:     time of reading one token's keys and values
+    layers:    time of the small kernels of all layers
+    launch:    time of launching kernels on the host
+    host:      time of the host's scheduler
     host_row:  the same, for each live row
-    gather:    seconds of gathering weights that ZeRO-3 shards
+    gather:    time of gathering weights that ZeRO-3 shards
     reduces:   all-reduces over tensor-parallel ranks
     message:   bytes of one row in one of them
     one_shot:  latency of the engine's own all-reduce kernel; 0: it has none
@@ -138,7 +138,7 @@ class _Step:
         )
 
     def through(self, phases: Iterable[DecodePhase], prompt: float) -> dict[str, float]:
-        """Return the seconds of all steps of ``phases``, by what takes them."""
+        """Return the time of all steps of ``phases``, by cause."""
         blend = FIGURES.blend
         read = self.weights**blend
         steps = live = matrices = cache = reduce = launch = gather = 0.0
@@ -169,7 +169,7 @@ class _Step:
         }
 
     def reduce_seconds(self, size: float) -> float:
-        """Return the seconds of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each
+        """Return the time of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each
         rank reads all other ranks' messages at once."""
         mesh = self.mesh
         seconds = all_reduce_seconds(size, mesh.tp, mesh.per_node, mesh.links)

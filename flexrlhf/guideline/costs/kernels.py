@@ -1,4 +1,4 @@
-"""Seconds of single kernels: matrix products, attention, passes over memory."""
+"""Time of single kernels: matrix products, attention, passes over memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIGURES = KernelFigures(**{row["name"]: float(row["value"]) for row in read_rows
 def matmul_seconds(
     m: float, k: float, n: float, device: DeviceClass, item: float = 2, figures: KernelFigures = FIGURES
 ) -> float:
-    """Return the seconds of [m, k] times [k, n]: the roofline with a smooth ridge, plus what tiles waste. Never
+    """Return the time of [m, k] times [k, n]: the roofline with a smooth ridge, plus the waste of tiles. Never
     decreases in m, k or n."""
     idle = figures.wave * device.cores * min(m, TILE) * min(n, TILE)
     arithmetic = 2 * (m * n + idle) * (k + figures.depth) / (device.matmul * device.tflops * 1e12)
@@ -49,7 +49,7 @@ def matmul_seconds(
 
 
 def attention_seconds(rows: float, width: float, channels: float, device: DeviceClass, speed: float = 1.0) -> float:
-    """Return the seconds of fused causal attention over ``rows`` rows of ``width`` tokens in one layer.
+    """Return the time of fused causal attention over ``rows`` rows of ``width`` tokens in one layer.
 
     Half of the square and the whole blocks on its diagonal (FlashAttention 2, section 3.1). ``channels``: heads times
     head size. ``speed``: relative to the kernels of FlashAttention 2; attention is no faster than matrix products.
@@ -59,5 +59,5 @@ def attention_seconds(rows: float, width: float, channels: float, device: Device
 
 
 def elements_seconds(size: float, device: DeviceClass, figures: KernelFigures = FIGURES) -> float:
-    """Return the seconds of element-wise kernels that move ``size`` bytes."""
+    """Return the time of element-wise kernels that move ``size`` bytes."""
     return size / (figures.elements * device.memory_gb_s * 1e9)

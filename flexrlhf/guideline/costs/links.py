@@ -1,8 +1,8 @@
-"""Seconds of collectives and messages, and of rows and weights between two placed models.
+"""Time of collectives and messages, and of rows and weights between two placed models.
 
-The simulator prices the Moves and Syncs of a plan with it, the search those of a candidate whose rows are not routed
-yet: both take the layouts of the models and not their ranks, and get the same seconds. Bytes are those of the busiest
-rank; on a cluster of several nodes they are counted as crossing between nodes unless both models fit the same devices
+The simulator prices the Moves and Syncs of a plan with it, the search the exchanges of a candidate whose rows are not
+routed yet: both take the layouts of the models and not their ranks, and get the same times. Bytes are the busiest
+rank's; on a cluster of several nodes they are counted as crossing between nodes unless both models fit the same devices
 of one.
 """
 
@@ -35,12 +35,12 @@ class LinkFigures:
     slow_bytes: float
 
     def collective(self, size: float, gb_s: float) -> float:
-        """Return the seconds of ``size`` bytes through a link of ``gb_s``, without hops; the square root's term: short
+        """Return the time of ``size`` bytes through a link of ``gb_s``, without hops; the square root's term: short
         collectives fill the link less."""
         return self.collective_seconds + (size + sqrt(size * self.slow_bytes)) / (self.share * gb_s * 1e9)
 
     def message(self, size: float, gb_s: float) -> float:
-        """Return the seconds of a message without its start."""
+        """Return the time of a message without its start."""
         return size / (self.share * gb_s * 1e9)
 
 
@@ -54,7 +54,7 @@ Figures = tuple[LinkFigures, LinkFigures]
 def all_reduce_seconds(
     size: float, ranks: int, per_node: int, links: Links, groups: int = 1, figures: Figures = (WITHIN, ACROSS)
 ) -> float:
-    """Return the seconds of ``size`` bytes on each of ``ranks``, ``per_node`` of them in a node: reduce-scatter and
+    """Return the time of ``size`` bytes on each of ``ranks``, ``per_node`` of them in a node: reduce-scatter and
     all-gather. ``groups`` such collectives run at once and share each node's link. Nodes are a tree, up and down."""
     if ranks <= 1:
         return 0.0
@@ -71,7 +71,7 @@ def gather_seconds(
     pieces: int = 1,
     figures: Figures = (WITHIN, ACROSS),
 ) -> float:
-    """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes in total, otherwise as an all-reduce.
+    """Return the time of all-gathers or reduce-scatters of ``size`` bytes in total, otherwise as an all-reduce.
 
     ``pieces``: collectives of equal parts, one after the other, as of the layers of a model. Each goes through a ring
     of all ranks.
@@ -100,7 +100,7 @@ def _bytes_seconds(size: float, ranks: int, per_node: int, links: Links, groups:
 
 
 def travel_seconds(traffic: Traffic, links: Links, figures: Figures = (WITHIN, ACROSS)) -> float:
-    """Return the seconds of point-to-point messages."""
+    """Return the time of point-to-point messages."""
     within, across = figures
     start = across.message_seconds if traffic.across else within.message_seconds
     inside = within.message(traffic.within, links.device_gb_s)
@@ -108,12 +108,12 @@ def travel_seconds(traffic: Traffic, links: Links, figures: Figures = (WITHIN, A
 
 
 def move_cost(primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
-    """Return the seconds of ``traffic`` of a Move, by primitive."""
+    """Return the time of ``traffic`` of a Move, by primitive."""
     return Cost({} if primitive == "none" else {primitive: travel_seconds(traffic, links)})
 
 
 def sync_cost(traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
-    """Return the seconds of a Sync: ``gathered`` by the source, ``traffic`` sent, and a launch for each tensor."""
+    """Return the time of a Sync: ``gathered`` by the source, ``traffic`` sent, and a launch for each tensor."""
     gather = max(WITHIN.message(gathered.within, links.device_gb_s), ACROSS.message(gathered.across, links.node_gb_s))
     return Cost({"gather": gather, "send": travel_seconds(traffic, links), "launch": num_tensors * 20e-6})
 
@@ -237,7 +237,7 @@ class ModelLink:
     several_nodes: bool
 
     def rows_cost(self, costs: CostModel, size: int) -> Cost:
-        """Return the seconds of ``size`` bytes: all rows that the destination reads of what the source wrote."""
+        """Return the time of ``size`` bytes: all rows that the destination reads of what the source wrote."""
         if not lacks_rows(self.source, self.destination, self.relation):
             return Cost()
         traffic = rows_traffic(size, self.source, self.destination, self.relation, self.several_nodes)
@@ -245,6 +245,6 @@ class ModelLink:
         return costs.move(primitive, traffic, self.links)
 
     def sync_cost(self, costs: CostModel, weights: SyncWeights) -> Cost:
-        """Return the seconds of one weight sync."""
+        """Return the time of one weight sync."""
         traffic = sync_traffic(weights, self.source, self.destination, self.relation, self.several_nodes)
         return costs.sync(traffic, self.source.gathered(weights.adapters), weights.num_tensors, self.links)

@@ -27,7 +27,7 @@ from flexrlhf.placement.routes import Primitive
 WORTHWHILE = 0.25
 """Share of ended rows from which on decoding drops them (engines/decoding.py)."""
 LAUNCHED = 0.5
-"""Share of the seconds of a call without rows that is launching, at least."""
+"""Share of the time of a call without rows that is launching, at least."""
 OPTIMIZER_BYTES = 44
 """Bytes read and written for a trained parameter in an optimizer step: sum, clip, AdamW in float32."""
 
@@ -39,7 +39,7 @@ def load_costs(path: Path | str, ranks: int | None = None) -> MeasuredCosts:
 
 
 def slowdown(measured: Measurements, ranks: int) -> float:
-    """Return how much longer calls take with ``ranks`` at work than with those of the profile."""
+    """Return how much longer calls take with ``ranks`` at work than with as many as in the profile."""
     busy, cores = measured.machine.ranks, measured.machine.cores
     contention = measured.contention
     if ranks in contention and busy in contention:
@@ -70,7 +70,7 @@ class Curve:
 
     @property
     def fixed(self) -> float:
-        """Seconds of a call with next to no rows."""
+        """Time of a call with next to no rows."""
         return min(self.seconds(0), self.points[0].seconds)
 
 
@@ -100,7 +100,7 @@ class ShapeRatio:
     more_bytes: float
 
     def seconds(self, curve: Curve, rows: float, bytes_s: float, item_bytes: float = 1.0) -> float:
-        """Return the seconds of a call on ``rows``. ``item_bytes``: bytes moved for each byte of weights."""
+        """Return the time of a call on ``rows``. ``item_bytes``: bytes moved for each byte of weights."""
         grown = (curve.seconds(rows) - curve.fixed) * self.flops
         launched = curve.fixed * self.layers
         # most of the fixed part of a small model is launching; its weights were read from caches
@@ -175,7 +175,7 @@ class MeasuredCosts:
         return Cost({"gather": gather, "send": send})
 
     def _network(self, traffic: Traffic, links: Links) -> float:
-        """Return the seconds of what crosses between nodes."""
+        """Return the time of the bytes that cross between nodes."""
         return AS_GIVEN.message(traffic.across, self.measured.network_gb_s or links.node_gb_s)
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
@@ -234,7 +234,7 @@ class MeasuredCosts:
         return {"compute": call.updates * (update + (passes - 1) * launched) + again, "gradients": gradients}
 
     def _reduce(self, call: Call, mesh: Mesh, times: ModelTimes, dp: int) -> float:
-        """Return the seconds of one sum of gradients over replicas, beyond the part that measured steps include."""
+        """Return the time of one sum of gradients over replicas, beyond the part that measured steps include."""
         line, ranks = self.measured.reduce, self.measured.machine.ranks
         if mesh.dp == 1:
             return 0.0
@@ -252,7 +252,7 @@ class MeasuredCosts:
         return replica_sum_seconds(size, reached, (WITHIN, AS_GIVEN)) if mesh.spans_nodes else 0.0
 
     def _parallel(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
-        """Return the analytic seconds of communication inside a replica, bubbles and gathered weights."""
+        """Return the analytic time of communication inside a replica, bubbles and gathered weights."""
         if mesh.tp == times.tp and mesh.pp == 1 and mesh.zero != 3:
             return {}
         parts = AnalyticCosts().call(call, mesh).parts
@@ -271,7 +271,7 @@ def _has_times(times: ModelTimes, call: Call) -> bool:
 
 
 def _over(line: LinearTime, size: float, ranks: int, measured: int) -> float:
-    """Return the seconds of a sum of ``size`` bytes over ``ranks``, from those over ``measured``: a ring's bytes,
+    """Return the time of a sum of ``size`` bytes over ``ranks``, from those over ``measured``: a ring's bytes,
     2 (n - 1) / n."""
     share = ((ranks - 1) / ranks) / ((measured - 1) / measured)
     return line.seconds(size * share)

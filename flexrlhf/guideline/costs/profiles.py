@@ -41,11 +41,11 @@ def named_rows(row_type: type[Row], rows: Iterable[Mapping[str, Any]]) -> dict[s
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """Constants of an engine's forward and training passes; ``DecodeProfile`` has those of generation.
+    """Constants of an engine's forward and training passes; ``DecodeProfile`` is for generation.
 
     name:                 the engine
     attention:            speed of its attention kernels, that of FlashAttention 2 being 1
-    elements:             bytes that element-wise kernels of a layer move, those of plain 16-bit kernels being 1
+    elements:             bytes that element-wise kernels of a layer move, plain 16-bit kernels being 1
                           (normalising in 32 bits unfused moves several times as many)
     loss_bytes:           bytes that each logit moves in its loss, forward and backward
     overlap:              share of the shorter of compute and collectives over replicas that hides behind the other
@@ -97,7 +97,7 @@ end. ``static``: groups that run whole until their longest row ends."""
 
 @dataclass(frozen=True)
 class DecodeProfile:
-    """Constants of one generating engine in one era. Seconds on the host are those of a node with PCIe 5
+    """Constants of one generating engine in one era. Host times are of a node with PCIe 5
     (``host_factor``).
 
     name:              the engine
@@ -106,7 +106,7 @@ class DecodeProfile:
     reread:            part of them that each further query head that shares them reads again (0: kernels of
                        grouped-query attention, 1: copies for each)
     layer_seconds:     a layer in one step in addition to matrices, attention and collectives: small kernels on the
-                       device or, if ``host_paced``, what the host lets it wait
+                       device or, if ``host_paced``, its wait for the host
     host_paced:        whether ``layer_seconds`` are the host's
     launch_seconds:    launching one layer's kernels in one step, on the host; overlaps the device's work; 0: a graph is
                        launched whole
@@ -160,7 +160,7 @@ def host_factor(device: DeviceClass) -> float:
 class Accuracy:
     """Range of measured over predicted seconds of a step.
 
-    name:  what the predictions rest on: figures of the device classes, or measurements of the devices
+    name:  basis of the predictions: figures of the device classes, or measurements of the devices
     low:   least value of the range
     high:  most value of the range
     share: share of the rows that are in it
@@ -185,4 +185,4 @@ class Accuracy:
 
 _ACCURACIES = named_rows(Accuracy, read_rows(Path(__file__).with_name("accuracy.csv")))
 FROM_FIGURES, FROM_MEASUREMENTS = _ACCURACIES["figures"], _ACCURACIES["measurements"]
-"""Accuracy of predicted steps, by what they rest on."""
+"""Accuracy of predicted steps, by their basis."""

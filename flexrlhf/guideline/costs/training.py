@@ -1,4 +1,4 @@
-"""Seconds of forward and training calls: one micro-batch on a pipeline stage, times their number, and the collectives
+"""Time of forward and training calls: one micro-batch on a pipeline stage, times their number, and the collectives
 meanwhile."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OFFLOADED_BYTES, HOST_MEMORY_GB_S = 4, 200
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one pass of one layer, or of the head, on one device.
+    """Time of one pass of one layer, or of the head, on one device, in seconds.
 
     products:   matrix products
     attention:  attention
@@ -80,7 +80,7 @@ class PassShape:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch on the slowest pipeline stage.
+    """Time of one micro-batch on the slowest pipeline stage, in seconds.
 
     layers:  all layers of the stage
     head:    the head
@@ -99,14 +99,14 @@ class StageSeconds:
 
 
 def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
-    """Return the seconds of a forward pass over all rows of a replica."""
+    """Return the time of a forward pass over all rows of a replica."""
     parts, micro_batches = _stages(call, mesh, profile, training=False)
     gather = micro_batches * gather_weights_seconds(call, mesh, profile) if mesh.zero == 3 else 0.0
     return Cost(_with_traffic(parts, {"gather": gather}, profile.overlap))
 
 
 def train_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
-    """Return the seconds of forward and backward passes over all rows of a replica, and of its optimizer steps."""
+    """Return the time of forward and backward passes over all rows of a replica, and of its optimizer steps."""
     parts, micro_batches = _stages(call, mesh, profile, training=True)
     parts = _with_traffic(parts, _replica_traffic(call, mesh, profile, micro_batches), profile.overlap)
     parts["optimizer"] = call.updates * _optimizer_seconds(call, mesh)
@@ -124,7 +124,7 @@ def _with_traffic(parts: dict[str, float], traffic: dict[str, float], overlap: f
 
 
 def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batches: int) -> dict[str, float]:
-    """Return the seconds of gathering weights and reducing gradients over replicas (ZeRO, section 7).
+    """Return the time of gathering weights and reducing gradients over replicas (ZeRO, section 7).
 
     Where nodes have copies of the shards, gradients are summed over these once in an update.
     """
@@ -142,20 +142,20 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
 
 
 def gather_weights_seconds(call: Call, mesh: Mesh, profile: EngineProfile) -> float:
-    """Return the seconds of gathering all weights of a pipeline stage that ZeRO-3 shards over replicas, one layer after
+    """Return the time of gathering all weights of a pipeline stage that ZeRO-3 shards over replicas, one layer after
     the other."""
     size = call.item * call.model.parameters / (mesh.tp * mesh.pp)
     return _gather(size, mesh, profile, ceil(call.model.layers / mesh.pp))
 
 
 def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACROSS)) -> float:
-    """Return the seconds of a sum of ``size`` bytes on each rank over the replicas of a model."""
+    """Return the time of a sum of ``size`` bytes on each rank over the replicas of a model."""
     groups, per_node = _groups(mesh)
     return all_reduce_seconds(size, mesh.dp, per_node, mesh.links, groups, figures)
 
 
 def _copies_sum_seconds(size: float, mesh: Mesh) -> float:
-    """Return the seconds of a sum of ``size`` bytes on each rank over the nodes that each store all shards."""
+    """Return the time of a sum of ``size`` bytes on each rank over the nodes that each store all shards."""
     groups, per_node = _groups(mesh)
     return all_reduce_seconds(size, mesh.dp // mesh.num_shards, 1, mesh.links, groups * per_node)
 
@@ -189,7 +189,7 @@ def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
 
 
 def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[dict[str, float], int]:
-    """Return the seconds of all micro-batches through the pipeline, by what takes them, and their number."""
+    """Return the time of all micro-batches through the pipeline, by cause, and their number."""
     shapes = _pass_shapes(call)
     stages = [_stage(call, mesh, profile, shape, training) for _, shape in shapes]
     parts: dict[str, float] = {}
@@ -229,7 +229,7 @@ def _parts(stage: StageSeconds, times: float) -> dict[str, float]:
 
 
 def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
-    """Return the seconds of a micro-batch's activations to the next stage; each rank of a stage sends a part."""
+    """Return the time of a micro-batch's activations to the next stage; each rank of a stage sends a part."""
     size = int(call.item * call.model.hidden * tokens / mesh.tp)
     within = mesh.between_stages * mesh.pp <= mesh.per_node
     traffic = Traffic(size, 0) if within else Traffic(0, size * min(mesh.between_stages, mesh.per_node))
@@ -255,7 +255,7 @@ def _stage_of(
     training: bool,
     repeats: float,
 ) -> StageSeconds:
-    """Return the seconds of one micro-batch on one stage. ``split``: tensor-parallel ranks, pipeline stages, ranks in a
+    """Return the time of one micro-batch on one stage. ``split``: tensor-parallel ranks, pipeline stages, ranks in a
     node. ``repeats``: forward passes that recomputation adds."""
     tp, pp, per_node = split
     layers = ceil(model.layers / pp)
@@ -279,7 +279,7 @@ def _stage_of(
 def _recomputed(
     forward: LayerSeconds, model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
-    """Return the seconds of what full recomputation computes again of a layer; selective repeats a share of it."""
+    """Return the time of computing a layer again under full recomputation; selective repeats a share of it."""
     if not profile.stops_early:
         return forward
     k, n = product_shapes(model, tp)[-1]
@@ -290,7 +290,7 @@ def _recomputed(
 def layer_forward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
-    """Return the seconds of one layer's forward pass on one of ``tp`` devices."""
+    """Return the time of one layer's forward pass on one of ``tp`` devices."""
     products = sum(matmul_seconds(shape.tokens, k, n, device, shape.item) for k, n in product_shapes(model, tp))
     channels = model.heads * model.head_dim / tp
     attention = attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
@@ -302,7 +302,7 @@ def layer_forward(
 def layer_backward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
-    """Return the seconds of the gradients of one layer's activations and, without adapters, of its weights."""
+    """Return the time of the gradients of one layer's activations and, without adapters, of its weights."""
     tokens, item = shape.tokens, shape.item
     products = sum(matmul_seconds(tokens, n, k, device, item) for k, n in product_shapes(model, tp))
     if not model.adapters:
@@ -349,7 +349,7 @@ def _adapter_seconds(
 def head_forward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
-    """Return the seconds of logits and their log-probabilities; each of ``tp`` devices has a part of the vocabulary."""
+    """Return the time of logits and their log-probabilities; each of ``tp`` devices has a part of the vocabulary."""
     if model.head != "causal":
         return LayerSeconds()
     columns = model.vocabulary / tp
@@ -360,7 +360,7 @@ def head_forward(
 def head_backward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
-    """Return the seconds of the language head's backward pass; none for a scalar head."""
+    """Return the time of the language head's backward pass; none for a scalar head."""
     if model.head != "causal":
         return LayerSeconds()
     tokens, columns, hidden, item = shape.head_tokens, model.vocabulary / tp, model.hidden, shape.item
