@@ -141,7 +141,7 @@ class Loss:
                  rows x R x vocabulary of memory.
     with_values: whether it also reads the values of a model with both heads.
     temperature: of the log-probs, softmax(logits / temperature); None: that of the run's sampling.
-    compares:    whether it compares the texts of a prompt, which are then in one micro-batch.
+    compares:    whether it compares the sequences of a prompt, which are then in one micro-batch.
     """
 
     quantity: Quantity

@@ -1,7 +1,7 @@
 """Micro-batches: rows of a batch laid out for one pass of a model, without padding between prompt and response.
 
-``memory/packed_rows.py`` decides which texts are in which row of a pass. Here tokens, positions and attention mask of
-the rows are built from that, and the places at which the outputs of each text are read.
+``memory/packed_rows.py`` decides which sequences are in which row of a pass. Here tokens, positions and attention mask
+of the rows are built from that, and the places at which the outputs of each sequence are read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flexrlhf.operators.columns import Lengths
 
 @dataclass(frozen=True)
 class PassSettings:
-    """Settings by which texts are laid out.
+    """Settings by which sequences are laid out.
 
     lengths:  P and R of the run.
     budget:   computed tokens of a pass.
-    packs:    whether several texts are in one row.
-    shares:   whether texts with the same prompt share one copy of it.
-    dtype:    of the mask that separates texts in a row.
+    packs:    whether several sequences are in one row.
+    shares:   whether sequences with the same prompt share one copy of it.
+    dtype:    of the mask that separates sequences in a row.
     multiple: of which the tokens of a row are.
     """
 
@@ -44,7 +44,7 @@ class PassSettings:
 
 
 def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device) -> PassSettings:
-    """Return how texts are laid out for a model. ``config``: its Hugging Face config."""
+    """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
     window = getattr(config, "sliding_window", None)
     return PassSettings(
         lengths=lengths,
@@ -59,21 +59,21 @@ def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths, device: to
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a batch, and m rows of W tokens in which their texts are computed.
+    """Rows of a batch, and m rows of W tokens in which their sequences are computed.
 
     batch:           the n rows, in full width; samples of one prompt are neighbours.
     order:           int64 (n,), their places in the batch that was split.
     tokens:          int64 (m, W).
-    position_ids:    int64 (m, W), 0 at the first token of each text.
-    numbers:         int64 (2, m, W): the text of each token, and the prompt that it follows; -1 of padding.
-    mask_dtype:      of the mask that separates several texts in a row; None: rows with one text each, in a model that
+    position_ids:    int64 (m, W), 0 at the first token of each sequence.
+    numbers:         int64 (2, m, W): the sequence of each token, and the prompt that it follows; -1 of padding.
+    mask_dtype:      of the mask that separates several sequences in a row; None: rows with one each, in a model that
                      masks padding itself.
-    places:          int64 (n, L), places of the tokens of each text in the flattened m x W; 0 behind its end.
+    places:          int64 (n, L), places of the tokens of each sequence in the flattened m x W; 0 behind its end.
     prompt_lengths:  int64 (n,), tokens of each prompt.
-    text_lengths:    int64 (n,), tokens of each text.
+    text_lengths:    int64 (n,), tokens of each sequence.
     scored:          int64 (k,), places of the tokens of responses in the flattened n x r, r the longest response.
     shortest_prompt, longest_response: tokens.
-    num_texts:       different texts.
+    num_texts:       different sequences.
     idle:            whether it stands for no row, so that its outputs do not count.
     """
 
@@ -99,12 +99,12 @@ class MicroBatch:
 
     @property
     def has_one_text_in_a_row(self) -> bool:
-        """Whether causal attention and positions from 0 suit the texts, behind which all padding is."""
+        """Whether causal attention and positions from 0 suit the sequences, behind which all padding is."""
         return self.mask_dtype is not None and self.num_texts == len(self.tokens)
 
     @property
     def attention_mask(self) -> Tensor | None:
-        """int64 (m, W), 1 at tokens of texts; None where causal attention is enough; of rows with more texts
+        """int64 (m, W), 1 at tokens of sequences; None where causal attention is enough; of rows with more sequences
         (m, 1, W, W), added to attention scores: 0 where a token is attended to, else the least number.
 
         Made anew for each pass, because the masks of a whole mini-batch are larger than a pass.
@@ -121,24 +121,24 @@ class MicroBatch:
 
     @property
     def text_mask(self) -> Tensor:
-        """Tokens of each text: bool (n, L)."""
+        """Tokens of each sequence: bool (n, L)."""
         return _columns(self.places.shape[1], self.places) < self.text_lengths[:, None]
 
     @property
     def text_tokens(self) -> Tensor:
-        """Tokens of each text: int64 (n, L), anything behind its end."""
+        """Tokens of each sequence: int64 (n, L), anything behind its end."""
         return self.tokens.flatten()[self.places]
 
     @property
     def state_mask(self) -> Tensor:
-        """Whether response token t, or the end of the text, has a token before it: bool (n, r + 1)."""
+        """Whether response token t, or the end of the sequence, has a token before it: bool (n, r + 1)."""
         return self._state_columns < self.text_lengths[:, None]
 
     @property
     def state_places(self) -> Tensor:
         """Places of the token before response token t, and of the last token: int64 (n, r + 1), r the longest response.
 
-        The model's outputs there predict the response token, or value the text so far.
+        The model's outputs there predict the response token, or value the sequence so far.
         """
         last = self.places.shape[1] - 1
         return self.places.gather(1, self._state_columns.clamp(0, last))
@@ -165,7 +165,7 @@ def _columns(width: int, like: Tensor) -> Tensor:
 def micro_batches(batch: Batch, settings: PassSettings, compares: bool = False) -> Iterator[MicroBatch]:
     """Split ``batch`` into passes of at most ``settings.budget`` computed tokens.
 
-    A micro-batch has at least one text, whatever its tokens. ``compares``: all samples of a prompt, because a loss
+    A micro-batch has at least one sequence, whatever its tokens. ``compares``: all samples of a prompt, because a loss
     compares them.
     """
     if not len(batch):
@@ -202,9 +202,9 @@ def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch
 class _Unit:
     """Texts of one prompt that are in one pass.
 
-    groups:    the texts, in groups that share a copy of the prompt.
-    rows:      of the batch, of these texts in order.
-    repeated:  further rows → the row with the same text, which is computed once.
+    groups:    the sequences, in groups that share a copy of the prompt.
+    rows:      of the batch, of these sequences in order.
+    repeated:  further rows → the row with the same sequence, which is computed once.
     """
 
     groups: Unit
@@ -219,8 +219,8 @@ class _Texts:
     tokens:     (n, P + R), in host memory as all else here: to read a GPU stops it.
     prompts:    (n,), tokens of each prompt.
     responses:  (n,), tokens of each response.
-    contents:   bytes that two texts have in common only if all their tokens are the same.
-    samples:    texts of a prompt.
+    contents:   bytes that two sequences have in common only if all their tokens are the same.
+    samples:    sequences of a prompt.
     same:       of each prompt, whether its texts have the same one; whole texts, encoded again, do not.
     """
 
@@ -234,7 +234,7 @@ class _Texts:
     @classmethod
     def of(cls, batch: Batch, lengths: Lengths) -> _Texts:
         tokens, samples = batch["tokens"].long(), batch.samples_per_prompt
-        # in one piece; those outside of texts are negative
+        # in one piece; those outside of sequences are negative
         read = torch.where(batch["attention_mask"].bool(), tokens, -1 - tokens).cpu().numpy()
         mask = read >= 0
         prompts, responses = mask[:, : lengths.prompt].sum(1), mask[:, lengths.prompt :].sum(1)
@@ -247,9 +247,9 @@ class _Texts:
         return cls(np.where(mask, read, -1 - read), prompts, responses, contents, samples, same.tolist())
 
     def units(self, number: int, settings: PassSettings, compares: bool) -> Iterator[_Unit]:
-        """Yield the units of one prompt. The same text is computed once.
+        """Yield the units of one prompt. The same sequence is computed once.
 
-        Rounding depends on the place in a pass, and group advantages would enlarge the difference of equal texts.
+        Rounding depends on the place in a pass, and group advantages would enlarge the difference of equal sequences.
         """
         alike: dict[bytes, list[int]] = {}
         for row in range(number * self.samples, (number + 1) * self.samples):
@@ -261,7 +261,7 @@ class _Texts:
             yield _Unit(groups, rows, {row: first for first in rows for row in again[first]})
 
     def _groups(self, number: int, rows: Sequence[int], settings: PassSettings, compares: bool) -> tuple[Unit, ...]:
-        """Return the texts ``rows`` of one prompt in units, in order."""
+        """Return the sequences ``rows`` of one prompt in units, in order."""
         if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
             group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
             return units_of(group, settings.budget, shares=True, compares=compares)
@@ -270,7 +270,7 @@ class _Texts:
 
 
 class _Start(NamedTuple):
-    """Places at which a text starts in the flattened rows of a pass.
+    """Places at which a sequence starts in the flattened rows of a pass.
 
     row:       of the batch.
     prompt:    place of the prompt's first token.
@@ -285,7 +285,7 @@ class _Start(NamedTuple):
 
 
 def _starts(place: int, row: Sequence[Place], units: Sequence[_Unit]) -> Iterator[_Start]:
-    """Yield the texts of one row of a pass, whose first token is at ``place``."""
+    """Yield the sequences of one row of a pass, whose first token is at ``place``."""
     for unit, index in row:
         groups = units[unit].groups
         group, before = groups[index], sum(len(other.responses) for other in groups[:index])
@@ -317,7 +317,7 @@ def _laid_out(
         return out.reshape(shape)
 
     nothing = np.full(each.tokens, -1)
-    # positions of padding go on, as if one text filled the row
+    # positions of padding go on, as if one sequence filled the row
     positions = filled(columns, np.tile(np.arange(each.width), len(each.rows)))
     numbers = filled(np.where(in_prompt, prompt[:, None], number[:, None]), nothing)
     longest = int(responses.max())

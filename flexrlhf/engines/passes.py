@@ -40,7 +40,7 @@ class Passes:
     call:           the model, or the wrapper of the engine's library around it.
     readout:        its heads, and how quantities follow from them.
     settings:       of the placed model: token budgets of micro-batches.
-    pass_settings:  by which texts are laid out in micro-batches.
+    pass_settings:  by which sequences are laid out in micro-batches.
     dp:             data-parallel group of the model.
     lockstep:       whether ranks of ``dp`` gather weights or reduce gradients during a pass, so that all of them must
                     call the model equally often: a rank with fewer rows makes idle passes up to the largest count.
@@ -58,7 +58,7 @@ class Passes:
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Sample responses, as ``Engine.generate``."""
         lengths = self.readout.lengths
-        # where texts may be packed, attention sees what a mask of all layers says
+        # where sequences may be packed, attention sees what a mask of all layers says
         masks_once = self.pass_settings.packs and self.settings.attention == "sdpa"
         decoding = Decoding(self.model, batch, sampling, lengths.response, self.settings.share_prompts, masks_once)
         num_rows = max(1, self.settings.generate_tokens // (lengths.prompt + lengths.response))
@@ -166,7 +166,7 @@ class Passes:
 
 @contextmanager
 def _no_search_for_texts() -> Iterator[None]:
-    """Keep transformers from reading positions to find several texts in a row, for which the host waits for a GPU."""
+    """Keep transformers from reading positions to find several sequences in a row, which the host waits for."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:

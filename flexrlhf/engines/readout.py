@@ -1,4 +1,4 @@
-"""Quantities of texts, read from the outputs of a model's heads, and the losses on them; for every engine's passes."""
+"""Quantities of sequences, read from the outputs of a model's heads, and losses on them; for every engine's passes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Readout:
     head:         its language head, where it is ours; None: the model's own, or none.
     lengths:      P and R of the run.
     temperature:  of log-probs.
-    score_rule:   where the score of a text is read.
+    score_rule:   where the score of a sequence is read.
     """
 
     heads: Head
@@ -136,7 +136,7 @@ class Readout:
         """Return a quantity of the scalar head, from its outputs (m, W).
 
         scores:       (n,), after the token that ``score_rule`` reads.
-        values:       (n, R+1); entry t is the value before response token t, the last one that after the whole text.
+        values:       (n, R+1); entry t is the value before response token t, the last one after all.
         token_scores: (n, R), after each response token.
         """
         outputs = scores.flatten()

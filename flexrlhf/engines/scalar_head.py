@@ -4,10 +4,10 @@ With both heads a policy and its critic are on one trunk. The model keeps its cl
 is one more module, ``score``. Files contain it as ``score.weight``, which transformers ignores where it loads them as a
 causal model.
 
-A text is scored where the library that trained the model reads it. transformers and TRL read the head at the last token
-that is not ``pad_token_id`` of the model's config, so before a final end token where both are the same token. OpenRLHF,
-and libraries with a head of another name, read it at the last token of the text, which they find by the mask. A text is
-all tokens of the mask.
+A sequence is scored where the library that trained the model reads it. transformers and TRL read the head at the last
+token that is not ``pad_token_id`` of the model's config, so before a final end token where both are the same token.
+OpenRLHF, and libraries with a head of another name, read it at the last token of the sequence, which they find by the
+mask. A sequence is all tokens of the mask.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ OPENRLHF_KEYS = ("normalize_reward", "value_head_prefix")
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """Rule by which the score of a text follows from the outputs of the head at its tokens.
+    """Rule by which the score of a sequence follows from the outputs of the head at its tokens.
 
     padding:  token that a score is never read at; None: it is read at the last token, whatever that is.
     mean:     subtracted from it.
@@ -108,9 +108,9 @@ class ScoreRule:
     std: float = 1.0
 
     def scores(self, outputs: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the scores (n,) of texts. ``outputs``: of the head (n, w); ``tokens`` and ``mask``: (n, w).
+        """Return the scores (n,) of sequences. ``outputs``: of the head (n, w); ``tokens`` and ``mask``: (n, w).
 
-        A text of nothing but padding is read at its first token, as in transformers.
+        A sequence of nothing but padding is read at its first token, as in transformers.
         """
         at = self._places(tokens, mask.bool())
         scores = outputs.gather(1, at[:, None]).squeeze(1)
@@ -137,7 +137,7 @@ def score_rule(config: Any, is_trained: bool) -> ScoreRule:
 def settle_padding(config: Any, reads_last: bool, is_trained: bool, pad_token_id: int | None) -> None:
     """Set ``pad_token_id`` of a config such that transformers reads the scores of the saved model as they are here.
 
-    reads_last:    whether the model's library reads the last token of a text.
+    reads_last:    whether the model's library reads the last token of a sequence.
     is_trained:    whether the model is trained, so saved.
     pad_token_id:  of the run, for a trained model without one, as TRL sets it.
     """
@@ -153,5 +153,5 @@ def settle_padding(config: Any, reads_last: bool, is_trained: bool, pad_token_id
 
 
 def is_of_openrlhf(config: Any) -> bool:
-    """Whether OpenRLHF has written ``config``, whose classes read the last token of a text."""
+    """Whether OpenRLHF has written ``config``, whose classes read the last token of a sequence."""
     return any(hasattr(config, key) for key in OPENRLHF_KEYS)

@@ -14,7 +14,7 @@ Megatron-Core has query, key and value in one tensor, of which attention keeps a
 and adds 0 to a half of the MLP: b * (max(4A, 3A + 3K) + 4 * head_dim) and 5b * f. Under sequence parallelism its ranks
 share the norms. A stage of a pipeline has its layers alone, the last one the last norm and the head.
 
-Rows of several texts come with one mask of numbers, b * w bytes a token, which layers do not copy.
+Rows of several sequences come with one mask of numbers, b * w bytes a token, which layers do not copy.
 
 tests/unit/test_memory.py compares this with the tensors that autograd keeps, the rest with the allocator's peaks.
 """
@@ -36,7 +36,7 @@ SEQUENCE_COPIES = 6
 OUTPUT_BYTES = 16
 """Bytes per token of the outputs of a pipeline's last stage, which the others receive: log-probs, entropy, values."""
 PLACE_BYTES = 48
-"""Bytes per token of a packed row: its id, position, text and prompt, and the places at which a text is read."""
+"""Bytes per token of a packed row: its id, position, sequence and prompt, and the places at which it is read."""
 
 
 def larger(**parts: int) -> dict[str, int]:
@@ -108,7 +108,7 @@ class Blocks:
 
     def forward_bytes(self, tokens: int, width: int, packed: bool = False) -> int:
         """Return the peak bytes of a pass without gradients over ``tokens`` in rows of ``width``: inside one layer, at
-        its MLP or at its attention. ``packed``: rows have several texts.
+        its MLP or at its attention. ``packed``: rows have several sequences.
 
         An adapter's output exists in addition to that of its linear layer.
         """
@@ -130,7 +130,7 @@ class Blocks:
         self, tokens: int, width: int, recompute: bool, packed: bool = False, in_flight: int | None = None
     ) -> int:
         """Return the bytes kept for the backward pass over ``tokens`` in rows of ``width``, and those that it needs in
-        addition, without the head. ``packed``: rows have several texts; ``in_flight``: tokens of all micro-batches
+        addition, without the head. ``packed``: rows have several sequences; ``in_flight``: tokens of all micro-batches
         whose backward pass is to come, where a pipeline has several.
 
         With ``recompute`` the input of every layer is kept, and all activations of one layer.
@@ -158,7 +158,7 @@ class Blocks:
 
     def _given_mask(self, width: int) -> int:
         """Return the bytes per token of the inputs of a pass of packed rows: a mask as numbers, which all layers
-        read, and the places of its texts.
+        read, and the places of its sequences.
         """
         return self.item * width + PLACE_BYTES
 

@@ -41,8 +41,8 @@ class Compute:
 
     rows:      rows of the largest call on this rank; None: as many as its settings allow.
     samples:   samples of a prompt; None: as in a step.
-    texts:     texts of a row, each in passes of its own.
-    compares:  whether all texts of a prompt are in one pass, because the loss compares them.
+    texts:     sequences of a row, each in passes of its own.
+    compares:  whether all sequences of a prompt are in one pass, because the loss compares them.
     """
 
     kind: CallKind

@@ -1,11 +1,11 @@
-"""Layout of texts in the rows of forward and training passes, so that few computed tokens are padding.
+"""Layout of sequences in the rows of forward and training passes, so that few computed tokens are padding.
 
-A row has several texts, one behind the other, which do not attend to each other; texts with the same prompt share one
-copy of it. Engines lay tensors out by it, and the cost model counts the tokens that will be computed.
+A row has several sequences, one behind the other, which do not attend to each other; sequences with the same prompt
+share one copy of it. Engines lay tensors out by it, and the cost model counts the tokens that will be computed.
 
-Before lengths are known, the largest pass is bounded: it has as many computed tokens as its budget allows, or one text
-where this alone is more, all texts of a prompt where a loss compares them; its rows are no wider than the widest that
-is tried for its longest text.
+Before lengths are known, the largest pass is bounded: it has as many computed tokens as its budget allows, or one
+sequence where this alone is more, all sequences of a prompt where a loss compares them; its rows are no wider than the
+widest that is tried for its longest sequence.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ EQUAL_WIDTH = 4096
 PASS_COST = 64
 """Tokens that cost about as much as one more pass."""
 WIDTHS = (1.0, 1.15, 1.4, 2.0, 3.0)
-"""Widths of a row that are tried, over its longest text."""
+"""Widths of a row that are tried, over its longest sequence."""
 SMALLEST_PASS = 1024
-"""Tokens of a pass of rows with one text each, below which more padding is cheaper than another pass."""
+"""Tokens of a pass of rows with one sequence each, below which more padding is cheaper than another pass."""
 MOST_PADDING = 1.15
 """Length of the longest of such rows over that of the shortest, above which another pass begins."""
 
@@ -54,16 +54,16 @@ class TextGroup:
 
     @property
     def apart(self) -> tuple[TextGroup, ...]:
-        """The same texts, each with a copy of the prompt."""
+        """The same sequences, each with a copy of the prompt."""
         return tuple(TextGroup(self.prompt, (response,)) for response in self.responses)
 
 
 Unit = tuple[TextGroup, ...]
-"""Groups of texts that are in one pass."""
+"""Groups of sequences that are in one pass."""
 
 
 class Place(NamedTuple):
-    """A group of texts: ``unit`` among those that are packed, ``group`` in its unit."""
+    """A group of sequences: ``unit`` among those that are packed, ``group`` in its unit."""
 
     unit: int
     group: int
@@ -92,16 +92,16 @@ class PackedPass:
 
 
 def may_pack(model_type: str, attention: str, window: int | None, longest: int) -> bool:
-    """Whether several texts may be in one row. ``window``: of sliding attention; ``longest``: tokens of a text."""
+    """Whether several sequences may be in one row. ``window``: of sliding attention; ``longest``: tokens of one."""
     takes_masks = model_type in PACKED_FAMILIES and attention in MASKED_ATTENTION
     return takes_masks and (window is None or window >= longest)
 
 
 def units_of(group: TextGroup, budget: int, shares: bool, compares: bool) -> tuple[Unit, ...]:
-    """Return the texts of a prompt in units, in order.
+    """Return the sequences of a prompt in units, in order.
 
-    shares:    whether several texts may share a copy of the prompt, as far as ``budget`` has room for them.
-    compares:  whether all texts are in one pass.
+    shares:    whether several sequences may share a copy of the prompt, as far as ``budget`` has room for them.
+    compares:  whether all sequences are in one pass.
     """
     return united(shared(group, budget) if shares else group.apart, compares)
 
@@ -114,7 +114,7 @@ def united(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
 def shared(group: TextGroup, budget: int) -> tuple[TextGroup, ...]:
     """Return ``group`` in as many copies of its prompt as cost least: attention over a long row is not free.
 
-    No row is above ``budget`` tokens, unless the longest text alone is: none is longer than that then.
+    No row is above ``budget`` tokens, unless the longest sequence alone is: none is longer than that then.
     """
     number, most = len(group.responses), max(budget, group.prompt + max(group.responses))
     candidates = [_copies(group, count) for count in range(1, number + 1)]
@@ -241,7 +241,7 @@ class PassSize:
     tokens:     computed tokens: rows times their width.
     width:      tokens of a row.
     responses:  tokens of responses, whose log-probs are computed.
-    packed:     whether rows have several texts, so that a mask separates these.
+    packed:     whether rows have several sequences, so that a mask separates these.
     total:      computed tokens of all passes of the call; None: any number.
     """
 
@@ -252,20 +252,20 @@ class PassSize:
     total: int | None = None
 
     def in_flight(self, passes: int, texts: int = 1) -> int:
-        """Return the tokens of at most so many passes of calls with ``texts`` texts a row."""
+        """Return the tokens of at most so many passes of calls with ``texts`` sequences a row."""
         several = passes * self.tokens
         return several if self.total is None else max(self.tokens, min(several, texts * self.total))
 
 
 def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
-    """Whether passes of a model have several texts in a row. ``longest``: tokens of a text."""
+    """Whether passes of a model have several sequences in a row. ``longest``: tokens of a sequence."""
     if shape is None or shape.sizes is None:
         return False
     return settings.pack_texts and may_pack(shape.sizes.family, settings.attention, shape.window, longest)
 
 
 def shares_prompts(settings: ModelSpec) -> bool:
-    """Whether samples of one prompt share a copy of it where texts are packed; encoded again, texts have no prompt."""
+    """Whether samples of one prompt share a copy of it if sequences are packed; encoded again, they have no prompt."""
     return settings.share_prompts and not settings.retokenize
 
 
@@ -283,11 +283,11 @@ def largest_pass(
     """Return bounds of a pass of ``budget`` tokens.
 
     prompt, response:  tokens at most.
-    samples:           texts of a prompt.
-    rows:              texts of the call; None: any number.
-    packs:             whether several texts are in a row.
+    samples:           sequences of a prompt.
+    rows:              sequences of the call; None: any number.
+    packs:             whether several sequences are in a row.
     shares:            whether samples of a prompt then share a copy of it.
-    compares:          whether all texts of a prompt are in one pass, because a loss compares them.
+    compares:          whether all sequences of a prompt are in one pass, because a loss compares them.
     """
     whole = TextGroup(prompt, (response,) * samples)
     shares = packs and shares

@@ -50,7 +50,7 @@ class StagePasses:
 
     module:         the stage of this rank, or the module around it that collects gradients.
     readout:        heads of the last stage, and what is read from them.
-    pass_settings:  by which texts are laid out in micro-batches.
+    pass_settings:  by which sequences are laid out in micro-batches.
     groups:         of this rank.
     dp:             data-parallel group.
     ranks:          stages and replica.
@@ -147,7 +147,7 @@ class StagePasses:
         """Compute the stage of the next micro-batch; return its output, and what the last stage makes of that."""
         each = next(work)
         mask = each.piece.attention_mask
-        # texts begin at the left of their rows, so that causal attention masks the padding behind them
+        # sequences begin at the left of their rows, so that causal attention masks the padding behind them
         mask = None if mask is None or mask.ndim == 2 else mask
         with self.readout.scoring(each.piece, each.request):
             output = module(each.piece.tokens, each.piece.position_ids, mask)

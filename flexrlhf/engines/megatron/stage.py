@@ -1,7 +1,8 @@
 """Pipeline stage of a decoder on this rank, with the heads of the last stage, and its parameters under their names.
 
-Megatron's own attention assumes one text a row, with positions from 0. Here it reads the mask of packed rows, and each
-part of a fused projection is contiguous, so that a parameter under its Hugging Face name is rows of the fused weight.
+Megatron's own attention assumes one sequence a row, with positions from 0. Here it reads the mask of packed rows, and
+each part of a fused projection is contiguous, so that a parameter under its Hugging Face name is rows of the fused
+weight.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Stage(GPTModel):
         return self.head
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Return what the stage computes of texts: on the last one the head's output, float32.
+        """Return what the stage computes of sequences: on the last one the head's output, float32.
 
         tokens:     int64 (m, W).
         positions:  int64 (m, W).

@@ -83,7 +83,9 @@ def _is_on_cpu(spec: Spec) -> bool:
     """Whether several models share several CPU ranks of one machine, in an engine and with settings that are
     measured."""
     cluster, models = make_cluster(spec.cluster), [model for _, model in spec.models if model is not None]
-    is_plain = [(each.engine, each.tp, each.pp, each.zero) == ("torch", 1, 1, 0) for each in models]
+    plain = ModelSpec()
+    measured = (plain.engine, plain.tp, plain.pp, plain.zero)
+    is_plain = [(each.engine, each.tp, each.pp, each.zero) == measured for each in models]
     return (
         (spec.cluster.device == "cpu" or (spec.cluster.device == "auto" and not has_nvidia_driver()))
         and (spec.rollout.engine == "auto" or not spec.rollout.has_copy)

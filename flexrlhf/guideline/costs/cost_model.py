@@ -140,7 +140,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeanPass:
-    """Forward or training passes over texts that the engine lays out in rows, on one replica: the mean of all of them.
+    """Mean of the forward or training passes over sequences that the engine lays out in rows, on one replica.
 
     A pass computes ``rows * width`` tokens, and dense attention over ``rows * width**2`` pairs of them.
 
@@ -148,7 +148,7 @@ class MeanPass:
     rows:       rows of a pass
     width:      tokens of a row
     responses:  tokens of a pass whose log-probs are computed
-    texts:      tokens of the texts of all passes, a prompt once for every response
+    texts:      tokens of the sequences of all passes, a prompt once for every response
     """
 
     count: float
@@ -181,7 +181,7 @@ class Call:
     recompute:          activations that the backward pass computes again
     offload_optimizer:  whether the optimizer runs on the host
     cache_item:         bytes of one number of a key or value
-    passes:             forward and training passes of texts of several lengths; None: ``micro_rows`` rows of ``width``
+    passes:             passes over sequences of several lengths; None: ``micro_rows`` rows of ``width``
     prompt_samples:     rows that a generation reads one prompt for
     adapters_apart:     adapters of all layers that a step of decoding adds by kernels of their own
     """

@@ -2,8 +2,8 @@
 
 A call costs a fixed part, which grows with the layers (each is launched) and with the weights that are read, and a part
 that grows with the rows, in proportion to the floating-point operations of a token. Rows of passes are those that would
-have as many computed tokens as are computed, whether texts are packed or not. What crosses between nodes takes as long
-as on this machine, or longer by the network: as measured, else the cluster's ``network_gb_s``, taken as reached.
+have as many computed tokens as are computed, whether sequences are packed or not. What crosses between nodes takes as
+long as on this machine, or longer by the network: as measured, else the cluster's ``network_gb_s``, taken as reached.
 Whatever was not measured (pipeline stages, other tensor-parallel sizes) comes from the analytic model.
 """
 

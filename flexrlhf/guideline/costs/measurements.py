@@ -55,7 +55,7 @@ class ModelTimes(_Record):
     engine:   engine that ran it
     item:     bytes of a weight
     tp:       tensor-parallel ranks
-    width:    tokens of the longest text
+    width:    tokens of the longest sequence
     prompt:   tokens of a row in ``prefill``
     row:      tokens of a row of the passes of ``forward`` and ``train``, in the mean; None: ``width``
     forward:  forward passes
