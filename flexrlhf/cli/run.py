@@ -94,7 +94,9 @@ def run(
             _print_plans(plans, job.plans, is_resumed=resume is not None)
         job.start(max_restarts, factory)
     if hosts.is_first:
-        _print_summaries(job.plans)
+        devices = {_print_summary(plan) for plan in job.plans}
+        for device in sorted(devices):
+            typer.echo("\n" + "\n".join(memory_note(device, width_of_output())))
 
 
 def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Force = False) -> None:
@@ -165,15 +167,8 @@ def _print_plans(plans: Sequence[Plan], due: Sequence[Plan], *, is_resumed: bool
         typer.echo((format_plan(plan) if plan in due else f"{plan.spec.name}: finished, {why}") + "\n")
 
 
-def _print_summaries(plans: Sequence[Plan]) -> None:
-    """Print what runs have come to."""
-    devices = {_print_summary(plan) for plan in plans}
-    for device in sorted(devices):
-        typer.echo("\n" + "\n".join(memory_note(device, width_of_output())))
-
-
 def _print_summary(plan: Plan) -> str:
-    """Print what a run has come to; return the device of its ranks, cpu or cuda."""
+    """Print the metrics, samples and memory of a run; return the device of its ranks, cpu or cuda."""
     from flexrlhf.runs.run_directory import read_facts, read_lines
 
     directory = plan.spec.directory

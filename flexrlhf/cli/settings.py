@@ -51,10 +51,6 @@ def schema(output: Output = None) -> None:
     if output is None:
         typer.echo(text)
         return
-    check_output(output, "--output", "flexrlhf.schema.json", _is_schema)
+    check_output(output, "--output", "flexrlhf.schema.json", lambda text: f'"title": "{TITLE}"' in text)
     output.write_text(text + "\n", encoding="utf-8")
     typer.echo(f"wrote {output}; in the first line of a YAML: # yaml-language-server: $schema={output}")
-
-
-def _is_schema(text: str) -> bool:
-    return f'"title": "{TITLE}"' in text

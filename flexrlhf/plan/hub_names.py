@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.data.hub import HubName, cached_snapshot, commit_of, download_snapshot, hub_name
+from flexrlhf.data.hub import cached_snapshot, commit_of, download_snapshot, hub_name
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_sources import DataSource
 from flexrlhf.weights.model_files import has_adapters, weight_files
@@ -77,15 +77,12 @@ class _Directories:
         name = hub_name(self._names.get(path, path))
         if name is None:
             return path
-        directory = _snapshot(name, key, is_whole)
+        directory = cached_snapshot(name, "model")
+        # an earlier download may have left out files
+        if directory is None or not is_whole(directory):
+            directory = download_snapshot(name, "model", key)
         self.used[str(directory)] = f"{name.name}@{commit_of(directory)}"
         return str(directory)
-
-
-def _snapshot(name: HubName, key: str, is_whole: Callable[[Path], bool]) -> Path:
-    """Return the cache's directory, from which an earlier download may have left out files."""
-    cached = cached_snapshot(name, "model")
-    return cached if cached is not None and is_whole(cached) else download_snapshot(name, "model", key)
 
 
 def _is_model(directory: Path) -> bool:

@@ -53,7 +53,9 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
             hint = f"; or say with {role}: where scores come from" if role in SECTIONS else ""
             raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}{hint}")
         if of_all is not None and role not in graph.trained:
-            filled[role] = _without_training(filled[role], of_all)
+            # no settings of training from models.all
+            taken = {name for name in OF_TRAINING if getattr(filled[role], name) == getattr(of_all, name)}
+            filled[role] = ModelSpec(**filled[role].model_dump(exclude_unset=True, exclude=taken))
         filled[role] = _with_text_limit(role, filled[role], spec.data)
     return spec.model_copy(update={"models": spec.models.model_copy(update={**filled, "all": None})})
 
@@ -127,12 +129,6 @@ def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:
     if role not in CRITICS or "learning_rate" in optimizer.model_fields_set:
         return model
     return model.model_copy(update={"optimizer": optimizer.model_copy(update={"learning_rate": CRITIC_RATE})})
-
-
-def _without_training(model: ModelSpec, of_all: ModelSpec) -> ModelSpec:
-    """Return a model that is not trained without the settings of training that it has from ``models.all``."""
-    taken = {name for name in OF_TRAINING if getattr(model, name) == getattr(of_all, name)}
-    return ModelSpec(**model.model_dump(exclude_unset=True, exclude=taken))
 
 
 def _with_text_limit(role: str, model: ModelSpec, data: DataSpec) -> ModelSpec:

@@ -22,7 +22,9 @@ def preset_lines(spec: Spec) -> list[str]:
     peer = PEERS[spec.algorithm.like]
     trainer, values = peer.trainers[spec.algorithm.name], spec.model_dump(mode="json")
     same = [cell for cell in trainer.cells if _is_there(cell, _value(values, cell.key), spec)]
-    others = [cell for cell in trainer.cells if cell not in same and _has(values, cell.key)]
+    # a role that is not placed has no optimizer
+    written = [cell for cell in trainer.cells if isinstance(_value(values, cell.key.rpartition(".")[0]), dict)]
+    others = [cell for cell in written if cell not in same]
     lines = [f"set as in {peer.title}, its trainer for {spec.algorithm.name}:"]
     for section in dict.fromkeys(cell.key.rpartition(".")[0] for cell in same):
         named = (cell for cell in same if cell.key.rpartition(".")[0] == section)
@@ -63,11 +65,6 @@ def _there(cell: Cell, spec: Spec) -> Any:
     if isinstance(value, WarmUp):
         return value.number(spec.steps, algorithm.num_mini_batches * algorithm.epochs)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _has(values: Any, key: str) -> bool:
-    """Whether a run has the part of the YAML that ``key`` is in: a role that is not placed has no optimizer."""
-    return isinstance(_value(values, key.rpartition(".")[0]), dict)
 
 
 def _value(values: Any, key: str) -> Any:

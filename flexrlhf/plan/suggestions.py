@@ -72,11 +72,11 @@ class MemorySuggestion:
 def tightest_rank(plan: Plan) -> int:
     """Return the rank that lacks most memory; among devices of unknown size the one that needs most."""
 
-    def tightness(rank: int) -> tuple[bool, int]:
-        size = plan.device_bytes(rank)
-        return size is not None, plan.memories[rank].peak_bytes - (size or 0)
-
-    return max(range(plan.placement.num_ranks), key=tightness)
+    sizes = [plan.device_bytes(rank) for rank in range(plan.placement.num_ranks)]
+    lacking = [
+        (size is not None, each.peak_bytes - (size or 0)) for size, each in zip(sizes, plan.memories, strict=True)
+    ]
+    return lacking.index(max(lacking))
 
 
 def memory_suggestions(plan: Plan, rank: int, written: frozenset[str] = frozenset()) -> list[MemorySuggestion]:

@@ -16,7 +16,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice import advise as advise_module
 from flexrlhf.guideline.advice import auto
-from flexrlhf.guideline.advice.advice_text import vector_text
+from flexrlhf.guideline.advice.advice_text import placement_text
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.space import make_space
@@ -113,7 +113,9 @@ def test_a_placement_that_is_not_written_is_that_of_advise(nodes: str) -> None:
     best = advise(spec, AnalyticCosts()).best
     assert (plan.placement, plan.schedule) == (best.plan.placement, best.plan.schedule)
     first, settings = text.splitlines()
-    chosen = f"placement, which is not written, is {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s"
+    chosen = (
+        f"placement, which is not written, is {placement_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s"
+    )
     assert f"{chosen} a step by figures of the device classes" in first and "micro_batch_tokens: " in settings
     # the YAML of the run has it
     assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).placement == plan.placement

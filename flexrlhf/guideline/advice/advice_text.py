@@ -102,11 +102,11 @@ def _ranking(advice: Advice) -> list[str]:
         seconds, samples = f"{item.seconds:.2f}", f"{item.samples_per_second:.2f}"
         memory, share = bytes_text(int(item.peak)), f"{item.share:.0%}" if item.share else ""
         method, name, strategy = item.candidate.method, item.candidate.name, item.candidate.strategy
-        rows.append((mark, method, name, strategy, vector_text(item), seconds, samples, memory, share))
+        rows.append((mark, method, name, strategy, placement_text(item), seconds, samples, memory, share))
     return table(rows, "<<<<<>>>>")
 
 
-def vector_text(item: FeasibleCandidate) -> str:
+def placement_text(item: FeasibleCandidate) -> str:
     """Ratio vector as on the command line; with a star where no vector gives the same ranks (see the settings)."""
     star = "*" if isinstance(item.candidate.spec.placement, PlacementMap) else ""
     return f"{_vector(ratios_of(item.candidate))}{star}"

@@ -112,7 +112,7 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
 
     ``has_settings``: whether models get settings, too, by the memory that devices have.
     """
-    from flexrlhf.guideline.advice.advice_text import vector_text
+    from flexrlhf.guideline.advice.advice_text import placement_text
 
     best = advice.best
     found = best.candidate.spec
@@ -121,7 +121,7 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
         kept = {"placement": found.placement, "schedule": found.schedule, "sync": found.sync}
         chosen = spec.model_copy(update=kept)
     head = "placement auto is" if spec.placement == "auto" else "placement, which is not written, is"
-    line = f"{spec.name}: {head} {vector_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
+    line = f"{spec.name}: {head} {placement_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
     line += f" by {source.name}{_beside(advice)}"
     settings = "; ".join(_settings(spec, chosen))
     return chosen, f"{line}\n  with {settings}" if settings else line

@@ -114,7 +114,9 @@ def choose_settings(
     ``allowed``: which settings may be chosen. Returns the reason where there are none.
     """
     problem = space.problem
-    pools = [_choices(problem, model, _ranks_of(model, ranks), allowed) for model in space.models]
+    # a rollout engine that is not in ranks has those of its role
+    placed = [ranks.get(model.name) or ranks[model.role] for model in space.models]
+    pools = [_choices(problem, model, own, allowed) for model, own in zip(space.models, placed, strict=True)]
     for model, pool in zip(space.models, pools, strict=True):
         if not pool:
             return f"{model.name} has no setting of this kind there (heads, type, engine or a setting in the YAML)"
@@ -203,11 +205,6 @@ def in_problem(problem: SearchProblem, assignment: Assignment) -> Assignment | N
             return None
         moved.append(replace(choice, option=same))
     return tuple(moved)
-
-
-def _ranks_of(model: SearchModel, ranks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Ranks of a model; a rollout engine that is not in ``ranks`` has those of its role."""
-    return ranks.get(model.name) or ranks[model.role]
 
 
 def _choices(problem: SearchProblem, model: SearchModel, ranks: Sequence[int], allowed: Allowed | None) -> list[Choice]:

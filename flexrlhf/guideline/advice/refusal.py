@@ -3,7 +3,7 @@ reason and the changes that would help. Each change is planned before it is sugg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from time import perf_counter
@@ -119,15 +119,16 @@ def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
         fixed = fixed_settings(spec, base.roles.all).items()
         named = [f"{name}: {value}" for name, value in fixed if name in opened.text.split()]
         return f"{nothing} with {' and '.join(named)}; it would fit {opened.text}"
-    lacking = _without_settings(base)
-    if lacking:
-        return f"{nothing}: {lacking} has no settings there (heads, type, engine or a setting in the YAML)"
+    needed = [least_needed(space) for _, space in last_spaces(base)]
+    lacking = [[name for name, size in each.items() if size is None] for each in needed]
+    if lacking and all(lacking):
+        return f"{nothing}: {lacking[0][0]} has no settings there (heads, type, engine or a setting in the YAML)"
     single = [_first_that_fits(base, series, until) for series in request_changes(*request)]
     helps = [each.text for each in single if each is not None]
     if not helps and (pair := _first_that_fits(base, paired_changes(*request), until)) is not None:
         helps = [pair.text]
     hint = f"it would fit {either(helps)}" if helps else "no change that was tried would help"
-    return f"{nothing} ({_cause(base, rejected)}); {hint}"
+    return f"{nothing} ({_cause(base, needed, rejected)}); {hint}"
 
 
 def _devices(base: Space) -> str:
@@ -149,18 +150,12 @@ def _fits(base: Space, changes: Changes, until: float) -> bool:
         return False
 
 
-def _without_settings(base: Space) -> str:
-    """Return a model that has no settings on any mesh, with and without shadows; empty where there is none."""
-    lacking = [[name for name, size in least_needed(space).items() if size is None] for _, space in last_spaces(base)]
-    return lacking[0][0] if lacking and all(lacking) else ""
-
-
-def _cause(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
+def _cause(base: Space, needed: Iterable[Mapping[str, float | None]], rejected: Sequence[RejectedCandidate]) -> str:
     """Return which model needs more than any device has, with its leanest settings, or why there is nothing to
     place."""
     found: dict[str, float] = {}
-    for _, space in last_spaces(base):
-        for name, size in least_needed(space).items():
+    for each in needed:
+        for name, size in each.items():
             found[name] = min(size or UNLIMITED, found.get(name, UNLIMITED))
     # of the largest class
     memory = max(each / base.usable for each in base.pool.memory.values())

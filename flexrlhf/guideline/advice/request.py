@@ -186,7 +186,7 @@ class AdviceOptions:
 
     def _nodes(self) -> tuple[Mapping[str, Any], ...]:
         if self.cluster is None:
-            return equal_nodes(self.gpus or GPUS, self.gpu_type or GPU_TYPE)
+            return nodes_of_eight(self.gpus or GPUS, self.gpu_type or GPU_TYPE)
         for name in ("gpus", "gpu_type"):
             if name in self.given:
                 raise UserError(f"{_option(name)} {self.given[name]}: --cluster {self.cluster} sets it; leave one out")
@@ -197,7 +197,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def equal_nodes(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
+def nodes_of_eight(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
     """Nodes of eight with ``gpus`` devices of one class. Raises UserError for an unknown class or an uneven number."""
     device_class = find_class(gpu_type, "--gpu-type")
     if gpus <= GPUS_PER_NODE:
