@@ -31,7 +31,7 @@ class SettingDifference:
     """One setting of two specs that numbers depend on.
 
     key:     dotted, as ``--set`` takes it
-    first:   value in the first spec; None where it is null or absent
+    first:   value in the first spec; None if it is null or absent
     second:  value in the second one
     """
 

@@ -158,7 +158,6 @@ RewardSource = Annotated[
 
 
 def _as_list(value: Any) -> Any:
-    """Make a list of one source."""
     return value if isinstance(value, list | tuple) or value is None else (value,)
 
 

@@ -15,7 +15,7 @@ from flexrlhf.config.user_paths import UserPath
 
 
 def check_template(template: str) -> str:
-    """Return ``template``. Raises ValueError where it has another field than a plain ``{column}``, or none."""
+    """Return ``template``. Raises ValueError if it has another field than a plain ``{column}``, or none."""
     if not template_fields(template):
         raise ValueError(f"no field such as {{question}} in {template!r}")
     return template

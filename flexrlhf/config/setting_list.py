@@ -39,7 +39,7 @@ class SettingRow:
 
     name:     last part of its key.
     values:   type, choices and bounds.
-    default:  as the YAML has it; empty where the setting is required.
+    default:  as the YAML has it; empty if the setting is required.
     meaning:  its effect, with its unit.
     """
 
@@ -227,7 +227,7 @@ def yaml_text(value: Any) -> str:
 
 
 def find_settings(text: str | None) -> list[SettingSection]:
-    """Return the sections with settings that ``text`` finds, with these alone. Raises UserError where it finds none.
+    """Return the sections with settings that ``text`` finds, with these alone. Raises UserError if it finds none.
 
     text:  a key or the start of one, an algorithm, or a part of a key; None: all settings.
     """

@@ -346,7 +346,7 @@ class ModelsSpec(StrictModel):
                 yield role, model
 
     def of(self, role: str) -> ModelSpec | None:
-        """Return the model of ``role``; None where the YAML has none."""
+        """Return the model of ``role``; None if the YAML has none."""
         return dict(self).get(role)
 
 

@@ -52,7 +52,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), placement: Sequen
 
 
 class SpecFile:
-    """A YAML file, read once for all specs that are made of it. Raises UserError where it is no mapping."""
+    """A YAML file, read once for all specs that are made of it. Raises UserError if it is no mapping."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)

@@ -81,7 +81,7 @@ def check_output(
 
 
 def check_output_directory(path: Path, option: str) -> None:
-    """Raise UserError where a directory could not be made at ``path``, or nothing could be written in it."""
+    """Raise UserError if a directory could not be made at ``path``, or nothing could be written in it."""
     nearest = _nearest(path)
     if not nearest.is_dir():
         raise UserError(f"{option} {path}: {nearest} is a file, not a directory")

@@ -64,7 +64,7 @@ def chat_row(row: TextExample, use: ChatUse) -> TextExample:
 class ChatTemplate:
     """A chat template with the tokenizer whose special tokens it writes.
 
-    Raises UserError where the tokenizer has none and no other is given.
+    Raises UserError if the tokenizer has none and no other is given.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -102,7 +102,7 @@ class ChatTemplate:
         return self._render(turns)
 
     def turn_end(self) -> str:
-        """Return the text that the template writes behind an assistant's turn; nothing where it cannot be found."""
+        """Return the text that the template writes behind an assistant's turn; nothing if it cannot be found."""
         try:
             text = self._render(_PROBE)
         except UserError:
@@ -166,7 +166,7 @@ def read_chat_format(use: ChatUse, file: str | None) -> ChatFormat:
 
 
 def own_template(tokenizer: Any) -> str | None:
-    """Return the tokenizer's chat template, the default one of several; None where it has none."""
+    """Return the tokenizer's chat template, the default one of several; None if it has none."""
     template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 

@@ -94,7 +94,7 @@ class Example:
 
     prompt:     token ids, never empty; bos is among them where the tokenizer or the chat template writes it
     responses:  none (prompts), one (demonstrations) or two (chosen, rejected)
-    finished:   for each response whether it is whole; False where it was truncated at ``max_response_tokens``
+    finished:   for each response whether it is whole; False if it was truncated at ``max_response_tokens``
     text:       the prompt as text, with ``with_columns`` only
     columns:    all columns of the row, with ``with_columns`` only
     turns:      the prompt as a chat, where it is one, with ``with_columns`` only
@@ -177,7 +177,7 @@ def read_texts(path: Path | str, *, form: str = "auto", needs: Needs, layout: Ro
 
 
 def found_form(path: str, rows: Sequence[Row], form: str, needs: Needs, layout: RowLayout) -> str:
-    """Return the form of ``rows``, for ``auto`` that of the first one. Raises UserError where it is not known."""
+    """Return the form of ``rows``, for ``auto`` that of the first one. Raises UserError if it is not known."""
     known = ["auto", *FORMS]
     if form not in known:
         raise UserError(f"data.form={form} is not one of {', '.join(known)}{nearest(form, known)}")

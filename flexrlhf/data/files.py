@@ -197,7 +197,7 @@ def _split(splits: Mapping[str, Any], split: str | None, name: str) -> str:
 
 
 def _library(name: str, path: str) -> Any:
-    """Import a library of the extra. Raises UserError where it is not installed."""
+    """Import a library of the extra. Raises UserError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

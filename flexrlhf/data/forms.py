@@ -75,7 +75,7 @@ PLAIN = RowLayout()
 class TextExample:
     """A row as text or as a chat.
 
-    prompt:       the prompt, as the form's template makes it; empty where it is a chat
+    prompt:       the prompt, as the form's template makes it; empty if it is a chat
     responses:    none, one, or (chosen, rejected); none where they are messages
     is_text:      whether the row is of form ``text``, which has no prompt
     turns:        the prompt as a chat
@@ -297,7 +297,7 @@ def _dialogue_response(response: str) -> Chat:
 
 
 def _response_column(row: Row, form: str) -> str | None:
-    """Return the column with a form's response, the first that has a value; None where the row has none."""
+    """Return the column with a form's response, the first that has a value; None if the row has none."""
     present = [name for name in RESPONSE_COLUMNS[form] if name in row]
     return next((name for name in present if row[name] is not None), present[0] if present else None)
 

@@ -47,7 +47,7 @@ def hub_name(text: str) -> HubName | None:
 
 
 def cached_snapshot(name: HubName, kind: Kind) -> Path | None:
-    """Return the directory of the cache with the files of ``name``; None where it has none."""
+    """Return the directory of the cache with the files of ``name``; None if it has none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -23,7 +23,7 @@ SECTIONS = ("reward", "cost")
 
 
 def with_sources(graph: Graph, spec: Spec) -> Graph:
-    """Return ``graph`` with the sources of ``spec``. Raises UserError where the algorithm uses no such scores."""
+    """Return ``graph`` with the sources of ``spec``. Raises UserError if the algorithm uses no such scores."""
     for section, sources in (("reward", spec.reward), ("cost", spec.cost)):
         if sources is None or sources == (ModelSource(model=section),):
             continue  # the graph has a model of that name

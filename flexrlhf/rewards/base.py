@@ -93,7 +93,7 @@ class Sample:
 class Scores:
     """Scores of samples, each the weighted sum over the sources.
 
-    totals:  one a sample; NaN where a source returned NaN or no score
+    totals:  one a sample; NaN if a source returned NaN or no score
     tokens:  for each sample one number a token, where a source has level token or step; else None
     failed:  number of samples without a score of every source (calls that hung or crashed, unusable replies)
     ends:    for each sample the places of the tokens that end a step, where a source has level step; else None
@@ -136,7 +136,7 @@ class ScoreBatch:
     prompts:     texts of the prompts
     responses:   texts of the responses
     num_tokens:  tokens of the responses, end tokens included
-    columns:     the data rows' columns as lists, None where a row lacks one
+    columns:     the data rows' columns as lists, None if a row lacks one
     steps:       the responses split into steps, where the source has a separator
     token_ids:   tokens of the responses, end tokens included
     chats:       the prompts as messages; empty for a prompt that is no chat

@@ -88,7 +88,7 @@ def check_columns(
 
 
 def _needed(source: FunctionSource) -> list[str]:
-    """Return the columns that a function cannot be called without; none where its parameters are not certain."""
+    """Return the columns that a function cannot be called without; none if its parameters are not certain."""
     own = OWN_COLUMNS if source.separator is None else (*OWN_COLUMNS, "steps")
     place, _, name = source.function.rpartition(":")
     file = python_file(place, "function")
@@ -100,7 +100,7 @@ def _needed(source: FunctionSource) -> list[str]:
 
 
 def _signature(module: ast.Module, name: str) -> inspect.Signature | None:
-    """Return the signature of a function; None where a decorator or a second ``def`` may change it."""
+    """Return the signature of a function; None if a decorator or a second ``def`` may change it."""
     match [node for other, node in definitions(module.body) if other == name]:
         case [ast.FunctionDef(args=parameters, decorator_list=[])]:
             return inspect.Signature(list(_parameters(parameters)))
@@ -160,5 +160,4 @@ def _check_form(reference: str, key: str) -> None:
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """Return the names of the parameters, as a ``def`` has them."""
     return f"({', '.join(str(one).partition('=')[0] for one in signature.parameters.values())})"

@@ -75,7 +75,6 @@ def _tokens(value: Any, count: int) -> list[float] | ScoreFailure:
 
 
 def _steps(value: Any, steps: Sequence[str]) -> StepScores | ScoreFailure:
-    """Read one score for each of ``steps``."""
     if value is None:
         return NO_SCORE
     numbers = [_number(number) for number in _as_list(value, "numbers, one a step")]

@@ -36,7 +36,7 @@ _FINAL = re.compile(r"####\s*\$?\s*(-?\s*\$?[\d.,]+)")
 class RowRule:
     """A rule that scores one sample at a time, in this process.
 
-    ``rule``: returns None where the row has no reference solution in ``column``.
+    ``rule``: returns None if the row has no reference solution in ``column``.
     """
 
     def __init__(self, rule: Callable[[Sample], float | None], column: str, warn: WarnOnce) -> None:
@@ -86,7 +86,7 @@ def length(target: int, sample: Sample) -> float:
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the last number after ``####``; None where there is none."""
+    """Return the last number after ``####``; None if there is none."""
     matches = _FINAL.findall(text)
     return _number(matches[-1]) if matches else None
 

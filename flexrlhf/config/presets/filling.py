@@ -31,7 +31,7 @@ DERIVED_ROLES = ("critic", "cost_critic")
 
 
 def trainer_of(like: str, algorithm: str) -> PeerTrainer:
-    """Return the trainer of ``like`` for ``algorithm``. Raises ValueError where it has none, with those that it has."""
+    """Return the trainer of ``like`` for ``algorithm``. Raises ValueError if it has none, with those that it has."""
     trainers = PEERS[like].trainers
     if algorithm not in trainers:
         raise ValueError(f"like: {like} has no trainer for {algorithm}; it has {', '.join(trainers)}")
@@ -95,7 +95,7 @@ def _penalty(trainer: PeerTrainer, default: Any, written: Mapping[str, Any]) -> 
 
 
 def _sizes(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return prompts of a step and samples of a prompt; None where one is not valid."""
+    """Return prompts of a step and samples of a prompt; None if one is not valid."""
     sizes = settings["prompts_per_step"], settings.get("samples_per_prompt", 1)
     return sizes if all(_is_count(size) for size in sizes) else None
 

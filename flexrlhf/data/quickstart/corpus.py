@@ -234,7 +234,6 @@ def _fill(template: str, topic: Topic, thing: str, detail: str) -> str:
 
 
 def _around(rng: random.Random, openers: tuple[str, ...], core: str, closers: tuple[str, ...]) -> str:
-    """Return ``core`` with an opener, a closer or both."""
     opener, closer = rng.choice(openers), rng.choice(closers)
     return rng.choice((f"{opener} {core}", f"{core} {closer}", f"{opener} {core} {closer}"))
 
