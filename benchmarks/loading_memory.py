@@ -167,7 +167,7 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
     import torch.distributed as dist
 
     from flexrlhf.comm.reduce import RankGroup
-    from flexrlhf.config.spec import ModelSpec
+    from flexrlhf.config.model_settings import ModelSpec
     from flexrlhf.engines.base import EngineContext
     from flexrlhf.operators.columns import Lengths
     from flexrlhf.placement.layout import Layout

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.auto import planned

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.placement.layout import Layout, generation_layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import ModelShape, count_elements

@@ -21,7 +21,8 @@ import torch.multiprocessing as multiprocessing
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.sync import SyncChannel, WeightMover
 from flexrlhf.comm.world import World, open_world
-from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling, make_engine
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths

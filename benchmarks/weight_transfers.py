@@ -27,7 +27,8 @@ from torch import Tensor
 from flexrlhf.comm.sync import SyncChannel, WeightMover
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
-from flexrlhf.config.spec import ModelSpec, RolloutSpec, SyncSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel

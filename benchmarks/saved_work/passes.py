@@ -13,7 +13,7 @@ from benchmarks.peers.speed.workloads import SMALL
 from benchmarks.saved_work.costs import SavedWork, Work, compare
 from benchmarks.saved_work.texts import LONGEST, Text, batch_of, padded
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of

@@ -9,7 +9,7 @@ import typer
 
 from flexrlhf.cli.options import Profile
 from flexrlhf.cli.working import working
-from flexrlhf.config.spec import SavedDtype
+from flexrlhf.config.model_settings import SavedDtype
 from flexrlhf.errors import UserError
 from flexrlhf.text import bytes_text
 

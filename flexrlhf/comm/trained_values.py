@@ -9,7 +9,7 @@ from operator import mul
 from torch import Tensor
 
 from flexrlhf.comm.weights import Weights, merged
-from flexrlhf.config.spec import LoraSpec
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.weights.boxes import Box
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.shards import Part, Parts

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.world import Wait, posted
-from flexrlhf.config.spec import LoraSpec
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.weights.shards import Part, Parts, part_elements
 
 Weights = Mapping[str, Tensor]

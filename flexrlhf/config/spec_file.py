@@ -15,12 +15,14 @@ from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.model_settings import ModelsSpec
 from flexrlhf.config.outputs import LOGGERS
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.ratio_vector import RATIO_FORM
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.secrets import without_secrets
-from flexrlhf.config.spec import ModelsSpec, PlacementMap, Spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import in_home, instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.memory.packed_rows import PackedPass, Place, TextGroup, Unit, may_pack, packed, united, units_of

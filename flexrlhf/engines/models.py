@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
+from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel

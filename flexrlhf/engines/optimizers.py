@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
-from flexrlhf.config.spec import OptimizerSpec
+from flexrlhf.config.model_settings import OptimizerSpec
 from flexrlhf.engines.base import Moments, moments
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, add_moments
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import Head
+from flexrlhf.config.model_settings import Head
 from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch

@@ -8,8 +8,10 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.outputs import DebugSpec
-from flexrlhf.config.spec import ClusterSpec, ModelSpec, RolloutSpec, ScheduleSpec, Spec, SyncSpec
+from flexrlhf.config.placement_settings import ClusterSpec
+from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flexrlhf.config.engines import DEEPSPEED, MEGATRON
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.memory.states import (
     PerParameter,
     State,

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.weights.shapes import ModelShape
 
 PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexrlhf.config.engines import ENGINES
-from flexrlhf.config.spec import ModelSpec, OptimizerSpec
+from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel

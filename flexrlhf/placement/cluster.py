@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from flexrlhf.config.spec import ClusterSpec, NodeSpec
+from flexrlhf.config.placement_settings import ClusterSpec, NodeSpec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass, communicator_bytes
 

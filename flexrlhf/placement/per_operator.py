@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flexrlhf.config.spec import ModelSpec, OperatorPlacement, PlacementMap, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout

@@ -7,15 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from flexrlhf.config.spec import (
-    PLACEMENT_SETTINGS,
-    Dtype,
-    ModelSpec,
-    PlacementEntry,
-    PlacementMap,
-    ShadowSpec,
-    Spec,
-)
+from flexrlhf.config.model_settings import Dtype, ModelSpec, ShadowSpec
+from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.layout import Layout, generation_layout

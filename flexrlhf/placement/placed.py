@@ -9,7 +9,9 @@ from types import MappingProxyType
 from typing import Protocol, Self
 
 from flexrlhf.config.engines import EngineFacts, Split, facts_of
-from flexrlhf.config.spec import Head, ModelSpec, OperatorPlacement, RolloutSpec, ShadowSpec
+from flexrlhf.config.model_settings import Head, ModelSpec, ShadowSpec
+from flexrlhf.config.placement_settings import OperatorPlacement
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.placement.layout import Layout
 
 SHADOW = "shadow"

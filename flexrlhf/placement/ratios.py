@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations
 
-from flexrlhf.config.spec import Head, PlacementMap
+from flexrlhf.config.model_settings import Head
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName

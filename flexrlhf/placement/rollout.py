@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from flexrlhf.config.engines import VLLM, facts_of
-from flexrlhf.config.spec import LoraSpec, ModelSpec, RolloutSpec, Spec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import BatchShape, Layout
 

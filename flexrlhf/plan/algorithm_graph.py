@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flexrlhf.config.code_checks import check_function
-from flexrlhf.config.spec import Head, Spec
+from flexrlhf.config.model_settings import Head
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import column_of
 from flexrlhf.operators.graph import Graph, Operator, evaluation_metrics, share_weights

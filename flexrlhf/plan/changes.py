@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.spec import MAX_DEVICES, ClusterSpec, LoraSpec, ModelSpec, ShadowSpec, Spec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec, ShadowSpec
+from flexrlhf.config.placement_settings import ClusterSpec
+from flexrlhf.config.spec import MAX_DEVICES, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.memory.budget import Compute
 from flexrlhf.placement.cluster import Cluster

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, EngineFacts
-from flexrlhf.config.spec import ModelSpec, RolloutSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel, Placement

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from flexrlhf.config.engines import VLLM
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import ModelSpec, ParitySpec, PlacementMap, RolloutSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.config.spec import ParitySpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, Package
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16

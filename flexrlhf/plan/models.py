@@ -9,8 +9,10 @@ from pathlib import Path
 
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.engines import facts_of
+from flexrlhf.config.model_settings import OF_TRAINING, SMALL_LOGITS_MB, ModelSpec
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.rows import DataSpec
-from flexrlhf.config.spec import OF_TRAINING, SMALL_BUCKET_MB, SMALL_LOGITS_MB, ModelSpec, PlacementMap, Spec
+from flexrlhf.config.spec import SMALL_BUCKET_MB, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph

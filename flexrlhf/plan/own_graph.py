@@ -15,7 +15,7 @@ from typing import get_args
 from flexrlhf.config.algorithms.base import AlgorithmSpec
 from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.code_loading import line_of, load_module
-from flexrlhf.config.spec import FURTHER_MODELS, ModelsSpec
+from flexrlhf.config.model_settings import FURTHER_MODELS, ModelsSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, plain
 from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, Operator, OperatorKind

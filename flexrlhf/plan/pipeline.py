@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, make_cluster

@@ -8,7 +8,8 @@ from functools import cached_property
 from os.path import realpath
 from pathlib import Path
 
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.memory.budget import RankMemory, SequenceLengths, Sizing, Start, rank_memory
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths

@@ -7,7 +7,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, own_template, read_chat_format
 from flexrlhf.data.files import json_type

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
 
-from flexrlhf.config.spec import LoraSpec, Spec
+from flexrlhf.config.model_settings import LoraSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph

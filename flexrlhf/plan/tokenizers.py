@@ -15,7 +15,8 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.models import origins_first

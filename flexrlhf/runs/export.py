@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from flexrlhf.comm.weights import merged
-from flexrlhf.config.spec import Dtype, ModelSpec, SavedDtype, Spec
+from flexrlhf.config.model_settings import Dtype, ModelSpec, SavedDtype
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.chat import read_chat_format

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.runs.run_directory import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
 from flexrlhf.weights.lora import ADAPTER

@@ -20,7 +20,7 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.algorithms.base import SampledSpec
-from flexrlhf.config.spec import Dtype, ModelSpec
+from flexrlhf.config.model_settings import Dtype, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, moments
 from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep, first_in_columns
 from flexrlhf.errors import RunStopped

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flexrlhf.config.spec import Dtype
+from flexrlhf.config.model_settings import Dtype
 from flexrlhf.metrics import TIMES
 from flexrlhf.operators.columns import column_of
 from flexrlhf.placement.placed import PlacedModel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.weights.model_files import base_model, has_adapters
 from flexrlhf.weights.shapes import read_config

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from flexrlhf.config.spec import LoraSpec
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.model_files import SCALAR_HEAD

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from flexrlhf.config.spec import Dtype
+from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, Parts, trained_parts, whole

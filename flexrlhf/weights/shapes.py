@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import Dtype, Head, ModelSpec
+from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, shown
 from flexrlhf.weights.model_files import (

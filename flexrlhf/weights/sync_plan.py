@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
 
-from flexrlhf.config.spec import Dtype, LoraSpec
+from flexrlhf.config.model_settings import Dtype, LoraSpec
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape

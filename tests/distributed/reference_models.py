@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.spec import LoraSpec, ModelSpec, OptimizerSpec, Spec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec, OptimizerSpec
+from flexrlhf.config.spec import Spec
 
 Weights = dict[str, Tensor]
 

@@ -15,7 +15,7 @@ from launcher import Launches, params
 from test_memory_measured import outcome_of
 from test_precision import LIMITS
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.engines.models import load_model, use_kernels
 from flexrlhf.engines.sampling import gumbel_noise

@@ -11,7 +11,7 @@ from typing import Any
 
 from residency_rules import least_and_most
 
-from flexrlhf.config.spec import PlacementMap
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import is_sharded_in_nodes

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.rollout_graph import with_rollout

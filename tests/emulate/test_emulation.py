@@ -19,7 +19,7 @@ from replay import Item, find_deadlock
 from residency_rules import check_residency, check_sleep, least_and_most
 from symbolic import Cell, Reference, inference_version, is_compared, num_evaluation_prompts, reference
 
-from flexrlhf.config.spec import ClusterSpec
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.pipeline import make_plan

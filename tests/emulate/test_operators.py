@@ -14,7 +14,8 @@ from random_specs import INIT
 from residency_rules import check_residency, least_and_most
 from test_emulation import PAIR, RECOMPUTE, STREAM, check_plan, ppo_plan, without
 
-from flexrlhf.config.spec import ClusterSpec, RolloutSpec
+from flexrlhf.config.placement_settings import ClusterSpec
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.guideline.advice.operator_space import advise_operators

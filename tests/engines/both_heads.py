@@ -9,7 +9,7 @@ from typing import Any
 from small_models import LENGTHS, TINY, likelihood, mini_batch, squared_values
 from torch import Tensor
 
-from flexrlhf.config.spec import LoraSpec, OptimizerSpec
+from flexrlhf.config.model_settings import LoraSpec, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Sampling, Totals, moments
 from flexrlhf.operators.columns import column_of
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Engine, EngineContext, make_engine
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout

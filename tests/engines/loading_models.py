@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.spec import Head
+from flexrlhf.config.model_settings import Head
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import cut
 from flexrlhf.comm.world import Groups, World, open_world
-from flexrlhf.config.spec import LoraSpec, ModelSpec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext, make_engine
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.weight_files import PartReader

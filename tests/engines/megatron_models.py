@@ -11,7 +11,7 @@ from both_heads import FAST
 from small_models import TINY, likelihood, mini_batch, squared_values
 from torch import Tensor
 
-from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.operators.columns import Column, column_of
 from flexrlhf.placement.layout import Layout

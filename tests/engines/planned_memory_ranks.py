@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, World, open_world
-from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs, make_engine
 from flexrlhf.operators.columns import Column, Lengths, column_of
 from flexrlhf.placement.groups import compute_groups

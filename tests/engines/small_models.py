@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import Head, LoraSpec, ModelSpec, OptimizerSpec
+from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec, OptimizerSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of

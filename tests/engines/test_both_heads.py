@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import Head, LoraSpec, ModelSpec
+from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.readout import totals_of

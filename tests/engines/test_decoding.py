@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from flexrlhf.config.spec import ModelSpec, OptimizerSpec
+from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.models import compile_layers, load_model, use_kernels
 from flexrlhf.engines.optimizers import make_optimizer, optimizer_moments
 

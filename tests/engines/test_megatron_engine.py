@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexrlhf.comm.weights import cut
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import parts_on
 

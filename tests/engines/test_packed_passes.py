@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexrlhf.config.algorithms.supervised import DpoSpec
-from flexrlhf.config.spec import Head, OptimizerSpec
+from flexrlhf.config.model_settings import Head, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.objectives.preferences import preference_loss

@@ -14,7 +14,8 @@ from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import Head, LoraSpec, ModelSpec, SyncSpec
+from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Sampling
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing

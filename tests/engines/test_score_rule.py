@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext
 from flexrlhf.engines.scalar_head import saved_value_head
 from flexrlhf.engines.torch.engine import TorchEngine

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import ModelSpec, RolloutSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Batch, EngineContext, Sampling, StageRanks
 from flexrlhf.engines.models import load_model
 from flexrlhf.memory.states import kv_cache_bytes

@@ -14,8 +14,9 @@ import pytest
 from varied_specs import CLASSES, VariedSpecs, make_varied_spec
 
 from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from flexrlhf.config.spec import Head, ModelSpec, Spec
+from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import apply_override, parse_spec
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel

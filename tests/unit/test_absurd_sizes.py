@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from small_runs import TINY, plan_of, spec_of
 
-from flexrlhf.config.spec import MAX_CHUNKS, MAX_DEVICES, MAX_ROWS, ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import MAX_CHUNKS, MAX_DEVICES, MAX_ROWS
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import read_rows

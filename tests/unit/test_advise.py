@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms.grpo import GrpoSpec
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError

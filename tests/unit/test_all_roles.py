@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.config.spec import OF_TRAINING, ModelSpec, Spec
+from flexrlhf.config.model_settings import OF_TRAINING, ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError

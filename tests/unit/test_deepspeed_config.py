@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_runs import plan_of
 
-from flexrlhf.config.spec import ModelSpec, OptimizerSpec
+from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
 from flexrlhf.engines.deepspeed.engine import device_of_local_rank
 from flexrlhf.errors import UserError

@@ -28,7 +28,9 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms import AnyAlgorithm
-from flexrlhf.config.spec import ClusterSpec, ModelSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.placement_settings import ClusterSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import mappings
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import CORPUS, config_paths, prepare_corpus

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from benchmarks.peers.chat_tokenizers import FAMILIES
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.data.chat import ChatTemplate
 from flexrlhf.errors import UserError
 from flexrlhf.plan.run_tokenizer import end_tokens, usage_files

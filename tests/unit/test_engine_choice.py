@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from small_runs import plan_of, spec_of
 
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.number_settings import differing_settings
-from flexrlhf.config.spec import ModelSpec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError

@@ -8,7 +8,9 @@ from typing import Any, Literal
 import pytest
 from small_runs import TINY, placed_model, plan_of, spec_of
 
-from flexrlhf.config.spec import ClusterSpec, Head, LoraSpec, ModelSpec, RolloutSpec, SyncSpec
+from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
+from flexrlhf.config.placement_settings import ClusterSpec
+from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import transformer_of
 from flexrlhf.guideline.simulation.pricing import synced_weights

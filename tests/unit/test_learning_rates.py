@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from flexrlhf.config.spec import OptimizerSpec
+from flexrlhf.config.model_settings import OptimizerSpec
 from flexrlhf.engines.optimizers import make_optimizer, make_scheduler, set_num_updates
 
 UPDATES = 20

@@ -9,7 +9,7 @@ import torch
 from small_runs import HEADS, TINY, placed_model, plan_of
 from transformers import PreTrainedModel
 
-from flexrlhf.config.spec import LoraSpec, ModelSpec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.weights.lora import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_runs import TINY, plan_of
 
-from flexrlhf.config.spec import ModelSpec, ShadowSpec
+from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.errors import UserError
 from flexrlhf.plan import model_checks
 from flexrlhf.plan.model_checks import check_device, check_packages

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from small_runs import placed_model, plan_of
 
-from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.engines.deepspeed.config import deepspeed_config
 from flexrlhf.guideline.simulation.pass_counts import TextLayout
 from flexrlhf.memory.activations import Blocks

@@ -15,7 +15,7 @@ from small_runs import TINY, spec_of
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.models import load_model
 from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import Layout

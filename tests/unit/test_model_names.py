@@ -9,7 +9,7 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.config.model_names import MODELS, find_model
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.weights.shapes import model_shape
 

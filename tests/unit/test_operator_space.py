@@ -10,7 +10,8 @@ import pytest
 from small_runs import spec_of
 
 from flexrlhf.cli.app import app
-from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.config.spec import PlacementMap
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError

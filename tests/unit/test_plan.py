@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from small_runs import TINY, placed_model, plan_of, spec_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.spec import Head, ModelSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.engine_bytes import model_state
 from flexrlhf.plan.pipeline import make_plan

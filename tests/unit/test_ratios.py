@@ -10,7 +10,8 @@ import pytest
 import yaml
 from small_runs import plan_of, spec_of
 
-from flexrlhf.config.spec import ClusterSpec, Head
+from flexrlhf.config.model_settings import Head
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.place import place

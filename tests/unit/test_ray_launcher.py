@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.config.spec import ClusterSpec
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.ray_cluster import check_address, ray_device, require_ray

@@ -15,7 +15,7 @@ from benchmarks.real.data_files import FILES, split_files
 from benchmarks.real.model import fetch_model
 from benchmarks.real.runs import CONFIGS, Outcome, largest_difference
 from benchmarks.real.stages import STAGES, Stage
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.files import read_rows
 from flexrlhf.errors import UserError

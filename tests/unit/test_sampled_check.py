@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_runs import RECOMPUTE, plan_of
 
-from flexrlhf.config.spec import ModelSpec, ShadowSpec
+from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.trainer.operator_guards import default_limit, make_sampled_check
 
 SIX = [0.5] * 6

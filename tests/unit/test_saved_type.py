@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_runs import placed_model
 
-from flexrlhf.config.spec import LoraSpec
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.transfers import saved_bytes
 from flexrlhf.weights.model_files import StoredTensor
 from flexrlhf.weights.saving import saved_type

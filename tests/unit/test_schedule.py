@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of, whole_plan_of
 
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data import quickstart
 from flexrlhf.operators.graph import Operator

@@ -12,7 +12,8 @@ import torch
 from small_runs import TINY, placed_model
 
 from flexrlhf.config.engines import Split
-from flexrlhf.config.spec import ModelSpec, RolloutSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import Part, parts_on, tensor_parallel_dim, whole

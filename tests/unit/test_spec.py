@@ -14,8 +14,9 @@ from small_runs import PPO, spec_of
 
 from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
 from flexrlhf.config.algorithms.ppo import PpoSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
 from flexrlhf.config.ratio_vector import vector_of_option
-from flexrlhf.config.spec import ModelSpec, PlacementEntry, PlacementMap
 from flexrlhf.config.spec_file import check_scopes, dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError, nearest

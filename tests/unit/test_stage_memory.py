@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from small_runs import HEADS, plan_of
 
-from flexrlhf.config.spec import Head, ModelSpec, SyncSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, blocks_of
 from flexrlhf.memory.engine_bytes import MEGATRON_ALIGNMENT, megatron_buffer, model_state, new_gradient_bytes

@@ -20,7 +20,8 @@ from flexrlhf.comm.checksum import checksum
 from flexrlhf.comm.sync import ChecksumError, SyncChannel, WeightMover
 from flexrlhf.comm.weights import WeightGather, cut
 from flexrlhf.comm.world import Waitable
-from flexrlhf.config.spec import LoraSpec, ModelSpec, SyncSpec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, shape_of
 from flexrlhf.weights.shapes import ModelShape, model_shape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_runs import TINY, placed_model, plan_of
 
-from flexrlhf.config.spec import LoraSpec, ModelSpec
+from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import trained_parts
 from flexrlhf.weights.sync_plan import (

@@ -10,7 +10,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from flexrlhf.config.spec import ModelSpec, RolloutSpec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.placement.layout import Layout, generation_layout, received_share
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexrlhf.comm.weights import WeightGather, cut, fill, flat
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import Part, parts_on, trained_parts, whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.memory.engine_bytes import DEEPSPEED_ELEMENTS
 
 _OTHER_PARTITIONS = (

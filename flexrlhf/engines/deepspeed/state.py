@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from flexrlhf.config.spec import OptimizerSpec
+from flexrlhf.config.model_settings import OptimizerSpec
 from flexrlhf.engines.base import WEIGHTS, StateTensor
 from flexrlhf.engines.optimizers import optimizer_moments
 

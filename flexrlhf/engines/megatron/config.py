@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from flexrlhf.config.spec import ModelSpec, OptimizerSpec
+from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import Sizes

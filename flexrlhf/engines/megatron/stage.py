@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from flexrlhf.config.spec import Head
+from flexrlhf.config.model_settings import Head
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, Sizes
 from flexrlhf.weights.shards import EMBEDDING

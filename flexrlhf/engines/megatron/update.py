@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from flexrlhf.comm.world import as_world
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import WEIGHTS, Moments, StateTensor
 from flexrlhf.engines.megatron.config import optimizer_config, torch_optimizers
 from flexrlhf.engines.megatron.stage import Named

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.spec import OptimizerSpec
+from flexrlhf.config.model_settings import OptimizerSpec
 from flexrlhf.engines.base import Moments
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexrlhf.config.spec import LoraSpec
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens

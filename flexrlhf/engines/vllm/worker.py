@@ -29,7 +29,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from flexrlhf.config.spec import LoraSpec
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.vllm.child import PARENT, SharedViews, describe, move_to_shared
 from flexrlhf.weights.lora import BASE, merged_from, without_adapter

@@ -9,7 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.spec import PlacementMap, Spec
+from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.advise import Advice, optimizers_on_host, ratios_of, tied

@@ -12,7 +12,9 @@ from pathlib import Path
 from time import perf_counter
 
 from flexrlhf.config.engines import OFFLOADING_ENGINE
-from flexrlhf.config.spec import ModelSpec, PlacementMap, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check, ranked
 from flexrlhf.guideline.advice.host_offload import is_short_of_memory, offload_sets, offloaded_spaces

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.placement.hosts import Hosts, has_nvidia_driver

@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, Self, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
-from flexrlhf.config.spec import Head, ModelSpec, RolloutSpec, ShadowSpec, Spec, SyncSpec
+from flexrlhf.config.model_settings import Head, ModelSpec, ShadowSpec
+from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option

@@ -13,7 +13,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
 from flexrlhf.config.engines import FULL_ENGINES, facts_of
-from flexrlhf.config.spec import ModelSpec, OperatorPlacement, PlacementMap, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.advice.space import GAP, Space, make_space, name_of

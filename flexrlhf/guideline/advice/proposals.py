@@ -7,7 +7,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.spec import ClusterSpec, ModelSpec, PlacementEntry, PlacementMap, ShadowSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
+from flexrlhf.config.placement_settings import ClusterSpec, PlacementEntry, PlacementMap
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule

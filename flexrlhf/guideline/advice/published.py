@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flexrlhf.config.spec import ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.guideline.advice.candidates import Candidate
 from flexrlhf.guideline.advice.host_offload import offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.model_options import SearchModel

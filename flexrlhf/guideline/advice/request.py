@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from flexrlhf.config.model_names import Config, find_model, is_model_directory
-from flexrlhf.config.spec import NodeSpec, Spec
+from flexrlhf.config.placement_settings import NodeSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
 from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.spec import MAX_PLANNED, Head, ModelSpec, Spec
+from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.spec import MAX_PLANNED, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel, Links

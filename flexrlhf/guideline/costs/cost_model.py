@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from flexrlhf.config.spec import Head
+from flexrlhf.config.model_settings import Head
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec import ModelSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError, shown

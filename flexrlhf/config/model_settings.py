@@ -1,0 +1,328 @@
+"""Settings of the models: weights, engine, optimizer, adapters, and a shadow's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from flexrlhf.config.model_names import find_model
+from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.user_paths import UserPath
+from flexrlhf.errors import UserError, shown
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"expected two numbers such as [0.9, 0.95], found {shown(value)}")
+    return value
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSpec(StrictModel):
+    """Optimizer, its learning-rate schedule over the optimizer steps, and the clipping of the global gradient norm."""
+
+    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="adamw: Loshchilov & Hutter 2019")
+    learning_rate: float = Field(
+        1e-6, ge=0, description="peak learning rate, after the warm-up; a critic's is 9e-6 unless it is written"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
+    )
+    final_ratio: float = Field(
+        0.0, ge=0, le=1, description="end of linear and cosine: learning rate of the last step over the peak"
+    )
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises linearly from 0")
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field((0.9, 0.95), description="of adamw and adam")
+    eps: float = Field(1e-8, gt=0, description="of adamw and adam")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
+    weight_decay: float = Field(0.0, ge=0, description="of adamw: decoupled from the gradient")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="gradients are scaled down to this global norm; null: not clipped"
+    )
+
+    @model_validator(mode="after")
+    def _momentum_is_of_sgd(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum {self.momentum:g} goes with sgd; {self.name} has betas")
+        return self
+
+
+class LoraSpec(StrictModel):
+    """Low-rank adapters on frozen weights (Hu et al. 2022), by peft: h = Wx + alpha / rank * BAx."""
+
+    rank: int = Field(8, ge=1, le=2**16, description="rows of A and columns of B")
+    alpha: int = Field(16, ge=1, description="scale of the adapters, over rank")
+    targets: tuple[str, ...] | None = Field(
+        None, description="linear layers with adapters, by the last part of their names; null: every linear layer"
+    )
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
+Zero = Literal[0, 1, 2, 3]
+Shard = Literal["all", "node"]
+Head = Literal["causal", "scalar", "both"]
+"""Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
+
+
+class ShadowSpec(StrictModel):
+    """Settings in which a role's shadow differs from its trained copy; null: the trained copy's setting."""
+
+    engine: str | None = Field(None, description="torch, deepspeed or megatron")
+    zero: Zero | None = Field(None, description="3: weights sharded; otherwise each replica has all of them")
+    shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
+    tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
+    pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
+    dtype: Dtype | None = Field(None, description="type of weights and passes")
+    micro_batch_tokens: int | None = Field(None, ge=1, description="computed tokens of one forward pass")
+    generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
+
+
+SMALL_LOGITS_MB = 64.0
+"""Size on CPUs and on devices of unknown memory."""
+
+
+def _named_config(value: Any) -> Any:
+    """Return the config of a model's name or file; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return find_model(value, "init")
+    except UserError as error:
+        raise ValueError(str(error).removeprefix("init ")) from None
+
+
+ModelConfig = Annotated[dict[str, Any], BeforeValidator(_named_config, json_schema_input_type=dict[str, Any] | str)]
+
+
+class ModelSpec(StrictModel):
+    """One role: its weights, the engine that runs it and how it is trained."""
+
+    path: UserPath | None = Field(
+        None, description="Hugging Face model directory, or a name on the Hub; null: see ModelsSpec"
+    )
+    init: ModelConfig | None = Field(
+        None,
+        description="a Hugging Face config, its file or a name such as qwen2.5-7b, to start from random weights",
+    )
+    new_head: bool = Field(
+        False,
+        description="files of scores may lack the scalar head, which is then random; trained ones may anyway",
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code that the model's directory contains, as transformers does"
+    )
+    retokenize: bool = Field(
+        False,
+        description="a reward or cost model of another vocabulary: texts are encoded again by its own tokenizer",
+    )
+    max_text_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="retokenize: longest text, of longer ones the beginning is cut off; null: twice prompt and "
+        "response, at most the model's positions",
+    )
+    share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
+    engine: str = Field("torch", description="torch, deepspeed or megatron")
+    zero: Zero = Field(
+        0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
+    )
+    shard: Shard = Field(
+        "all",
+        description="ranks over which ZeRO shards: all of the model, or those of one node, with a copy on every node "
+        "(torch, zero 2 and 3)",
+    )
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
+    pp: int = Field(1, ge=1, description="pipeline stages of a replica, of equally many layers (megatron)")
+    sequence_parallel: bool = Field(
+        True, description="tensor-parallel ranks split what lies between split layers along the texts (megatron)"
+    )
+    dtype: Dtype = Field(
+        "float32",
+        description="type of weights and passes; a trained model keeps float32 master weights; where none is written, "
+        "bfloat16 on GPUs of known classes that all compute in it",
+    )
+    save_dtype: SavedDtype = Field(
+        "auto",
+        description="type of the saved model; auto: that of the files that it started from, float32 without any; "
+        "checkpoints have float32 weights",
+    )
+    fallback_dtype: Literal["float16", "float32"] | None = Field(
+        None, description="the type instead of bfloat16 on device classes without it, such as V100; null: refused"
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "sdpa", description="kernel of transformers' attention; the last two on GPUs alone"
+    )
+    liger: bool = Field(False, description="norms and MLPs by Liger's kernels, on GPUs")
+    compile: bool = Field(False, description="compile the layers (torch.compile), on GPUs")
+    lora: LoraSpec | None = Field(None, description="train adapters; null: all weights")
+    optimizer: OptimizerSpec = OptimizerSpec()
+    micro_batch_tokens: int = Field(
+        8192,
+        ge=1,
+        description="computed tokens of one forward or backward pass, which has at least one text, or the texts of a "
+        "prompt that a loss compares",
+    )
+    pack_texts: bool = Field(True, description="several texts in one row of a pass, where the model's attention can")
+    share_prompts: bool = Field(
+        True,
+        description="samples of one prompt share one copy of it: in generation, and with pack_texts in a pass",
+    )
+    generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
+    logits_mb: float | None = Field(
+        None,
+        gt=0,
+        description="MB of float32 logits that exist at a time while log-probs are computed; null: 64, on GPUs of a "
+        "known class 512, or a hundredth of their memory",
+    )
+    activation_checkpointing: bool = Field(False, description="recompute a layer's activations in the backward pass")
+    offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory")
+    offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
+    config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, by their names")
+    shadow: ShadowSpec | None = Field(None, description="settings in which this role's shadow differs")
+
+    @property
+    def logits_at_a_time(self) -> int:
+        """Logits, in float32, that ``logits_mb`` has room for."""
+        return int((self.logits_mb or SMALL_LOGITS_MB) * 1e6 / 4)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path is not None and self.init is not None:
+            raise ValueError("path and init exclude each other: remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _limit_of_texts(self) -> Self:
+        if self.max_text_tokens is not None and not self.retokenize:
+            raise ValueError("max_text_tokens goes with retokenize: true: remove it, or set data.max_prompt_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _shared_weights_have_no_settings(self) -> Self:
+        plain = type(self).model_construct()
+        others = [name for name in type(self).model_fields if getattr(self, name) != getattr(plain, name)]
+        if self.share is not None and others != ["share"]:
+            others.remove("share")
+            raise ValueError(f"share: {self.share} means no copy of its own: remove {', '.join(others)}")
+        return self
+
+    @property
+    def of_shadow(self) -> Self:
+        """Settings of this role's shadow."""
+        return self.of_copy({key: value for key, value in (self.shadow or ()) if value is not None})
+
+    def of_copy(self, own: dict[str, Any]) -> Self:
+        """Return the settings of a copy that is not trained and has ``own`` ones, without those for training or for
+        another engine's library.
+
+        Of another engine it has one pipeline stage and is sharded over all ranks, unless its own settings differ.
+        """
+        dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
+        is_other = own.get("engine", self.engine) != self.engine
+        if is_other:
+            dropped |= {"config": {}, "pp": own.get("pp", 1), "shard": own.get("shard", "all")}
+        if is_other or own.get("zero", self.zero) != 3:
+            dropped["offload_parameters"] = False
+        return self.model_copy(update={**own, **dropped})
+
+
+OF_TRAINING = ("optimizer", "lora", "activation_checkpointing", "offload_optimizer", "shadow")
+"""Settings of ``models.all`` that a role which is not trained does not take."""
+_OF_ONE_ROLE = {"path": "actor", "init": "actor", "share": "ref", "retokenize": "reward", "max_text_tokens": "reward"}
+"""Settings that ``models.all`` does not have → a role that has them."""
+
+
+def _over_all(own: Any, shared: dict[str, Any]) -> Any:
+    """Return a role's settings over those of ``all``, sections key by key; a role that shares weights takes none."""
+    if not isinstance(own, dict) or own.get("share") is not None:
+        return own
+    pairs = {name: (shared.get(name), own.get(name)) for name in ("optimizer", "lora", "shadow")}
+    sections = {
+        name: {**of_all, **of_role}
+        for name, (of_all, of_role) in pairs.items()
+        if isinstance(of_all, dict) and isinstance(of_role, dict)
+    }
+    return {**shared, **own, **sections}
+
+
+FURTHER_MODELS = ("reward_", "cost_", "critic_", "ref_")
+"""Prefixes of further models, whose names a user chooses."""
+
+
+def _named_models(schema: dict[str, Any]) -> None:
+    """Allow in a JSON Schema the further models whose names begin as they must, and no others."""
+    schema["patternProperties"] = {f"^({'|'.join(FURTHER_MODELS)})": schema["additionalProperties"]}
+    schema["additionalProperties"] = False
+
+
+class ModelsSpec(StrictModel):
+    """Models by role. ref defaults to the actor's path, critic to the reward's, cost_critic to the cost's.
+
+    Settings of ``all`` hold for every role that does not have them itself, those of training for trained roles alone.
+    Further reward and cost models have names of their own (``reward_...``, ``cost_...``), to which a source of
+    ``reward`` or ``cost`` refers; a graph of one's own may have any (``critic_...``, ``ref_...``, too).
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, json_schema_extra=_named_models)
+    __pydantic_extra__: dict[str, ModelSpec] = Field(init=False)
+
+    all: ModelSpec | None = Field(
+        None,
+        description="settings of every role that does not have them itself",
+        json_schema_extra={"properties": dict.fromkeys(_OF_ONE_ROLE, False)},
+    )
+    actor: ModelSpec | None = None
+    critic: ModelSpec | None = None
+    cost_critic: ModelSpec | None = None
+    ref: ModelSpec | None = None
+    reward: ModelSpec | None = None
+    cost: ModelSpec | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_words(cls, value: Any) -> Any:
+        """Refuse names with other characters: a dot separates a role from its shadow, and names become directories."""
+        for key in value if isinstance(value, dict) else ():
+            if str(key).startswith(FURTHER_MODELS) and not re.fullmatch(r"[A-Za-z0-9_-]+", str(key)):
+                word = re.sub(r"[^A-Za-z0-9_-]+", "_", str(key))
+                raise ValueError(f"{shown(key)}: a model's name has letters, digits, _ and - alone; use {word}")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_from_all(cls, value: Any) -> Any:
+        """Write the settings of ``all`` into the roles that are written; planning fills in the others."""
+        if not isinstance(value, dict) or not isinstance(value.get("all"), dict):
+            return value
+        shared = {name: setting for name, setting in value["all"].items() if name not in _OF_ONE_ROLE}
+        return {role: own if role == "all" else _over_all(own, shared) for role, own in value.items()}
+
+    @field_validator("all", mode="before")
+    @classmethod
+    def _settings_of_all_roles(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name in _OF_ONE_ROLE:
+                raise ValueError(
+                    f"{name} goes with one role, found {shown(value[name])}: write models.{_OF_ONE_ROLE[name]}.{name}"
+                )
+        return value
+
+    @classmethod
+    def _is_known(cls, key: str) -> bool:
+        return super()._is_known(key) or key.startswith(FURTHER_MODELS)
+
+    def __iter__(self) -> Generator[tuple[str, Any]]:
+        """Yield roles and their models; ``all`` is no role."""
+        for role, model in super().__iter__():
+            if role != "all":
+                yield role, model
+
+    def of(self, role: str) -> ModelSpec | None:
+        """Return the model of ``role``; None if the YAML has none."""
+        return dict(self).get(role)
