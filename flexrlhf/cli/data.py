@@ -21,7 +21,7 @@ from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 def data(configs: Configs = None, config: ConfigOption = None, set_: Overrides = None) -> None:
     """Show what is in the data, and what limits drop or cut.
 
-    The files of each run, how many rows its limits drop or cut, and some rows as it has them. Exit code 0, or 2 where
+    The files of each run, how many rows its limits drop or cut, and some rows as it has them. Exit code 0, or 2 if
     a row or file cannot be used.
     """
     runs = RunOptions(configs, config, set_=set_)

@@ -30,7 +30,7 @@ def doctor(
 ) -> None:
     """Check machines, software, connections and space.
 
-    Before a run, on every machine of it. Exit code 0, or 1 where a check fails.
+    Before a run, on every machine of it. Exit code 0, or 1 if a check fails.
     """
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
     specs = runs.specs(nnodes)
@@ -51,7 +51,7 @@ def run_preflight(
     rank_seconds: float,
     factory: RankFactory | None = None,
 ) -> None:
-    """Check everything before ``plans`` run, and print a table on node 0; raises RunStopped where a check fails."""
+    """Check everything before ``plans`` run, and print a table on node 0; raises RunStopped if a check fails."""
     from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()

@@ -1,4 +1,4 @@
-"""Exit codes: what a user can correct, and how a job ended, is one sentence on stderr without a traceback."""
+"""Exit codes: a mistake that a user can correct, or the end of a job, is one sentence on stderr, not a traceback."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _in_home(value: Any) -> Any:
 
 
 def _check_current_directory() -> None:
-    """Raise UserError where the current directory has been deleted, against which paths are read."""
+    """Raise UserError if the current directory has been deleted, against which paths are read."""
     try:
         os.getcwd()
     except FileNotFoundError:

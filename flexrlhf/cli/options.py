@@ -82,7 +82,7 @@ Launcher = Annotated[
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Arguments and options of a command on runs: their YAMLs, and what replaces settings in them."""
+    """Arguments and options of a command on runs: their YAMLs, and values in place of their settings."""
 
     configs: Configs = None
     config: ConfigOption = None

@@ -20,7 +20,7 @@ from flexrlhf.plan.suggestions import check_fits
 
 
 def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
-    """Plan the runs of a command; prints what is chosen of what their YAMLs leave out."""
+    """Plan the runs of a command; prints the settings that are chosen because their YAMLs leave them out."""
     from flexrlhf.guideline.advice.auto import planned
 
     with working("planning"):

@@ -1,4 +1,4 @@
-"""``flexrlhf report``, ``compare`` and ``export``: what is made of the directories of runs."""
+"""``flexrlhf report``, ``compare`` and ``export``: a page, a table or a model of the directories of runs."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> No
 def _preflight(
     plans: Sequence[Plan], hosts: Hosts, *, is_quickstart: bool, resume: str | None, factory: RankFactory | None
 ) -> None:
-    """Check everything before a rank trains. Raises RunStopped where a check fails."""
+    """Check everything before a rank trains. Raises RunStopped if a check fails."""
     from flexrlhf.cli.doctor import run_preflight
     from flexrlhf.data.quickstart import prepare_corpus
     from flexrlhf.launch.rendezvous import JOIN_SECONDS

@@ -120,7 +120,7 @@ def _other_side(config: Path | None, other: str, settings: Sequence[str]) -> Sid
 
 
 def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, force: bool) -> list[Plan]:
-    """Return the plan of the first side and those of ``sides``. Raises UserError where their numbers must differ."""
+    """Return the plans of the first side and of ``sides``. Raises UserError if their results must differ."""
     from flexrlhf.verify.sides import check_comparable, short_spec
 
     names = [side.name if len(sides) == 1 else f"{side.name}-{number}" for number, side in enumerate(sides, 1)]
@@ -135,7 +135,7 @@ def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, forc
 
 
 def _verify(plans: Sequence[Plan], sides: Sequence[Side]) -> bool:
-    """Run and compare all sides; return whether all have the numbers of the first."""
+    """Run and compare all sides; return whether all have the results of the first."""
     with starting_factory(is_copied=True) as factory:
         from flexrlhf.verify.sides import side_text
         from flexrlhf.verify.verify import run_side, verify_side

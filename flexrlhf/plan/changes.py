@@ -1,5 +1,5 @@
 """Changes of settings that let a run fit: of one model on a rank, which ``plan`` suggests, and of a whole request, with
-which ``advise`` refuses. Whether a change is possible, and what it frees, shows a plan with it."""
+which ``advise`` refuses. A plan with a change shows whether it is possible, and which bytes it frees."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from flexrlhf.plan.data_sources import DataSource
 from flexrlhf.text import table
 
 WARNED_SHARE = 0.05
-"""Share of prompts or responses above which a line warns of what the limits do to them."""
+"""Share of prompts or responses that the limits drop or cut, above which a line warns of it."""
 MOST = 0.95
 """Share of them that a suggested limit keeps."""
 BAR = 40
@@ -26,7 +26,7 @@ Decode = Callable[..., str]
 
 
 def data_line(source: DataSource, counts: DataCounts) -> str:
-    """Return what a file has, and what the limits of the run do to it."""
+    """Return the rows of a file, and how many the limits of the run drop or cut."""
     parts = [f"form {counts.form}, {counts.num_rows} rows"]
     if len(counts.prompts) < counts.num_rows:
         parts[0] += f" ({len(counts.prompts)} of them counted)"
@@ -37,7 +37,7 @@ def data_line(source: DataSource, counts: DataCounts) -> str:
 
 
 def absent_line(source: DataSource) -> str:
-    """Return what is not checked of a file that planning does not find."""
+    """Return why the rows of a file that planning does not find are not checked."""
     if is_task(source.path):
         return one_line(f"{source.key}: {source.path} needs reasoning-gym (flexrlhf[reasoning]): no rows are checked")
     if not source.path.endswith(ENDINGS) and hub_name(source.path) is not None:
@@ -63,7 +63,7 @@ def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
 
 
 def _fate(counts: DataCounts) -> str:
-    """Return what happens to prompts that are too long."""
+    """Return the fate of prompts that are too long."""
     if counts.limits.long_prompts == "error":
         return "too long"
     return "left out" if counts.limits.drops else "truncated"
@@ -104,10 +104,10 @@ def _duplicates(found: Inspection) -> Iterator[str]:
         yield f"pairs of the same response twice: {same.pairs}"
 
 
-def _histogram(what: str, lengths: Sequence[int], limit: int) -> list[str]:
+def _histogram(name: str, lengths: Sequence[int], limit: int) -> list[str]:
     """Return lengths in bins that double, with a border at ``limit``."""
     middle, most, longest = quantile(lengths, 0.5), quantile(lengths, 0.95), max(lengths, default=0)
-    title = f"tokens of {what}: median {middle}, 95% at most {most}, longest {longest}, limit {limit}"
+    title = f"tokens of {name}: median {middle}, 95% at most {most}, longest {longest}, limit {limit}"
     bins = [(low, high, sum(low <= each <= high for each in lengths)) for low, high in _bins(lengths, limit)]
     widest = max((number for _, _, number in bins), default=1)
     rows = [
@@ -130,7 +130,7 @@ def _bins(lengths: Sequence[int], limit: int) -> list[tuple[int, int]]:
 
 
 def _sample(number: int, row: EncodedRow, decode: Decode) -> list[str]:
-    """Return the parts of a row, each line behind what happens to it."""
+    """Return the parts of a row, each line behind a mark: trained on, or not."""
     names = ("chosen", "rejected") if len(row.responses) == 2 else ("response",)
     title = f"row {number}: {len(row.prompt)} tokens of prompt"
     if not row.responses:
@@ -150,7 +150,7 @@ def _sample(number: int, row: EncodedRow, decode: Decode) -> list[str]:
 def _segments(prompt: Sequence[int], response: EncodedResponse, decode: Decode) -> Iterator[tuple[bool, str]]:
     """Yield the parts of a response that are trained on, or not, as text.
 
-    A text is what its tokens add to all before them: alone, some tokenizers drop a leading space.
+    Each is decoded after all before it: alone, some tokenizers drop a leading space.
     """
     mask, start, before = response.is_trained, 0, decode(list(prompt))
     for end in range(1, len(mask) + 1):

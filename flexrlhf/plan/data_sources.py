@@ -41,7 +41,7 @@ class DataSource:
 
 
 def data_sources(plan: Plan) -> list[DataSource]:
-    """Return the training files, and those of evaluation rows and pretraining texts, where there are such."""
+    """Return the training files, and the files of evaluation rows and pretraining texts, if there are any."""
     spec, needs = plan.spec, plan.graph.data
     sources = training_sources(spec, needs)
     if spec.eval is not None:
@@ -69,7 +69,7 @@ def _form(rows: RowsSpec, data: DataSpec) -> str:
 
 
 def _layout(spec: Spec, rows: RowsSpec | None = None) -> RowLayout:
-    """Return how rows are read: by their own settings, else by those of ``data``."""
+    """Return how rows are read: by their own settings, else by ``data``."""
     data = spec.data
     if rows is None:
         return RowLayout(data.columns, data.template, data.system)

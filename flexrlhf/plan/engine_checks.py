@@ -15,7 +15,7 @@ from flexrlhf.weights.lora import rank_in_vllm
 
 
 def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False) -> None:
-    """Raise UserError where a placed model's engine cannot serve an operator of its role or one of its settings.
+    """Raise UserError if a placed model's engine cannot serve an operator of its role or one of its settings.
 
     is_evaluated: whether the operators of evaluations run, too.
     """
@@ -108,7 +108,7 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
 
 
 def _check_separate(trained: PlacedModel) -> None:
-    """Raise UserError where the actor has no adapters that vLLM could add by itself."""
+    """Raise UserError if the actor has no adapters that vLLM could add by itself."""
     lora = trained.settings.lora
     if lora is None:
         raise UserError(
@@ -236,13 +236,13 @@ def _check_role(model: PlacedModel) -> None:
 
 
 def _or_engines(supports: Callable[[EngineFacts], bool]) -> str:
-    """Return the end of a sentence that names the engines which support a setting; empty where none does."""
+    """Return the end of a sentence that names the engines which support a setting; empty if none does."""
     engines = engines_with(supports)
     return f", or {engines}" if engines else ""
 
 
 def engines_with(supports: Callable[[EngineFacts], bool]) -> str:
-    """Return the engines of ``models`` that support a setting; those that do not generate where no other has it."""
+    """Return the engines of ``models`` that support a setting; those that do not generate if no other has it."""
     names = [name for name in FULL_ENGINES if supports(ENGINES[name])]
     names = names or [name for name in MODEL_ENGINES if supports(ENGINES[name])]
     return f"engine {' or '.join(names)}" if names else ""

@@ -24,7 +24,7 @@ from flexrlhf.weights.shapes import read_config
 def with_rollout_engine(
     spec: Spec, graph: Graph, cluster: Cluster, pending: Mapping[Path, ModelSpec], obstacle: str = ""
 ) -> tuple[Spec, str]:
-    """Return ``spec`` with the engine that generates, and why it is that one; no reason where it is written, or where
+    """Return ``spec`` with the engine that generates, and why it is that one; no reason if it is written, or where
     transformers is the only candidate.
 
     spec:      its models are resolved.

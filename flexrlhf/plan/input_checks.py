@@ -1,4 +1,4 @@
-"""Checks of all inputs of runs before a rank starts: models, tokenizers, rows, and what scores them."""
+"""Checks of all inputs of runs before a rank starts: models, tokenizers, rows, and sources of scores."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _check_retokenized(plan: Plan, role: str, data: RunData) -> None:
 
 
 def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) -> Any:
-    """Return the config of a role as an object of transformers. Raises UserError for what its ranks could not load.
+    """Return the config of a role as an object of transformers. Raises UserError if its ranks could not load it.
 
     ``new_head``: whether files may lack a scalar head. Models with code of their own, which is trusted, are built by
     the ranks alone.

@@ -68,7 +68,7 @@ def _states(states: Mapping[ModelName, State | None]) -> list[str]:
 
 
 def _is_worth_a_line(phase: Phase, memory: RankMemory) -> bool:
-    """Whether a phase is shown: the peak, every model call, and what needs a hundredth in addition to the states."""
+    """Whether a phase is shown: the peak, every model call, and phases that add a hundredth to the states."""
     return phase == memory.peak or phase.kind in ("generate", "forward", "train") or _share(phase.part_bytes, phase)
 
 
@@ -123,7 +123,7 @@ NOT_PLANNED = {
 
 
 def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
-    """Return what a GPU has in use once ranks are connected and before models are loaded, next to what is planned."""
+    """Return the bytes in use on a GPU once ranks are connected, before models are loaded, next to the planned ones."""
     made = counted(plan.communicators(rank), "communicator")
     planned = bytes_text(int(CONTEXT_BYTES) + communicator_bytes(plan.communicators(rank)))
     return f"rank {rank}: {made}; {bytes_text(total - free)} of {bytes_text(total)} in use, planned {planned}"

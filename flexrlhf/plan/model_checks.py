@@ -29,7 +29,7 @@ MAPPED_ACTIVATION = "silu"
 def check_models(
     placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster, lengths: Lengths | None = None
 ) -> None:
-    """Raise UserError where the sizes of a model or its devices rule out one of its settings.
+    """Raise UserError if the sizes of a model or its devices rule out one of its settings.
 
     ``lengths``: tokens of the run's texts; None: any.
     """
@@ -83,7 +83,7 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
 
 
 def _unmapped(shape: ModelShape, longest: int) -> str:
-    """Return what a model of a mapped family has that the engine does not compute; empty where it computes all."""
+    """Return what a model of a mapped family has that the engine does not compute; empty if it computes all."""
     if shape.window is not None and shape.window < longest:
         return f"sliding attention, of {shape.window} tokens in this model, whose texts have up to {longest}"
     if shape.rope not in MAPPED_ROPES:
@@ -168,7 +168,7 @@ def _check_split(model: PlacedModel, shape: ModelShape) -> None:
 
 
 def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
-    """Raise UserError where tensor-parallel ranks would split a head, or query heads from their keys, or would have
+    """Raise UserError if tensor-parallel ranks would split a head, or query heads from their keys, or would have
     unequal parts of the vocabulary in an engine that splits it.
     """
     tp, sizes = model.settings.tp, shape.sizes

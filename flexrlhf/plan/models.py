@@ -25,7 +25,7 @@ from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
 
 _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
-"""Role → the one whose weights it starts from where it has none: a critic from what scores, where that is a model."""
+"""Role → the one whose weights it starts from if it has none: a critic from the model that scores."""
 
 
 LARGE_MB = 512.0
@@ -36,7 +36,7 @@ CRITIC_RATE = 9e-6
 
 
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
-    """Return ``spec`` with the models that a user may leave out: ref starts as the actor, critics as what scores.
+    """Return ``spec`` with models that a user may leave out: ref starts as the actor, critics as the model that scores.
 
     What ``models.all`` says is then in every role. Raises UserError for a missing model, and for one that ``graph`` has
     no role for.
@@ -76,13 +76,13 @@ def shares_reference(spec: Spec, graph: Graph) -> bool:
 def with_shared_reference(spec: Spec) -> Spec:
     """Return ``spec`` with the actor without its adapters as the reference.
 
-    Its log-probs are those of a copy of its own, which would be as large as the actor.
+    A copy of its own would give the same log-probs, and be as large as the actor.
     """
     return spec.model_copy(update={"models": spec.models.model_copy(update={"ref": ModelSpec(share="actor")})})
 
 
 def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
-    """Return ``spec`` with room for logits and for weights under way that suits its devices, where none is given.
+    """Return ``spec`` with room for logits and for weights under way that suits its devices, if none is given.
 
     Small chunks would read the weight of a language head, and small buckets send messages, far more often than needed.
     """
@@ -105,7 +105,7 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
 
 
 def without_device_sizes(spec: Spec) -> Spec:
-    """Return ``spec`` without what ``with_device_sizes`` gives."""
+    """Return ``spec`` without the sizes that ``with_device_sizes`` gives."""
     return _sized(spec, lambda given, size: None if given == size else given, make_cluster(spec.cluster))
 
 
@@ -126,7 +126,7 @@ def _sized(spec: Spec, change: Callable[[float | None, float], float | None], cl
 
 
 def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:
-    """Return a critic's settings with its own learning rate, where none is written."""
+    """Return a critic's settings with its own learning rate, if none is written."""
     optimizer = model.optimizer
     if role not in CRITICS or "learning_rate" in optimizer.model_fields_set:
         return model
@@ -134,7 +134,7 @@ def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:
 
 
 def _with_text_limit(role: str, model: ModelSpec, data: DataSpec) -> ModelSpec:
-    """Return ``model`` with the longest text that it reads by its own tokenizer, where it does."""
+    """Return ``model`` with the longest text that it reads by its own tokenizer, if it does."""
     if not model.retokenize or model.max_text_tokens is not None:
         return model
     longest = LONGER * (data.max_prompt_tokens + data.max_response_tokens)
@@ -173,7 +173,7 @@ def with_parity_limits(spec: Spec) -> Spec:
 
 
 def _shares(spec: Spec, role: str, graph: Graph) -> bool:
-    """Whether ``role`` shares another's base weights in this graph. Raises UserError where that is not possible."""
+    """Whether ``role`` shares another's base weights in this graph. Raises UserError if that is not possible."""
     model = spec.models.of(role)
     if model is None or model.share is None:
         return False
@@ -219,5 +219,5 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
 
 
 def origins_first(graph: Graph) -> list[str]:
-    """Return the roles in the order of checks: what others start from first, so that messages name what is written."""
+    """Return the roles in the order of checks: origins of others first, so that messages name written models."""
     return sorted(graph.roles, key=lambda role: role in _ORIGINS)

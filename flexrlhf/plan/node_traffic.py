@@ -78,7 +78,7 @@ class SentBytes:
 
 
 def sent_bytes(plan: Plan) -> dict[int, SentBytes]:
-    """Return what each node sends to others in a mean step; empty on one node."""
+    """Return the bytes that each node sends to others in a mean step; empty on one node."""
     nodes = range(plan.cluster.num_nodes)
     if len(nodes) == 1:
         return {}

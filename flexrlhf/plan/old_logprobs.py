@@ -67,7 +67,7 @@ def recomputes_next_to_generation(spec: Spec) -> bool:
 
 
 def check_setting(graph: Graph, spec: Spec) -> None:
-    """Raise UserError where ``rollout.logprobs`` does nothing, or leaves out log-probs that a correction needs."""
+    """Raise UserError if ``rollout.logprobs`` does nothing, or leaves out log-probs that a correction needs."""
     setting = spec.rollout.logprobs
     if setting != "auto" and graph.generated is None:
         raise UserError(

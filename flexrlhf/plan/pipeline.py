@@ -115,7 +115,7 @@ def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacl
 
 
 def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape]) -> Plan:
-    """Return the plan of ``resolved`` under ``placement``. Raises UserError for what strategy or engines refuse."""
+    """Return the plan of ``resolved`` under ``placement``. Raises UserError if strategy or engines refuse it."""
     spec = resolved.spec
     strategy = choose_strategy(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
@@ -154,7 +154,7 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obsta
 
 
 Choose = Callable[[Spec, Mapping[Path, ModelSpec], str], Spec]
-"""Fills in what a spec leaves open before it is planned, given ``pending`` and ``obstacle`` of ``make_plan``."""
+"""Fills in settings that a spec leaves open before it is planned; ``pending``, ``obstacle``: as of ``make_plan``."""
 
 
 def make_plans(specs: Sequence[Spec], choose: Choose = lambda spec, pending, obstacle: spec) -> list[Plan]:

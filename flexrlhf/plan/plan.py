@@ -28,7 +28,7 @@ from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the ranks of one run do, and what follows from it.
+    """Everything that the ranks of one run do, with its bytes.
 
     spec:       resolved: no model and no limit is left open.
     cluster:    devices by rank.
@@ -41,7 +41,7 @@ class Plan:
     shapes:     parameter shapes by role; a role is absent when only loading the model reveals them.
     groups:     process groups, in the order in which every rank creates them.
     offloaded:  rank → placed models that are in host memory when the run starts.
-    choice:     engine that ``rollout.engine: auto`` is, and why; empty where one is written, or transformers is
+    choice:     engine that ``rollout.engine: auto`` is, and why; empty if one is written, or transformers is
                 the only candidate.
     """
 
@@ -129,12 +129,12 @@ class Plan:
         return max(map(self.communicators, range(self.placement.num_ranks)))
 
     def communicators(self, rank: int) -> int:
-        """Return how many a rank has, without what libraries create and groups of one rank."""
+        """Return how many a rank has, without communicators that libraries create, and groups of one rank."""
         return len({each.communicator for each in self.groups if rank in each.ranks and len(each.ranks) > 1})
 
     def loaded_on(self, rank: int) -> list[PlacedModel]:
-        """Return the models of ``rank`` as they are loaded, all ranks in one order: first what starts in host memory
-        anywhere, which needs a device for a moment.
+        """Return the models of ``rank`` as they are loaded, all ranks in one order: first models that start in host
+        memory anywhere, and need a device for a moment.
         """
         away = {name for names in self.offloaded.values() for name in names}
         return sorted(self.placement.on_rank(rank), key=lambda model: model.name not in away)

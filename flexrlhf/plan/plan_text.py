@@ -23,7 +23,7 @@ from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import layer_of, of_stage
 
 NAME_WIDTH = 13
-"""Characters of the names of placed models, where none is longer."""
+"""Characters of the names of placed models, if none is longer."""
 
 
 def format_plan(plan: Plan) -> str:
@@ -92,12 +92,12 @@ def _batch(plan: Plan) -> list[str]:
 
 
 def _responses(plan: Plan) -> str:
-    """Return the word for what each prompt has: samples of the policy, or responses of the data set."""
+    """Return the word for the responses to a prompt: samples of the policy, or responses of the data set."""
     return "responses" if plan.graph.generated is None else "samples"
 
 
 def _passes(plan: Plan) -> str:
-    """Return how texts lie in the rows of forward and training passes."""
+    """Return how sequences lie in the rows of forward and training passes."""
     models = [model for model in plan.placement.models if model.rollout is None]
     packed = {
         model.name: packs_texts(model.settings, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total)
@@ -149,7 +149,7 @@ def _placement(plan: Plan) -> list[str]:
 
 
 def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
-    """Yield a line for each pipeline stage: its ranks, its layers, and what else it has."""
+    """Yield a line for each pipeline stage: its ranks, its layers, and other weights."""
     layout = model.layout
     if layout.pp == 1 or shape is None:
         return
@@ -170,7 +170,7 @@ def _computed(plan: Plan, model: PlacedModel) -> str:
 
 
 def computing_text(model: PlacedModel) -> str:
-    """Return the engine, and sharding and dtype where they are not the default."""
+    """Return the engine, and sharding and dtype if they are not the default."""
     settings, layout = model.settings, model.layout
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
     shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
@@ -224,7 +224,7 @@ class ScheduleRow:
 
 
 def schedule_rows(plan: Plan) -> list[ScheduleRow]:
-    """Return a row for each instruction; those of an evaluation, for one batch of its rows, follow it."""
+    """Return a row for each instruction; the instructions of an evaluation, for one batch of its rows, follow it."""
     rows = []
     for each in plan.schedule.instructions:
         rows.append((each, plan.batch, False))
@@ -254,7 +254,7 @@ def _label(instruction: Instruction) -> str:
 
 
 def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]:
-    """Return primitive, bytes, period, chunk and lag, where the instruction has them."""
+    """Return primitive, bytes, period, chunk and lag, if the instruction has them."""
     notes: list[str] = []
     match instruction:
         case Move():

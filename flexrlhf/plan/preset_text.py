@@ -1,4 +1,4 @@
-"""Text of a plan on its preset: what ``algorithm.like`` has set, what the YAML sets otherwise, what it cannot set."""
+"""Text of a plan on its preset: settings of ``algorithm.like``, settings of the YAML that differ, and missing ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _difference(cell: Cell, value: Any, spec: Spec) -> str:
 
 
 def _is_there(cell: Cell, value: Any, spec: Spec) -> bool:
-    """Whether a setting has the peer's value; of a mapping, what the peer has of it."""
+    """Whether a setting has the peer's value; of a mapping, the keys that the peer has."""
     there = _there(cell, spec)
     if isinstance(there, dict) and isinstance(value, dict):
         return all(value.get(key) == each for key, each in there.items())

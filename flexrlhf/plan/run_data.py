@@ -114,7 +114,7 @@ def _loaded(
 
 
 def text_encoder(plan: Plan, role: str) -> TextEncoder:
-    """Return the encoder of texts for a role with a tokenizer of its own."""
+    """Return the encoder for a role with a tokenizer of its own."""
     model = plan.model(role)
     directory = tokenizer_of(role, model)
     assert directory is not None, "planning refuses a role without a tokenizer"
@@ -139,7 +139,7 @@ def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[D
 
 
 def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
-    """Return the run whose tokenizer a run has: its own, or of the earlier one that will write its model; None where
+    """Return the run whose tokenizer a run has: its own, or of the earlier one that will write its model; None if
     that does not exist."""
     if plan.spec.data.tokenizer is None and all(plan.model(role).path is None for role in plan.graph.roles):
         return None
@@ -151,7 +151,7 @@ def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
 
 
 def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int | None = None) -> Inspection:
-    """Return what is in the file of ``source``, in all of its rows or in ``max_rows``. Raises UserError."""
+    """Inspect the file of ``source``, all of its rows or ``max_rows``. Raises UserError."""
     data = plan.spec.data
     return inspect_rows(
         source.path,
@@ -183,7 +183,7 @@ def check_inspection(source: DataSource, found: Inspection) -> None:
 def response_lengths(plan: Plan) -> tuple[int, ...]:
     """Return tokens of a sample of responses, end tokens included, at most ``data.max_response_tokens``, sorted.
 
-    From the responses in the run's data file, else in its evaluation file; none where neither has any, or they do not
+    From the responses in the run's data file, else in its evaluation file; none if neither has any, or they do not
     exist yet.
     """
     for source in data_sources(plan):
@@ -195,7 +195,7 @@ def response_lengths(plan: Plan) -> tuple[int, ...]:
 
 
 def prompt_lengths(plan: Plan) -> tuple[int, ...]:
-    """Return tokens of a sample of the prompts in the run's data files, sorted; none where they do not exist yet."""
+    """Return tokens of a sample of the prompts in the run's data files, sorted; none if they do not exist yet."""
     training = [source for source in data_sources(plan) if source.is_training]
     examples = [example for source in training for example in _sampled(plan, source, with_responses=False)]
     return tuple(sorted(len(example.prompt) for example in examples))
@@ -204,7 +204,7 @@ def prompt_lengths(plan: Plan) -> tuple[int, ...]:
 def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:
     """Return a sample of a file's examples.
 
-    None where the file or the tokenizer does not exist yet, or where responses are needed and the file has none.
+    None if the file or the tokenizer does not exist yet, or where responses are needed and the file has none.
     """
     if tokenizer_run(plan, ()) is None or not is_present(source.path):
         return []

@@ -130,7 +130,7 @@ def _listed_ids(policy: ModelSpec) -> tuple[int, ...]:
 
 
 def _read(policy: ModelSpec) -> dict[str, Any]:
-    """Return the contents of the policy's generation config; nothing where it has none."""
+    """Return the contents of the policy's generation config; nothing if it has none."""
     path = base_model("actor", policy).path
     file = None if path is None else Path(path) / GENERATION_CONFIG
     if file is None or not file.is_file():

@@ -1,8 +1,8 @@
-"""Changes of settings with which a run fits its devices: suggested with the bytes that each frees, or chosen of what a
-YAML leaves out. Each is found by planning the run again with it.
+"""Changes of settings with which a run fits its devices: suggested with the bytes that each frees, or chosen if a YAML
+leaves the settings out. Each is found by planning the run again with it.
 
-A change is suggested as its override on the command line, where engines and devices allow it. What is chosen leaves the
-results as they are, and follows from the plan alone: every machine of a job chooses the same.
+A change is suggested as its override on the command line, if engines and devices allow it. Chosen settings leave
+results as they are, and follow from the plan alone: every machine of a job chooses the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORTH = 0.01
 REPLANNED_RANKS = 4096
 """Most ranks times changes that are tried: each change is planned on all ranks."""
 COMBINED = 8
-"""Changes of which two or three are tried together where none suffices alone: those that free most."""
+"""Changes of which two or three are tried together if none suffices alone: those that free most."""
 BY_TIME = (
     *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "shard"),
     *("activation_checkpointing", "tp", "pp", "overlap", "offload_optimizer", "offload_parameters"),
@@ -61,7 +61,7 @@ class MemorySuggestion:
 
     @property
     def same_numbers(self) -> bool:
-        """Whether results stay the same; else it changes what is trained, or the precision."""
+        """Whether results stay the same; else the change is one of trained weights, or of precision."""
         return all(change.key in BY_TIME for change in self.changes)
 
     @property
@@ -72,7 +72,6 @@ class MemorySuggestion:
 
 def tightest_rank(plan: Plan) -> int:
     """Return the rank that lacks most memory; among devices of unknown size the one that needs most."""
-
     sizes = [plan.device_bytes(rank) for rank in range(plan.placement.num_ranks)]
     lacking = [
         (size is not None, each.peak_bytes - (size or 0)) for size, each in zip(sizes, plan.memories, strict=True)
@@ -83,7 +82,7 @@ def tightest_rank(plan: Plan) -> int:
 def memory_suggestions(plan: Plan, rank: int, written: frozenset[str] = frozenset()) -> list[MemorySuggestion]:
     """Return the changes that reduce the peak of ``rank``: every setting at the value that frees most.
 
-    Those that leave learning alone come first: what suffices by the time that it usually costs, else what frees most.
+    First come changes that leave learning as it is: of those that suffice the fastest, else the ones that free most.
     Each is tried on every model alone, and on all that can have it together: where several models need nearly as much,
     a change of one only makes the next one the peak. Where none suffices that leaves learning alone, two or three are
     tried together. On many ranks only the first changes are tried.
@@ -161,7 +160,7 @@ def _together(changes: Iterable[SettingChange]) -> list[Changes]:
 
 
 def check_fits(plan: Plan) -> None:
-    """Raise UserError where a rank needs more than its device's memory. Devices of unknown size are not checked."""
+    """Raise UserError if a rank needs more than its device's memory. Devices of unknown size are not checked."""
     rank = tightest_rank(plan)
     memory, size = plan.memories[rank], plan.device_bytes(rank)
     if size is None or memory.peak_bytes <= size:
@@ -191,7 +190,7 @@ def _remedy(suggestions: list[MemorySuggestion]) -> str:
 def replanned(plan: Plan, graph: Graph, changes: Changes) -> Plan:
     """Return ``plan`` with ``changes``. ``graph``: of the algorithm, which they leave as it is.
 
-    Raises UserError where engines or devices do not allow them.
+    Raises UserError if engines or devices do not allow them.
     """
     shapes = dict(plan.shapes)
     for change in changes:

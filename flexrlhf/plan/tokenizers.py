@@ -46,7 +46,7 @@ class Vocabulary:
         return {number: token for token, number in self.ids.items()}
 
     def conflict(self, other: Vocabulary) -> str | None:
-        """Return an example of what ``other`` reads differently, in words; None where there is nothing.
+        """Return an example of a token that ``other`` reads differently, in words; None if there is none.
 
         Tokens that one of them has in addition, at ids that the other does not use, are no conflict.
         """
@@ -72,7 +72,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def read_vocabulary(key: str, directory: Path) -> Vocabulary | None:
-    """Return the vocabulary in a directory; None where its files have another form. ``key``: for messages.
+    """Return the vocabulary in a directory; None if its files have another form. ``key``: for messages.
 
     Raises UserError for files that cannot be read.
     """
@@ -123,7 +123,7 @@ def _entries(added: Any) -> Iterator[tuple[str, int]]:
 
 
 def run_tokenizer(spec: Spec, graph: Graph) -> tuple[str, str] | None:
-    """Return how messages name the tokenizer of a run, and its directory; None where nothing names one.
+    """Return how messages name the tokenizer of a run, and its directory; None if nothing names one.
 
     It is ``data.tokenizer``, else that of the first model with a path.
     """
@@ -197,7 +197,7 @@ def _check_size(role: str, model: ModelSpec, vocabulary: Vocabulary) -> None:
 
 
 def _remedy(role: str, own: str, name: str, may_retokenize: bool) -> str:
-    """Return what works: other files, or texts that are encoded again."""
+    """Return the remedy: other files, or responses that are encoded again."""
     if may_retokenize:
         return f"set models.{role}.retokenize: true, or give a model with the tokenizer of {name.split()[0]}"
     if name.startswith("data."):

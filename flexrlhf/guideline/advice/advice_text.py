@@ -38,7 +38,7 @@ SIMULATED = "a step as simulated"
 
 
 def format_advice(advice: Advice, source: CostSource) -> str:
-    """Return the whole report. ``source``: what the seconds are from."""
+    """Return the whole report. ``source``: of the seconds."""
     tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
     ranked = f"ranked (simulated seconds and memory; `>`: the one to use{tie}; `*`: by ranks, below)"
     ruled = (a for a in advice.feasible if a.candidate.method == "guideline" and a is not advice.best)
@@ -70,7 +70,7 @@ def _head(advice: Advice, source: CostSource) -> str:
 
 
 def _mean(advice: Advice) -> str:
-    """Mean length of responses, where they are shorter than the longest."""
+    """Mean length of responses, if they are shorter than the longest."""
     lengths, longest = advice.best.candidate.space.lengths, advice.best.plan.lengths.response
     text = f", responses of {lengths.mean_response:.4g} tokens on average{lengths.assumption}"
     return text if lengths.mean_response < longest else ""
@@ -180,8 +180,8 @@ def _reasons(advice: Advice) -> Iterator[str]:
 
 
 def contradictions(advice: Advice) -> Iterator[str]:
-    """Yield a sentence where the placement to use has another strategy than FlexRLHF's guideline gives, with what
-    makes the difference in the simulated steps."""
+    """Yield a sentence where the placement to use has another strategy than FlexRLHF's guideline gives, with the
+    operator that makes the difference in the simulated steps."""
     best, rule = advice.best, next(iter(advice.rules), None)
     ruled = next((item for item in advice.feasible if item.candidate.method == "guideline"), None)
     if rule is None or ruled is None or ruled.seconds <= (1 + advice.margin) * best.seconds:
@@ -248,7 +248,7 @@ def _search_row(label: str, result: SearchResult) -> tuple[str, ...]:
 
 
 def format_operator_advice(advice: OperatorAdvice, source: CostSource) -> str:
-    """Return the whole report. ``source``: what the seconds are from."""
+    """Return the whole report. ``source``: of the seconds."""
     plan, seconds = advice.plan, advice.simulation.seconds
     found = advice.result
     how = "no placement of the space is faster" if found.is_optimal else f"none is over {found.gap:.0%} faster"
@@ -280,7 +280,7 @@ def _operators(plan: Plan) -> list[str]:
 
 
 def write_operator_advice(advice: OperatorAdvice, path: Path) -> None:
-    """Write the YAML, with its origin in a comment. Raises UserError where it cannot be written."""
+    """Write the YAML, with its origin in a comment. Raises UserError if it cannot be written."""
     seconds, peak = advice.simulation.seconds, bytes_text(_peak(advice))
     head = f"# a placement for each operator; {seconds:.2f} s {SIMULATED}, {peak}"
     _write(path, [head], advice.spec)
@@ -293,7 +293,7 @@ def is_advised(text: str) -> bool:
 
 
 def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
-    """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError where it cannot be written."""
+    """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError if it cannot be written."""
     seconds, candidate = chosen.seconds, chosen.candidate
     head = [
         f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {SIMULATED}, {bytes_text(int(chosen.peak))}",

@@ -50,9 +50,9 @@ class Advice:
     rejected:  the other candidates.
     rules:     rules of the guideline that fired.
     searches:  the spaces that were searched, by their labels.
-    seconds:   what all of it took.
+    seconds:   of all searches.
     margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
-    refusal:   sentence on what would help, where nothing fits.
+    refusal:   sentence on changes that would help, if nothing fits.
     """
 
     feasible: tuple[FeasibleCandidate, ...]
@@ -186,9 +186,9 @@ def advise(
                     fast; None: what predictions of two placements must differ by to be distinguished.
     pending:        as of ``make_plan``.
     obstacle:       as of ``make_plan``.
-    explains:       whether to search for what would help where nothing fits.
+    explains:       whether to search for changes that would help if nothing fits.
 
-    Raises UserError where nothing fits, or the costs of a device are not known.
+    Raises UserError if nothing fits, or the costs of a device are not known.
     """
     began = perf_counter()
     if costs is None:
@@ -217,7 +217,7 @@ def advise(
 
 def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
     """Return ``spec`` with the engine whose optimizer states can be in host memory, for trained models whose engine is
-    not written; itself where there is none, and on devices that are no GPUs of known classes."""
+    not written; itself if there is none, and on devices that are no GPUs of known classes."""
     of_all = spec.models.all
     models = {role: spec.models.of(role) or of_all or ModelSpec() for role in trained}
     opened = {role: model for role, model in models.items() if "engine" not in model.model_fields_set}

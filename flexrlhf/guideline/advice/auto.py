@@ -42,7 +42,7 @@ SETTINGS = (
 
 def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
     """Plan the runs of a command, and choose settings that their YAMLs leave out: each plan with a text on the choice
-    for the first rank to print, which is empty where nothing is chosen and on other ranks.
+    for the first rank to print, which is empty if nothing is chosen and on other ranks.
 
     Raises UserError as ``make_plans``, and where ``placement: auto`` finds nothing that fits.
     """
@@ -61,7 +61,7 @@ def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
 
 
 def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
-    """Return ``spec`` with the placement to use, and what was chosen; as it is, and no text, where its own is used."""
+    """Return ``spec`` with the placement to use, and a text on it; as it is, without a text, if its own is used."""
     is_open = "placement" not in spec.model_fields_set
     has_gpus = has_known_gpus(spec.cluster, make_cluster(spec.cluster))
     if spec.placement != "auto" and not (is_open and (has_gpus or _is_on_cpu(spec))):
@@ -109,7 +109,7 @@ def _searched(
 
 
 def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool = True) -> tuple[Spec, str]:
-    """Return ``spec`` with the placement to use, and a text on it. Raises UserError where nothing fits.
+    """Return ``spec`` with the placement to use, and a text on it. Raises UserError if nothing fits.
 
     ``has_settings``: whether models get settings, too, by the memory that devices have.
     """
@@ -123,13 +123,13 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
         chosen = spec.model_copy(update=kept)
     head = "placement auto is" if spec.placement == "auto" else "placement, which is not written, is"
     line = f"{spec.name}: {head} {placement_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
-    line += f" by {source.name}{_beside(advice)}"
+    line += f" by {source.name}{_next_to(advice)}"
     settings = "; ".join(_settings(spec, chosen))
     return chosen, f"{line}\n  with {settings}" if settings else line
 
 
-def _beside(advice: Advice) -> str:
-    """Return what a step takes with every model on all devices, where that is another placement."""
+def _next_to(advice: Advice) -> str:
+    """Return the time of a step with every model on all devices, if that is another placement."""
     from flexrlhf.strategies.strategy import COLOCATED
 
     seconds = [item.seconds for item in advice.feasible if item.candidate.name == COLOCATED]

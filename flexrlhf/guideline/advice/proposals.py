@@ -94,7 +94,7 @@ def _placement(space: Space, spec: Spec, assignment: Assignment) -> Vector | Pla
 
 
 def vector_ranks(space: Space, vector: Vector) -> dict[str, tuple[int, ...]] | None:
-    """Placed model → its ranks when ``vector`` is packed; None where the vector fits no split of the devices."""
+    """Placed model → its ranks when ``vector`` is packed; None if the vector fits no split of the devices."""
     spec = space.spec.model_copy(update={"placement": vector})
     try:
         placement = place(spec, space.roles, space.graph.can_shadow, space.cluster)
@@ -113,7 +113,7 @@ def choose_settings(
 ) -> Assignment | str:
     """Choose settings for models on ``ranks``, each a run of devices: the fastest, leaner ones where memory is short.
 
-    ``allowed``: which settings may be chosen. Returns the reason where there are none.
+    ``allowed``: which settings may be chosen. Returns the reason if there are none.
     """
     problem = space.problem
     # a rollout engine that is not in ranks has those of its role
@@ -160,7 +160,7 @@ def _options_at(problem: SearchProblem, choice: Choice) -> Sequence[Option]:
 
 
 def fastest_options(problem: SearchProblem, choice: Choice) -> Choice | None:
-    """Return a part's fastest settings on its mesh, whatever memory they need; None where it has none there."""
+    """Return a part's fastest settings on its mesh, whatever memory they need; None if it has none there."""
     options = _options_at(problem, choice)
     fastest = min(options, key=lambda option: sum(option.seconds), default=None)
     return None if fastest is None else replace(choice, option=fastest)
@@ -198,7 +198,7 @@ def _in_space(space: Space, problem: SearchProblem, assignment: Assignment) -> A
 
 
 def in_problem(problem: SearchProblem, assignment: Assignment) -> Assignment | None:
-    """Return the same meshes and settings in a problem with other calls; None where it has no such option."""
+    """Return the same meshes and settings in a problem with other calls; None if it has no such option."""
     moved = []
     for choice in assignment:
         options = _options_at(problem, choice)
@@ -223,7 +223,7 @@ def _is_allowed(model: SearchModel, option: Option, allowed: Allowed | None) -> 
 
 
 def _fullest(problem: SearchProblem, chosen: Sequence[Choice]) -> int | None:
-    """Device that lacks most memory; None where all have enough."""
+    """Device that lacks most memory; None if all have enough."""
     starts = sorted({choice.start for choice in chosen})
     lacking = {at: device_bytes(chosen, at) - _memory(problem, at) for at in starts}
     worst = max(lacking, key=lambda at: lacking[at])
@@ -240,7 +240,7 @@ def _cheapest_swap(
 ) -> tuple[int, Choice] | None:
     """(model, choice) of the change of one model's settings that costs least time for the bytes it frees on ``device``.
 
-    None where no change frees any.
+    None if no change frees any.
     """
     before = device_bytes(chosen, device)
     best: tuple[float, int, Choice] | None = None

@@ -1,8 +1,8 @@
-"""Placements by what is published: rules for where models go, each reported when it fires, and usual placements.
+"""Published placements: rules for where models go, each reported when it fires, and usual placements.
 
 FlexRLHF's guideline decides (strategy, shares, settings); HybridFlow (Sheng et al., EuroSys 2025, section 8.3) and ReaL
-(Mei et al., MLSys 2025, section 8) comment on the outcome. Usual placements are those of published systems, in the
-engines of a spec.
+(Mei et al., MLSys 2025, section 8) comment on the outcome. Usual placements of published systems are in the engines of
+a spec.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class GuidelineResult:
 
     strategy:    name of the strategy.
     space:       the space that it is a placement of.
-    vector:      placement ratios; empty where ranks follow from classes of devices.
+    vector:      placement ratios; empty if ranks follow from classes of devices.
     rules:       the rules that fired.
-    assignment:  meshes and settings; None where nothing that the rules allow fits.
+    assignment:  meshes and settings; None if nothing that the rules allow fits.
     """
 
     strategy: str
@@ -186,7 +186,7 @@ def _colocated(space: Space, sizes: MemorySizes) -> GuidelineResult:
 def _assignment(
     space: Space, ranks: Mapping[str, tuple[int, ...]] | None, allowed: Allowed | None = None
 ) -> Assignment | None:
-    """Settings for models on ``ranks``; None where there are no ranks, or nothing fits."""
+    """Settings for models on ``ranks``; None if there are no ranks, or nothing fits."""
     assignment = None if ranks is None else choose_settings(space, ranks, allowed)
     return None if isinstance(assignment, str) else assignment
 
@@ -304,7 +304,7 @@ def _usual_colocated(space: Space, seconds: float, gap: float) -> Candidate:
 
 
 def _usual(space: Space, name: str, vector: Vector, allowed: Allowed | None = None) -> Candidate:
-    """Return the placement of ``vector``, with idle models in host memory where nothing fits otherwise."""
+    """Return the placement of ``vector``, with idle models in host memory if nothing fits otherwise."""
     ranks = vector_ranks(space, vector)
     if ranks is None:
         return Candidate("usual", name, space, None, "these shares are no whole devices, or of several classes")

@@ -48,7 +48,7 @@ CHECKED = 3
 
 
 def last_resort(base: Space, until: float = inf) -> Candidate | None:
-    """Return a placement with a plan that fits; None where no search finds any.
+    """Return a placement with a plan that fits; None if no search finds any.
 
     ``until``: time of ``perf_counter`` at which the searches end.
     """

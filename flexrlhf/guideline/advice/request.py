@@ -129,7 +129,7 @@ OVERRIDES = ("algorithm", "prompt_tokens", "response_tokens", "prompts", "sample
 
 @dataclass(frozen=True)
 class AdviceOptions:
-    """Options of the command line under their names; None where one is not given."""
+    """Options of the command line under their names; None if one is not given."""
 
     algorithm: str | None = None
     model: str | None = None
@@ -215,7 +215,7 @@ def nodes_of_eight(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
 def find_class(text: str, where: str) -> str:
     """Name of the device class that ``text`` is, in any case, or that it is the start of.
 
-    Raises UserError where there is none, or several.
+    Raises UserError if there is none, or several.
     """
     lowered = {name.lower(): name for name in DEVICE_CLASSES}
     if text.lower() in lowered:
