@@ -22,7 +22,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.reinforce import ReturnsSpec
 from flexrlhf.config.algorithms.supervised import PreferenceSpec
 from flexrlhf.config.model_settings import ModelsSpec
-from flexrlhf.config.outputs import LOGGERS, LoggerSpec
+from flexrlhf.config.output_settings import LOGGERS, LoggerSpec
 from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, OperatorPlacement, PlacementEntry, PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import mappings, meaning, plain_text

@@ -1,4 +1,4 @@
-"""Schema of the YAML: one class for each section, with every default on its field.
+"""Schema of the YAML: one class for each section, in this file and those next to it, with every default on its field.
 
 All classes are frozen and refuse unknown keys with the nearest valid one. ``spec_file`` reads and writes them.
 """
@@ -11,14 +11,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
+from flexrlhf.config.data_settings import DataSpec, EvalSpec
 from flexrlhf.config.engines import ENGINES, facts_of
 from flexrlhf.config.model_settings import Dtype, ModelsSpec
-from flexrlhf.config.outputs import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
+from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
 from flexrlhf.config.placement_settings import ClusterSpec, PlacementMap
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
-from flexrlhf.config.rows import DataSpec, EvalSpec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import either, shown

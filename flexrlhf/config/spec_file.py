@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.model_settings import ModelsSpec
-from flexrlhf.config.outputs import LOGGERS
+from flexrlhf.config.output_settings import LOGGERS
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.ratio_vector import RATIO_FORM

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.rows import LongPrompts
+from flexrlhf.config.data_settings import LongPrompts
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
 from flexrlhf.data.files import Row, read_rows

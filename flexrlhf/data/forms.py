@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any, get_args
 
-from flexrlhf.config.rows import Form
+from flexrlhf.config.data_settings import Form
 from flexrlhf.data.files import Row
 from flexrlhf.data.messages import (
     Chat,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexrlhf.config.rows import render, template_fields
+from flexrlhf.config.data_settings import filled_template, template_fields
 from flexrlhf.data.files import Row, json_type
 from flexrlhf.errors import UserError, nearest
 
@@ -47,7 +47,7 @@ class RowLayout:
         if self.template is None:
             return None
         values = self.all_columns(row)
-        return render(self.template, {name: _text(values, name) for name in template_fields(self.template)})
+        return filled_template(self.template, {name: _text(values, name) for name in template_fields(self.template)})
 
     def _renamed(self, values: Row) -> Row:
         """Return the values that the user gives names, by these."""

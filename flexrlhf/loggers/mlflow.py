@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.outputs import MlflowSpec
+from flexrlhf.config.output_settings import MlflowSpec
 from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
 
 LONGEST_PARAMETER = 500

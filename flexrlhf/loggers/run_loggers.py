@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.outputs import LoggerSpec
+from flexrlhf.config.output_settings import LoggerSpec
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.outputs import TensorBoardSpec
+from flexrlhf.config.output_settings import TensorBoardSpec
 from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
 
 FOLDER = "tensorboard"

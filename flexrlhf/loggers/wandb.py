@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flexrlhf.config.outputs import WandbSpec
+from flexrlhf.config.output_settings import WandbSpec
 from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.outputs import DebugSpec
+from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexrlhf.config.rows import EvalSpec
+from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.losses import pairs_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.rows import DataSpec, RowsSpec
+from flexrlhf.config.data_settings import DataSpec, RowsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.order import whole_parts
 from flexrlhf.data.row_layout import RowLayout

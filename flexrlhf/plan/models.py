@@ -8,10 +8,10 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.data_settings import DataSpec
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import OF_TRAINING, SMALL_LOGITS_MB, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.rows import DataSpec
 from flexrlhf.config.spec import SMALL_BUCKET_MB, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER

@@ -10,7 +10,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.rows import LongPrompts
+from flexrlhf.config.data_settings import LongPrompts
 from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits, load_examples
 from flexrlhf.data.files import is_present, read_rows
 from flexrlhf.data.forms import detect_form, has_response

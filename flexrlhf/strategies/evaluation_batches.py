@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 
-from flexrlhf.config.rows import EvalSpec
+from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.strategies.instructions import Eval, Move, Run

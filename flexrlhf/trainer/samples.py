@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.config.outputs import SamplesSpec
+from flexrlhf.config.output_settings import SamplesSpec
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from statistics import median
 
-from flexrlhf.config.outputs import GuardsSpec
+from flexrlhf.config.output_settings import GuardsSpec
 
 WINDOW, LEAST = 20, 5
 """Steps before, of which the median is taken: at most, and at least."""

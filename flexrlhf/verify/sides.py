@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.number_settings import differing_settings, nested_differences
-from flexrlhf.config.outputs import CheckpointSpec, DebugSpec, SaveSpec
+from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, SaveSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan

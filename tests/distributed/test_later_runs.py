@@ -13,8 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from flexrlhf.config.outputs import CheckpointSpec, SaveSpec
-from flexrlhf.config.rows import EvalSpec
+from flexrlhf.config.data_settings import EvalSpec
+from flexrlhf.config.output_settings import CheckpointSpec, SaveSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.outputs import CheckpointSpec
+from flexrlhf.config.output_settings import CheckpointSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.data.quickstart import CORPUS

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.outputs import CheckpointSpec, SaveSpec
+from flexrlhf.config.output_settings import CheckpointSpec, SaveSpec
 from flexrlhf.config.spec_file import dump_spec
 
 STEPS = 2

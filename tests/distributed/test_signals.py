@@ -19,7 +19,7 @@ from commands import children, is_alive, read_until, start
 from logged_runs import READERS
 from safetensors.torch import load_file
 
-from flexrlhf.config.outputs import LoggerSpec, MlflowSpec, TensorBoardSpec, WandbSpec
+from flexrlhf.config.output_settings import LoggerSpec, MlflowSpec, TensorBoardSpec, WandbSpec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import TIMES
 

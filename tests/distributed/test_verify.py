@@ -15,7 +15,7 @@ from cases import Case, make_assets
 from commands import start
 from forked import RANK_ENVIRONMENT, warm_factory
 
-from flexrlhf.config.outputs import DebugSpec
+from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.launch.start import start_ranks

@@ -24,11 +24,11 @@ from random_specs import (
 from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec
+from flexrlhf.config.data_settings import DataSpec, EvalSpec, SourceSpec
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.outputs import SaveSpec
+from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
-from flexrlhf.config.rows import DataSpec, EvalSpec, SourceSpec
 from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError

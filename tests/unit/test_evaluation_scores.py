@@ -8,7 +8,7 @@ import pytest
 import torch
 from replicas import Alone, batch_of
 
-from flexrlhf.config.rows import EvalSpec
+from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.engines.base import Batch, add_moments
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.context import CombineContext

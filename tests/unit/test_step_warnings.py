@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from flexrlhf.config.outputs import GuardsSpec
+from flexrlhf.config.output_settings import GuardsSpec
 from flexrlhf.metrics import evaluate
 from flexrlhf.trainer.step_warnings import LEAST, RareWarnings, StepWarnings
 

@@ -23,7 +23,7 @@ from flexrlhf.cli import app
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World
-from flexrlhf.config.outputs import GuardsSpec
+from flexrlhf.config.output_settings import GuardsSpec
 from flexrlhf.data.quickstart import CORPUS, prepare_corpus
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import FailureReporter

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from flexrlhf.config.rows import FILES, TextForm
+from flexrlhf.config.data_settings import FILES, TextForm
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import shown

@@ -26,7 +26,7 @@ def template_fields(template: str) -> tuple[str, ...]:
     return tuple(field for _, field in _parts(template) if field is not None)
 
 
-def render(template: str, values: Mapping[str, str]) -> str:
+def filled_template(template: str, values: Mapping[str, str]) -> str:
     """Return the template with each field replaced by its value."""
     return "".join(text + ("" if field is None else values[field]) for text, field in _parts(template))
 
