@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class ExecutionEngine:
         config_path: str | Path,
         actor_model_path: str | Path | None = None,
         critic_model_path: str | Path | None = None,
-        placement_ratio: Sequence[float] | str | None = None,
+        placement_ratio: Sequence[float | Fraction] | str | None = None,
         *,
         devices: int | None = None,
         overrides: Sequence[str] = (),

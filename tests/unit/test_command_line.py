@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +19,8 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.cli.app import COMMANDS
+from flexrlhf.cli.options import RunOptions
+from flexrlhf.config import spec_file
 from flexrlhf.config.setting_list import keys_from, setting_sections
 from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -84,6 +88,27 @@ FORMS = [
 @pytest.mark.parametrize("words", FORMS, ids=" ".join)
 def test_a_vector_has_a_form_for_every_shell(words: tuple[str, ...], invoke: Invoke) -> None:
     assert "interleaving on 2 devices" in invoke("plan", "a.yaml", "--devices", "2", *words)
+
+
+def test_a_yaml_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for settings of models that one of two runs has, and for a vector of one of them."""
+    read: list[Path] = []
+    original = spec_file._read_mapping
+
+    def recorded(path: Path) -> dict[str, Any]:
+        read.append(path)
+        return original(path)
+
+    monkeypatch.setattr(spec_file, "_read_mapping", recorded)
+    for name, algorithm in (("a", "ppo"), ("b", "dpo")):
+        models = {"actor": {"init": TINY}} | ({"reward": {"init": TINY}} if name == "a" else {})
+        written = {**PPO, "name": name, "algorithm": {"name": algorithm, "prompts_per_step": 8}, "models": models}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(written))
+    paths, settings = [tmp_path / "a.yaml", tmp_path / "b.yaml"], ["models.reward.zero=0", "b:steps=2"]
+    first, second = RunOptions(paths, placement_ratio="1,1,0.5,0.5", devices=2, set_=settings).specs()
+    assert first.placement == (1, 1, Fraction(1, 2), Fraction(1, 2)) and second.placement is None
+    assert first.models.reward is not None and second.models.reward is None and second.steps == 2
+    assert read == paths
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "sh"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,8 @@ def test_model_paths_replace_those_of_the_config(config: str) -> None:
     assert (models.actor.path, models.actor.init, models.critic.path) == ("actor", None, "critic: 1")
 
 
-@pytest.mark.parametrize("ratio", [[1, 1, 0.5, 0.5], (1.0, 1.0, 0.5, 0.5), "[1,1,0.5,0.5]"])
-def test_a_placement_ratio_is_a_list_or_a_string(config: str, ratio: list[float] | str) -> None:
+@pytest.mark.parametrize("ratio", [[1, 1, 0.5, 0.5], (1.0, 1.0, Fraction(1, 2), 0.5), "[1,1,0.5,0.5]", "1,1,1/2,0.5"])
+def test_a_placement_ratio_is_a_list_or_a_string(config: str, ratio: Sequence[float | Fraction] | str) -> None:
     plan = ExecutionEngine(config, placement_ratio=ratio, devices=2).plan
     assert (plan.strategy, plan.placement.num_ranks) == ("interleaving", 2)
 
