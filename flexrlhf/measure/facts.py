@@ -49,7 +49,8 @@ def failed(checks: Iterable[Check]) -> list[str]:
 
 def format_checks(checks: Sequence[Check]) -> str:
     """Return a table with a line for each check."""
-    return "\n".join(table([(each.name, each.result, _last_cell(each)) for each in checks], "<<<"))
+    rows = [(each.name, each.result, " -> ".join(filter(None, (each.seen, each.advice)))) for each in checks]
+    return "\n".join(table(rows, "<<<"))
 
 
 def closing_line(checks: Sequence[Check]) -> str:
@@ -59,10 +60,6 @@ def closing_line(checks: Sequence[Check]) -> str:
         return f"{len(names['FAILS'])} of {len(checks)} checks failed: {', '.join(names['FAILS'])}"
     warned = f", with warnings: {', '.join(names['warning'])}" if names["warning"] else ""
     return f"{len(checks) - len(names['skipped'])} checks passed{warned}"
-
-
-def _last_cell(check: Check) -> str:
-    return " -> ".join(filter(None, (check.seen, check.advice)))
 
 
 def _joined(texts: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.guideline.simulation.pass_counts import TextLayout
-from flexrlhf.measure.profiled_models import LengthSample, ProfiledModel, RowCounts, truncation_settings
+from flexrlhf.measure.profiled_models import LengthSample, ProfiledModel, RowCounts
 from flexrlhf.measure.stopwatch import Stopwatch, TimedCall, Timing
 from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, shares_prompts
 from flexrlhf.operators.columns import Column, Width, column_of
@@ -82,7 +82,10 @@ class ProfileContext:
 
     def sampling(self, end_tokens: tuple[int, ...]) -> Sampling:
         """Return the run's sampling settings with other end tokens."""
-        return Sampling(self.plan.spec.seed, 0, self.plan.temperature, end_tokens, 0, **truncation_settings(self.plan))
+        algorithm = self.plan.spec.algorithm
+        # truncated sampling takes more time
+        truncation = {key: getattr(algorithm, key) for key in ("top_p", "top_k") if hasattr(algorithm, key)}
+        return Sampling(self.plan.spec.seed, 0, self.plan.temperature, end_tokens, 0, **truncation)
 
     def first_tokens(self, operator: Operator, loaded: LoadedModel, rows: int) -> tuple[int, ...]:
         """Return the first tokens of the responses; noise is a function of the row, so they are always the same."""
@@ -116,14 +119,12 @@ class ProfileContext:
                 return torch.randn(shape, generator=generator)
             case "int32":
                 values = torch.randint(0, vocab_size, shape, generator=generator, dtype=torch.int32)
-                return self._with_prompts(values) if column.width in ("prompt", "sequence") else values
+                if column.width in ("prompt", "sequence"):
+                    # all samples of a prompt have the same one, as passes may share its copy
+                    samples, prompt = self.plan.batch.samples_per_prompt, self.plan.lengths.prompt
+                    values[:, :prompt] = values[::samples, :prompt].repeat_interleave(samples, 0)
+                return values
         return torch.ones(shape, dtype=torch.uint8) if width is None else self._mask(rows, column.width)
-
-    def _with_prompts(self, tokens: Tensor) -> Tensor:
-        """Return ``tokens`` with one prompt for all samples of it, as passes may share its copy."""
-        samples, prompt = self.plan.batch.samples_per_prompt, self.plan.lengths.prompt
-        tokens[:, :prompt] = tokens[::samples, :prompt].repeat_interleave(samples, 0)
-        return tokens
 
     def _mask(self, rows: int, width: Width) -> Tensor:
         """Return a mask of left-padded prompts, of right-padded responses, or of both."""
@@ -163,33 +164,26 @@ def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
     )
 
 
-def measure_alone(context: ProfileContext, model: ProfiledModel, loaded: LoadedModel, counts: RowCounts) -> Points:
-    """Measure optimizer steps without another replica."""
-    operator = model.operators["train"]
-    calls = {("train", rows): context.call(operator, loaded, rows) for rows in counts.update}
-    return _points(_time(context, calls), "train", context.computed(loaded, counts.update)[1])
-
-
-def measure_combine(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> Points:
-    """Measure an operator that combines columns."""
-    calls = {("combine", rows): context.call(operator, loaded, rows) for rows in counts.calls}
-    return _points(_time(context, calls), "combine")
+def measure_operator(
+    context: ProfileContext, operator: Operator, loaded: LoadedModel, row_counts: Sequence[int]
+) -> Points:
+    """Measure an operator by the number of rows, of optimizer steps with the tokens of their passes."""
+    calls: RowCalls = {(operator.kind, rows): context.call(operator, loaded, rows) for rows in row_counts}
+    tokens = context.computed(loaded, row_counts)[1] if operator.kind == "train" else {}
+    return _points(_time(context, calls), operator.kind, tokens)
 
 
 def measure_contention(context: ProfileContext, operator: Operator, loaded: LoadedModel, rows: int) -> dict[int, float]:
     """Return the time of a forward pass by number of ranks that compute at once, relative to one rank alone."""
     ranks = context.stopwatch.all_ranks.ranks
     call = context.call(operator, loaded, rows)
-    calls = {str(count): call for count in _powers_of_two(len(ranks))}
+    size = len(ranks)
+    counts = sorted({min(2**power, size) for power in range(size.bit_length() + 1)})
+    calls = {str(count): call for count in counts}
     skipped = frozenset(name for name in calls if ranks.index(context.rank) >= int(name))
     timings = context.stopwatch.time(calls, context.budget, skipped)
     # a ratio below 1 is noise
     return {int(name): max(1.0, timing.seconds / timings["1"].seconds) for name, timing in timings.items()}
-
-
-def _powers_of_two(maximum: int) -> list[int]:
-    """Return 1, 2, 4 ... and ``maximum``."""
-    return sorted({min(2**power, maximum) for power in range(maximum.bit_length() + 1)})
 
 
 def _generate_calls(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> RowCalls:

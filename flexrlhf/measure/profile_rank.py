@@ -28,21 +28,18 @@ from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTi
 from flexrlhf.launch.lifetime import end_with_launcher
 from flexrlhf.measure.model_calls import (
     ProfileContext,
-    measure_alone,
     measure_calls,
-    measure_combine,
     measure_contention,
+    measure_operator,
 )
 from flexrlhf.measure.profiled_models import (
     LengthSample,
     ProfiledModel,
-    first_combine,
     profiled_models,
     row_counts,
 )
 from flexrlhf.measure.stopwatch import Stopwatch
 from flexrlhf.measure.traffic import (
-    Channel,
     measure_memory,
     measure_moves,
     measure_reduce,
@@ -113,7 +110,7 @@ class PlanProfiler:
         if "train" not in model.operators or model.tp > 1 or self._world.size == 1:
             return times
         with self._loaded(self._on_this_rank(model.role)) as loaded:
-            alone = measure_alone(self._context, model, loaded, counts)
+            alone = measure_operator(self._context, model.operators["train"], loaded, counts.update)
         return times.model_copy(update={"train": {1: alone, **times.train}})
 
     def _on_this_rank(self, role: str) -> PlacedModel:
@@ -129,7 +126,7 @@ class PlanProfiler:
             combine = self._combine(loaded)
             switch = measure_switch(context, loaded)
             save = measure_save(context, loaded, Path(directory))
-        several = self._world.size > 1
+        several, ranks = self._world.size > 1, tuple(range(self._world.size))
         plain, sums = self._bookkeeping()
         return Measurements(
             machine=self._machine(),
@@ -140,16 +137,16 @@ class PlanProfiler:
             contention=self._contention(self._plan.placement[role]),
             memory_bytes_s=measure_memory(context),
             reduce=measure_reduce(context) if several else None,
-            moves=measure_moves(self._channel("move")) if several else {},
-            sync=measure_sync(self._channel("sync")) if several else None,
+            moves=measure_moves(context, self._groups.get("move", ranks)) if several else {},
+            sync=measure_sync(context, self._groups.get("sync", ranks)) if several else None,
             switch=switch,
             save=save,
         )
 
     def _combine(self, loaded: LoadedModel) -> Points:
-        operator = first_combine(self._plan)
+        operator = next((each for each in self._plan.graph.operators if each.kind == "combine"), None)
         counts = row_counts(self._plan, loaded.placed.layout.tp)
-        return () if operator is None else measure_combine(self._short_context, operator, loaded, counts)
+        return () if operator is None else measure_operator(self._short_context, operator, loaded, counts.calls)
 
     def _contention(self, model: PlacedModel) -> dict[int, float]:
         """Measure contention, unless the model is split: one rank may have no memory for more than its part."""
@@ -176,12 +173,6 @@ class PlanProfiler:
 
         timings = stopwatch.time({"plain": lambda: publish([]), "sums": publish_sums}, self._short_context.budget)
         return timings["plain"].seconds, timings["sums"].seconds
-
-    def _channel(self, purpose: str) -> Channel:
-        ranks = tuple(range(self._world.size))
-        group = self._groups.get(purpose, ranks)
-        assert group is not None, "one rank exchanges nothing"
-        return Channel(self._short_context, group, ranks)
 
     def _machine(self) -> Machine:
         device = self._world.device

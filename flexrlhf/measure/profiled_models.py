@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
-from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.output_settings import DebugSpec
@@ -175,14 +174,3 @@ def row_counts(plan: Plan, tp: int) -> RowCounts:
         decode=whole_prompts(share / 8, share / 2, share, scale * share),
         update=whole_prompts(update / 2, update, scale * update, 2 * scale * update),
     )
-
-
-def first_combine(plan: Plan) -> Operator | None:
-    """Return the first operator of the graph that combines columns, if there is one."""
-    return next((operator for operator in plan.graph.operators if operator.kind == "combine"), None)
-
-
-def truncation_settings(plan: Plan) -> dict[str, Any]:
-    """Return ``top_p`` and ``top_k`` if the algorithm has them: truncated sampling takes more time."""
-    algorithm = plan.spec.algorithm
-    return {key: getattr(algorithm, key) for key in ("top_p", "top_k") if hasattr(algorithm, key)}

@@ -88,9 +88,8 @@ class Stopwatch:
         if self.oversubscribed:
             starts, ends = starts.nan_to_num(math.inf).amin(0), ends.nan_to_num(-math.inf).amax(0)
         seconds = (ends - starts).view(-1, len(names))
-        return {name: _timing(seconds[:, i][~seconds[:, i].isnan()].tolist()) for i, name in enumerate(names)}
-
-
-def _timing(seconds: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(seconds, n=4)
-    return Timing(median, (high - low) / median)
+        timings = {}
+        for name, column in zip(names, seconds.unbind(1), strict=True):
+            low, median, high = statistics.quantiles(column[~column.isnan()].tolist(), n=4)
+            timings[name] = Timing(median, (high - low) / median)
+        return timings

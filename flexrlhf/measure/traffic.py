@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,15 +35,6 @@ READ_BYTES = 2**27
 """Bytes that each rank reads from memory, far more than its caches have."""
 
 
-@dataclass(frozen=True)
-class Channel:
-    """Process group of all ranks for one purpose, with the context of the measurements in it."""
-
-    context: ProfileContext
-    group: dist.ProcessGroup
-    ranks: tuple[int, ...]
-
-
 def measure_reduce(context: ProfileContext) -> LinearTime:
     """Measure a sum over all ranks."""
     calls = {str(4 * size): _sum_call(context, size) for size in REDUCE_SIZES}
@@ -58,36 +48,30 @@ def _sum_call(context: ProfileContext, size: int) -> TimedCall:
     return lambda: context.stopwatch.all_ranks.sum(tensor)
 
 
-def measure_moves(channel: Channel) -> dict[MeasuredPrimitive, LinearTime]:
-    """Measure each primitive among all ranks, from the call until the rows can be read."""
-    context, num_ranks = channel.context, len(channel.ranks)
-    rows = context.plan.batch.num_rows
+def measure_moves(context: ProfileContext, group: dist.ProcessGroup | None) -> dict[MeasuredPrimitive, LinearTime]:
+    """Measure each primitive in ``group``, of all ranks, from the call until the rows can be read."""
+    assert group is not None, "one rank exchanges nothing"
+    ranks, rows = context.stopwatch.all_ranks.ranks, context.plan.batch.num_rows
     sizes = sorted({max(1, rows // 4), rows, 8 * rows})
     transfers_of: dict[MeasuredPrimitive, Callable[[int], list[Transfer]]] = {
-        "all_gather": lambda count: _all_to_all(channel.ranks, count),
-        "all_to_all": lambda count: _all_to_all(channel.ranks, count),
-        "point_to_point": lambda count: [Transfer(COLUMN, channel.ranks[0], channel.ranks[1], tuple(range(count)))],
+        "all_gather": lambda count: _all_to_all(ranks, count),
+        "all_to_all": lambda count: _all_to_all(ranks, count),
+        "point_to_point": lambda count: [Transfer(COLUMN, ranks[0], ranks[1], tuple(range(count)))],
     }
     calls, bytes_of = {}, {}
     for primitive, transfers in transfers_of.items():
         for count in sizes:
             name = f"{primitive} {count}"
-            calls[name], bytes_of[name] = _move_call(channel, primitive, transfers(count))
-    skipped = frozenset(name for name in calls if name.startswith("point") and context.rank not in channel.ranks[:2])
+            calls[name], bytes_of[name] = _move_call(context, group, primitive, transfers(count))
+    skipped = frozenset(name for name in calls if name.startswith("point") and context.rank not in ranks[:2])
     timings = context.stopwatch.time(calls, context.budget, skipped)
-    messages = {"all_gather": num_ranks - 1, "all_to_all": num_ranks - 1, "point_to_point": 1}
-    return {
-        primitive: _per_message(
-            fit([(0.0, bytes_of[f"{primitive} {c}"], timings[f"{primitive} {c}"].seconds) for c in sizes]),
-            messages[primitive],
-        )
-        for primitive in transfers_of
-    }
-
-
-def _per_message(line: LinearTime, messages: int) -> LinearTime:
-    """Return ``line`` with its constant time divided among the messages of a move."""
-    return LinearTime(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
+    lines = {}
+    for primitive in transfers_of:
+        names = [f"{primitive} {count}" for count in sizes]
+        line = fit([(0.0, bytes_of[name], timings[name].seconds) for name in names])
+        messages = 1 if primitive == "point_to_point" else len(ranks) - 1
+        lines[primitive] = LinearTime(start=0.0, per_item=line.start / messages, per_byte=line.per_byte)
+    return lines
 
 
 def _all_to_all(ranks: Sequence[int], count: int) -> list[Transfer]:
@@ -100,10 +84,12 @@ def _all_to_all(ranks: Sequence[int], count: int) -> list[Transfer]:
     ]
 
 
-def _move_call(channel: Channel, primitive: MeasuredPrimitive, transfers: list[Transfer]) -> tuple[TimedCall, float]:
+def _move_call(
+    context: ProfileContext, group: dist.ProcessGroup, primitive: MeasuredPrimitive, transfers: list[Transfer]
+) -> tuple[TimedCall, float]:
     """Return the call on this rank, and the maximum over ranks of the bytes received."""
-    context, rank = channel.context, channel.context.rank
-    ranks = channel.ranks[:2] if primitive == "point_to_point" else channel.ranks
+    rank, ranks = context.rank, context.stopwatch.all_ranks.ranks
+    ranks = ranks[:2] if primitive == "point_to_point" else ranks
     move = Move(
         ranks=ranks,
         columns=(COLUMN,),
@@ -121,7 +107,7 @@ def _move_call(channel: Channel, primitive: MeasuredPrimitive, transfers: list[T
     def call() -> None:
         store = RowStore(context.plan.lengths, context.device)
         store.put(COLUMN, sent, values)
-        mover.start(move, store, channel.group)
+        mover.start(move, store, group)
         store.arrive([COLUMN], expected)
         mover.close()
 
@@ -129,26 +115,27 @@ def _move_call(channel: Channel, primitive: MeasuredPrimitive, transfers: list[T
     return call, float(received * context.plan.lengths.row_bytes(COLUMN))
 
 
-def measure_sync(channel: Channel) -> LinearTime:
-    """Measure a sync from the first rank to the second, checksums included if the run has them."""
-    context = channel.context
+def measure_sync(context: ProfileContext, group: dist.ProcessGroup | None) -> LinearTime:
+    """Measure a sync in ``group`` from the first rank to the second, checksums included if the run has them."""
+    assert group is not None, "one rank exchanges nothing"
     calls, sizes = {}, {}
     for tensors, numbers in SYNC_SIZES:
         name = f"{tensors} {numbers}"
-        calls[name], sizes[name] = _sync_call(channel, tensors, numbers // tensors), (float(tensors), 4.0 * numbers)
-    skipped = frozenset(calls) if context.rank not in channel.ranks[:2] else frozenset[str]()
+        calls[name] = _sync_call(context, group, tensors, numbers // tensors)
+        sizes[name] = float(tensors), 4.0 * numbers
+    skipped = frozenset(calls) if context.rank not in context.stopwatch.all_ranks.ranks[:2] else frozenset[str]()
     timings = context.stopwatch.time(calls, context.budget, skipped)
     return fit([(*sizes[name], timing.seconds) for name, timing in timings.items()])
 
 
-def _sync_call(channel: Channel, tensors: int, numbers: int) -> TimedCall:
-    context, (source, destination) = channel.context, channel.ranks[:2]
+def _sync_call(context: ProfileContext, group: dist.ProcessGroup, tensors: int, numbers: int) -> TimedCall:
+    source, destination = context.stopwatch.all_ranks.ranks[:2]
     spec, wait = context.plan.spec, context.stopwatch.all_ranks.wait
     shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
     trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
     copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
     plan = plan_sync(trained, copy, shape, spec.sync.bucket_bytes, context.rank)
-    sync = SyncChannel(plan, torch.float32, context.device, channel.group)
+    sync = SyncChannel(plan, torch.float32, context.device, group)
     mover = WeightMover(spec.sync, wait)
     weights = {name: torch.zeros(numbers, device=context.device) for name, _ in shape.parameters}
 
