@@ -116,7 +116,10 @@ def _compare(
         sharing = compare_machine(load_terms(store.get("terms")), terms, sides, directories, member.number)
         own, shares = sharing.problem, sharing.shares
         if not own and not shares:
-            own = _unwritable(plans, member)
+            with probed_directories(plans, makes_probes=True) as mine:
+                unwritable = [each for each in mine if each.problem]
+            if unwritable:
+                own = f"runs: {unwritable[0].place} on {member.name} cannot be written ({unwritable[0].problem})"
     store.set(f"verdict/{member.number}", own)
     if not own:
         notice = Notice(f"{member.name} waits for the comparison of the others", prints=make_terms is not None)
@@ -124,10 +127,3 @@ def _compare(
     sentence = own or store.get("result").decode()
     store.set(f"read/{member.number}", "")
     return sentence, shares
-
-
-def _unwritable(plans: Sequence[Plan], member: Member) -> str:
-    """Return which directory of this machine's own cannot be written; empty if all can."""
-    with probed_directories(plans, makes_probes=True) as directories:
-        found = [each for each in directories if each.problem]
-    return f"runs: {found[0].place} on {member.name} cannot be written ({found[0].problem})" if found else ""

@@ -120,20 +120,16 @@ class FailureReporter:
         place = read_flight(directory, rank).place if directory is not None else ""
         return f"rank {rank} was at {place}" if place else ""
 
-    def _ended(self, rank: int, flight: Flight | None, how: str) -> str:
-        """Return that a rank ended the run, with its models, host and last instruction."""
-        models = (flight.header.get("models") if flight else None) or model_names(self._plan, rank) or "no model"
-        at = f" at {flight.place}" if flight and flight.place else ""
-        return f"rank {rank} ({models}; host {socket.gethostname()}) ended the run{at}, {how}"
-
     def _failure(self, rank: int, failure: ProcessFailure, flight: Flight | None) -> Failure:
         """Return the failure of a rank, with its last instruction and the first line of its error."""
         data: Mapping[str, Any] = failure.error_file_data if failure.exitcode > 0 else {}
-        text = str(data.get("text", ""))
+        text = sentence = str(data.get("text", ""))
         # a failed wait names its rank by itself
-        is_whole = text.startswith(f"rank {rank} (")
-        how = f"{_exit(failure)}{': ' if text else ''}{text}"
-        sentence = text if is_whole else self._ended(rank, flight, how)
+        if not text.startswith(f"rank {rank} ("):
+            models = (flight.header.get("models") if flight else None) or model_names(self._plan, rank) or "no model"
+            at = f" at {flight.place}" if flight and flight.place else ""
+            how = f"{_exit(failure)}{': ' if text else ''}{text}"
+            sentence = f"rank {rank} ({models}; host {socket.gethostname()}) ended the run{at}, {how}"
         return Failure(_kind_of_exit(failure, data), sentence, float(data.get("time", failure.timestamp)))
 
 
