@@ -21,13 +21,12 @@ from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.launch.ray_cluster import connected, is_alive, reserved
+from flexrlhf.launch.ray_cluster import Bundle, connected, is_alive, reserved
 from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode, RayPlace
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import HANDLED, SAVING, STOPPED
 from flexrlhf.launch.terms import Terms, dump_terms
-from flexrlhf.placement.ray_bundles import Bundle
 from flexrlhf.runs.resume import ORDERS
 from flexrlhf.text import ranks_text
 

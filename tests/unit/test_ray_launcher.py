@@ -13,12 +13,20 @@ from small_runs import plan_of
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.launch.job import Job
-from flexrlhf.launch.ray_cluster import check_address, ray_device, require_ray
+from flexrlhf.launch.ray_cluster import (
+    check_address,
+    check_capacity,
+    class_resources,
+    node_bundles,
+    ray_device,
+    require_ray,
+    resources_text,
+    total_of,
+)
 from flexrlhf.launch.ray_driver import PlannedNode, end_of_job, passed_on, reason
 from flexrlhf.launch.ray_node import NodeEnd, RayNode, RayPlace
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.hosts import Hosts, hosts_of
-from flexrlhf.placement.ray_bundles import check_capacity, class_resources, node_bundles, resources_text, total_of
 from flexrlhf.runs.resume import Resumption
 
 TWO_NODES = make_cluster(ClusterSpec.model_validate({"nodes": [{"count": 2, "devices": 2}], "device": "cpu"}))
