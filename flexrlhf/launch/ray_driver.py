@@ -58,7 +58,7 @@ SILENCE_SECONDS = 20.0
 WAIT_SECONDS = 0.2
 GRACE_SECONDS = 25.0
 """Time in which the other nodes end by themselves, or are seen to be lost, once one has failed; then they are
-interrupted, and their ends explain nothing."""
+interrupted."""
 END_SECONDS = 30.0
 """Time after that in which they end; then they are killed."""
 
@@ -90,7 +90,7 @@ def _run(job: Job, max_restarts: int, signals: _Signals) -> bool:
     with ExitStack() as stack:
         for attempt in range(max_restarts + 1):
             with (
-                reserved(job.plans[0].cluster, job.orders[0].spec.cluster.device) as (bundles, group),
+                reserved(job.plans[0].cluster, job.device) as (bundles, group),
                 _entered(bundles, group) as nodes,
             ):
                 _compare_machines(nodes, job, terms)
@@ -207,13 +207,15 @@ def _run_nodes(nodes: Sequence[PlannedNode], job: Job, attempt: int, signals: _S
         while running:
             for future in wait(running, WAIT_SECONDS, FIRST_COMPLETED).done:
                 node, end = running.pop(future), future.result()
+                # an end that was urged explains nothing
                 if len(urges) == 2:
                     ends.append((node, end))
                 if not end.is_well:
                     failed = min(failed, time.monotonic())
             if urges and time.monotonic() > failed + urges[0][0]:
                 pending.append(urges.pop(0)[1])
-            for number in [pending.pop(0) for _ in range(len(pending))]:
+            while pending:
+                number = pending.pop(0)
                 for node in running.values():
                     node.actor.signal.remote(number)
     return end_of_job(ends, job)
@@ -261,7 +263,7 @@ def end_of_job(ends: Sequence[tuple[PlannedNode, NodeEnd]], job: Job) -> NodeEnd
         return bad[0]
     node, end = lost
     ranks = job.plans[0].cluster.ranks_on_node(node.number)
-    reporter = FailureReporter(job.plans[0], [order.spec.directory for order in job.orders], ranks)
+    reporter = FailureReporter(job.plans[0], [plan.spec.directory for plan in job.plans], ranks)
     reporter.report({})
     name = f"node {node.number} (host {node.place.host}; {ranks_text(ranks)})"
     record = f"record: {reporter.record}" if reporter.record else ""

@@ -216,7 +216,8 @@ def launch_node(files: Path, nodes: int, node: int, endpoint: str, attempt: int)
 def main(directory: str, nodes: str, node: str, endpoint: str, attempt: str) -> None:
     """Be the launcher that an actor has started."""
     end_with_launcher()
-    # the actor's process may ignore it
+    # Ray's processes block it, and so those that they start
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     quiet_torch()
     end = launch_node(Path(directory), int(nodes), int(node), endpoint, int(attempt))

@@ -141,6 +141,19 @@ def test_a_signal_saves_and_a_failure_restarts(
 
 
 @pytest.mark.full
+def test_ctrl_c_ends_all_ranks(
+    cluster: RayCluster, assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_under_ray(cluster, [write_config(assets, tmp_path, TWO), *MANY], tmp_path, monkeypatch)
+    read_until(job, "step 3/")
+    ranks = [rank for rank, _ in cluster.ranks().values()]
+    job.send_signal(signal.SIGINT)
+    output = job.communicate(timeout=NAMED_SECONDS)[0]
+    assert job.returncode == 130 and output.endswith("flexrlhf: stopped; all ranks have ended\n"), output[-2000:]
+    assert len(ranks) == 2 and not any(map(is_alive, ranks))
+
+
+@pytest.mark.full
 def test_a_node_that_is_removed_is_named(assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ray_cluster() as cluster:
         job = start_under_ray(cluster, [write_config(assets, tmp_path, TWO), *MANY], tmp_path, monkeypatch)
