@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from flexrlhf.guideline.costs.analytic import OVERHEADS, RunOverheads
 from flexrlhf.guideline.costs.cost_model import Recompute
-from flexrlhf.guideline.costs.profiles import named_rows, read_rows
+from flexrlhf.guideline.costs.profiles import named_rows, read_table
 
 Gathers = Literal["every step", "at once", "tensor parallel", "own copy", "reshard"]
 """How weights come to generation: ZeRO-3 gathers them for every token, or once for all; DeepSpeed's hybrid engine
@@ -75,8 +75,8 @@ class System:
 
 def read_systems(directory: Path) -> dict[str, System]:
     """Return the systems of two tables: ``systems.csv``, how each of them works, and ``speeds.csv``, its overheads."""
-    speeds = {row["name"]: row for row in read_rows(directory / "speeds.csv")}
-    return named_rows(System, (_with_overheads(_lists(row), speeds) for row in read_rows(directory / "systems.csv")))
+    speeds = {row["name"]: row for row in read_table(directory / "speeds.csv")}
+    return named_rows(System, (_with_overheads(_lists(row), speeds) for row in read_table(directory / "systems.csv")))
 
 
 def _with_overheads(row: dict[str, Any], speeds: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import typer
 
 from flexrlhf.cli.options import ConfigOption, Overrides, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
+from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.user_paths import check_output
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, either
 
 Text = str | None
 Count = int | None
@@ -37,7 +38,7 @@ MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response l
 Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
 MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
-Engine = Annotated[Text, typer.Option(help="training engine: torch, deepspeed or megatron; default: torch")]
+Engine = Annotated[Text, typer.Option(help=f"training engine: {either(MODEL_ENGINES)}; default: torch")]
 Rollout = Annotated[Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm")]
 Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
 Seconds = Annotated[

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.model_names import find_model
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
-from flexrlhf.errors import UserError, shown
+from flexrlhf.errors import UserError, either, shown
 
 
 def _pair(value: Any) -> Any:
@@ -73,7 +74,7 @@ Head = Literal["causal", "scalar", "both"]
 class ShadowSpec(StrictModel):
     """Settings in which a role's shadow differs from its trained copy; null: the trained copy's setting."""
 
-    engine: str | None = Field(None, description="torch, deepspeed or megatron")
+    engine: str | None = Field(None, description=either(MODEL_ENGINES))
     zero: Zero | None = Field(None, description="3: weights sharded; otherwise each replica has all of them")
     shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
@@ -128,7 +129,7 @@ class ModelSpec(StrictModel):
         "response, at most the model's positions",
     )
     share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
-    engine: str = Field("torch", description="torch, deepspeed or megatron")
+    engine: str = Field("torch", description=either(MODEL_ENGINES))
     zero: Zero = Field(
         0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
     )

@@ -16,10 +16,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.model_settings import Shard, Zero
 from flexrlhf.config.ratio_vector import Exact
 from flexrlhf.config.strict_model import StrictModel, plain_text
-from flexrlhf.errors import nearest, shown
+from flexrlhf.errors import either, nearest, shown
 
 
 class NodeSpec(StrictModel):
@@ -132,7 +133,7 @@ Entry = Annotated[PlacementEntry, BeforeValidator(_entry, json_schema_input_type
 class OperatorPlacement(PlacementEntry):
     """Ranks of one operator, and settings in which it differs from its role; null: those of the role."""
 
-    engine: str | None = Field(None, description="torch, deepspeed or megatron")
+    engine: str | None = Field(None, description=either(MODEL_ENGINES))
     zero: Zero | None = Field(None, description="ZeRO stage")
     shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import DTYPES
-from flexrlhf.memory.packed_rows import PackedPass, Place, TextGroup, Unit, may_pack, packed, united, units_of
+from flexrlhf.memory.packed_rows import PackedPass, Place, TextGroup, Unit, as_units, may_pack, packed, units_of
 from flexrlhf.operators.columns import Lengths
 
 
@@ -266,7 +266,7 @@ class _Texts:
             group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
             return units_of(group, settings.budget, shares=True, compares=compares)
         apart = tuple(TextGroup(int(self.prompts[row]), (int(self.responses[row]),)) for row in rows)
-        return united(apart, compares)
+        return as_units(apart, compares)
 
 
 class _Start(NamedTuple):

@@ -29,7 +29,7 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def mixed(x: Tensor) -> Tensor:
+def splitmix(x: Tensor) -> Tensor:
     """Apply the splitmix64 finaliser."""
     x = shift_right(x, 30).bitwise_xor_(x).mul_(_MIX_1)
     x = shift_right(x, 27).bitwise_xor_(x).mul_(_MIX_2)
@@ -44,7 +44,7 @@ def place_hash(seed: int, step: int, rows: Tensor, positions: int | Tensor) -> T
     """
     key = torch.full_like(rows, seed)
     for part in (torch.full_like(rows, step), rows, torch.zeros_like(rows) + positions):
-        key = mixed(key * GOLDEN + part + 1)
+        key = splitmix(key * GOLDEN + part + 1)
     return key
 
 
@@ -60,7 +60,7 @@ def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, voc
 
         return gumbel_noise_of(key, vocabulary)
     counters = torch.arange(vocabulary, device=rows.device, dtype=torch.int64)
-    bits = shift_right(mixed(key[:, None] + (counters[None, :] + 1) * GOLDEN), 12)
+    bits = shift_right(splitmix(key[:, None] + (counters[None, :] + 1) * GOLDEN), 12)
     # 52 bits: with 53 the largest would round to 1 and its noise to infinity
     uniform = bits.double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()

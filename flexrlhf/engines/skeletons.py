@@ -46,7 +46,7 @@ class Skeleton:
         """Replace the values of each placeholder by the result of ``make`` for it."""
         for name, parameter in self.model.named_parameters():
             if name in self.stored:
-                exchange(parameter, make(parameter))
+                swap_values(parameter, make(parameter))
 
     def read(self, name: str, target: Tensor) -> None:
         """Read this rank's part of a parameter into ``target``, in its type."""
@@ -82,7 +82,7 @@ def whole_model(context: EngineContext) -> Skeleton:
     return Skeleton(load_model(context.placed, context.seed, context.pad_token_id), {}, {})
 
 
-def exchange(parameter: nn.Parameter, values: Tensor) -> None:
+def swap_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Replace the numbers of ``parameter``, which stays the same object for modules that share it.
 
     Assigning ``.data`` would neither leave the meta device nor change the local part of a DTensor.
@@ -120,7 +120,7 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     _replace_meta(model)
     if missing:
         random = torch.empty(shapes[SCALAR_HEAD]).normal_(0.0, model.config.initializer_range)
-        exchange(model.score.weight, random)
+        swap_values(model.score.weight, random)
     add_parts(model, placed)
     plain = {name: name.replace(BASE, ".") for name, _ in model.named_parameters()}
     return model, {name: found[old] for name, old in plain.items() if old in shapes and old not in missing}
@@ -139,7 +139,7 @@ def _fit(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], found: M
 def _replace_meta(model: PreTrainedModel) -> None:
     """Replace parameters on the meta device by placeholders, and modules with buffers there by new ones."""
     for parameter in list(model.parameters()):
-        exchange(parameter, placeholder(parameter.shape, parameter.dtype))
+        swap_values(parameter, placeholder(parameter.shape, parameter.dtype))
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             # rotary embeddings, whose frequencies follow from the config

@@ -18,7 +18,7 @@ from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
 from flexrlhf.memory.packed_rows import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes
-from flexrlhf.memory.transfers import (
+from flexrlhf.memory.transfer_bytes import (
     UNDER_WAY,
     WeightSync,
     copied_bytes,
@@ -238,7 +238,7 @@ class Sizing:
         if shape.sizes is None:
             return {"activations": None}
         settings, texts = model.settings, self.texts_of(model.role)
-        blocks = blocks_of(model, shape.sizes, rank)
+        blocks = layers_on_rank(model, shape.sizes, rank)
         if work.kind == "generate":
             parts = blocks.decode_bytes(texts.rows_decoded(model, work.rows), texts.prompt, texts.response)
             if blocks.stage:
@@ -283,7 +283,7 @@ class Sizing:
         return Phase("checkpoint", ", ".join(work.models), {}, host=sum(sizes))
 
 
-def blocks_of(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
+def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
     """Return the layers of ``model`` on ``rank``."""
     settings, layout = model.settings, model.layout
     return Blocks(

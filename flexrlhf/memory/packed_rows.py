@@ -103,10 +103,10 @@ def units_of(group: TextGroup, budget: int, shares: bool, compares: bool) -> tup
     shares:    whether several sequences may share a copy of the prompt, as far as ``budget`` has room for them.
     compares:  whether all sequences are in one pass.
     """
-    return united(shared(group, budget) if shares else group.apart, compares)
+    return as_units(shared(group, budget) if shares else group.apart, compares)
 
 
-def united(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
+def as_units(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
     """Return ``groups`` as one unit if ``compares``, else each as one."""
     return (groups,) if compares else tuple((group,) for group in groups)
 

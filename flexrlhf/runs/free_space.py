@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexrlhf.errors import UserError
-from flexrlhf.memory.transfers import copied_bytes, saved_bytes
+from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.manifest import FOLDER
 from flexrlhf.runs.resume import Resumption

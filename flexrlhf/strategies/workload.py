@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from flexrlhf.memory.budget import Compute, Copying, Saving, Work
-from flexrlhf.memory.transfers import WeightSync
+from flexrlhf.memory.transfer_bytes import WeightSync
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement

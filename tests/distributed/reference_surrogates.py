@@ -13,7 +13,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.engines.sampling import mixed, place_hash
+from flexrlhf.engines.sampling import place_hash, splitmix
 from flexrlhf.objectives.surrogates import PURPOSE
 
 
@@ -147,4 +147,4 @@ def chosen(spec: Spec, step: int, covariances: dict[Place, float]) -> list[Place
 def hash_of(seed: int, step: int, place: Place) -> int:
     """The upper half of the 64 bits that take the place of chance."""
     row, position = place
-    return int(mixed(place_hash(seed, step, torch.tensor([row]), position) ^ PURPOSE)) % 2**64 >> 32
+    return int(splitmix(place_hash(seed, step, torch.tensor([row]), position) ^ PURPOSE)) % 2**64 >> 32

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.systems import engines as field_engines
 from benchmarks.systems.profiles import SYSTEMS
 from flexrlhf.guideline import costs
-from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, named_rows, read_rows
+from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, named_rows, read_table
 
 PACKAGE, FIELD = Path(costs.__file__).parent, Path(field_engines.__file__).parent
 ROWS = {
@@ -29,7 +29,7 @@ ROWS = {
 
 @pytest.mark.parametrize("path", ROWS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_row_has_its_source(path: Path) -> None:
-    rows = read_rows(path)
+    rows = read_table(path)
     assert len({row["name"] for row in rows}) == len(rows) == ROWS[path]
     assert all(row["source"] for row in rows)
 
@@ -56,8 +56,8 @@ class Point:
 def test_cells_become_fields(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
     path.write_text('name,  x,      even, source\nfirst, 0.1e-3, yes,  a paper\nlast,  2,      ,     "a, b"\n')
-    assert named_rows(Point, read_rows(path)) == {"first": Point("first", 0.1e-3, True), "last": Point("last", 2.0)}
-    assert [row["source"] for row in read_rows(path)] == ["a paper", "a, b"]
+    assert named_rows(Point, read_table(path)) == {"first": Point("first", 0.1e-3, True), "last": Point("last", 2.0)}
+    assert [row["source"] for row in read_table(path)] == ["a paper", "a, b"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from flexrlhf.memory.engine_bytes import (
 )
 from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
 from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units, zero_split
-from flexrlhf.memory.transfers import UNDER_WAY, saving_parts, sync_parts
+from flexrlhf.memory.transfer_bytes import UNDER_WAY, saving_parts, sync_parts
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run

@@ -17,7 +17,7 @@ from flexrlhf.guideline.costs import analytic
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.generation import step_cost
-from flexrlhf.guideline.costs.profiles import FROM_FIGURES, FROM_MEASUREMENTS, Accuracy, read_rows
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES, FROM_MEASUREMENTS, Accuracy, read_table
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
@@ -140,7 +140,7 @@ def test_systems_without_overheads_of_their_own_have_those_of_plans() -> None:
     own = {name for name, system in SYSTEMS.items() if system.overheads != OVERHEADS}
     assert all(name.startswith(("deepspeed-chat", "flexrlhf", "real v1")) for name in own)
     names = {item.name for item in fields(RunOverheads)}
-    assert names == {row["name"] for row in read_rows(Path(analytic.__file__).with_name("overheads.csv"))}
+    assert names == {row["name"] for row in read_table(Path(analytic.__file__).with_name("overheads.csv"))}
     assert names <= set(ASSUMED)
 
 

@@ -35,7 +35,7 @@ from flexrlhf.measure.facts import (
 )
 from flexrlhf.measure.job_checks import judge
 from flexrlhf.measure.network import partner_of, rounds_of_pairs
-from flexrlhf.memory.transfers import saved_bytes
+from flexrlhf.memory.transfer_bytes import saved_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import needed_extras, needed_libraries
 from flexrlhf.runs.free_space import check_free_space, disk_demands, disk_space, planned_disk

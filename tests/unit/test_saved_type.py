@@ -9,7 +9,7 @@ import pytest
 from small_runs import placed_model
 
 from flexrlhf.config.model_settings import LoraSpec
-from flexrlhf.memory.transfers import saved_bytes
+from flexrlhf.memory.transfer_bytes import saved_bytes
 from flexrlhf.weights.model_files import StoredTensor
 from flexrlhf.weights.saving import saved_type
 from flexrlhf.weights.shapes import ModelShape, stored_type

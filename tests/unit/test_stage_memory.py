@@ -11,11 +11,11 @@ from small_runs import HEADS, plan_of
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks
-from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, blocks_of
+from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, layers_on_rank
 from flexrlhf.memory.engine_bytes import MEGATRON_ALIGNMENT, megatron_buffer, model_state, new_gradient_bytes
 from flexrlhf.memory.packed_rows import largest_pass
 from flexrlhf.memory.states import trained_units, with_fused_layers
-from flexrlhf.memory.transfers import copied_bytes, saving_parts
+from flexrlhf.memory.transfer_bytes import copied_bytes, saving_parts
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.plan.memory_text import planned_memory
@@ -141,7 +141,7 @@ def test_a_stage_keeps_the_micro_batches_that_wait_for_later_stages() -> None:
     model = placed(1, 1, pp)
     sizes = [activations(model, stage, None) for stage in range(pp)]
     assert sizes == sorted(sizes, reverse=True)
-    blocks = [blocks_of(model, shape_of().sizes, rank) for rank in model.layout.pp_set(0)]
+    blocks = [layers_on_rank(model, shape_of().sizes, rank) for rank in model.layout.pp_set(0)]
     assert [each.is_last for each in blocks] == [False, False, False, True]
     kept = [(sizes[stage] - sizes[stage + 1]) for stage in range(pp - 2)]
     assert kept[0] == kept[1] > 0  # each stage before keeps one micro-batch more
@@ -208,7 +208,7 @@ def test_tensor_parallel_ranks_share_the_norms() -> None:
     whole, shared = (Blocks(sizes, 2, tp=2, fused=True, sharers=number).saved_by_layer(0) for number in (1, 2))
     assert whole - shared == 8 * HIDDEN + 4  # half of two norms of 4 + 2b bytes a feature
     models = placed(1, 2, 1), placed(1, 2, 1, sequence_parallel=False), placed(1, 1, 1)
-    assert [blocks_of(each, sizes, 0).sharers for each in models] == [2, 1, 1]
+    assert [layers_on_rank(each, sizes, 0).sharers for each in models] == [2, 1, 1]
 
 
 def test_passes_in_flight_are_no_more_than_all_texts() -> None:

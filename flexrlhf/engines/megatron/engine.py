@@ -30,7 +30,7 @@ from flexrlhf.engines.base import (
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
 from flexrlhf.engines.megatron.passes import StagePasses
-from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, named_rows
+from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, rows_by_name
 from flexrlhf.engines.megatron.update import StageUpdate
 from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -66,7 +66,7 @@ class MegatronEngine(Engine):
         self._stage = _stage(context, skeleton, groups)
         if not placed.trained:
             self._stage.requires_grad_(False)
-        self._named: Named = named_rows(self._stage)
+        self._named: Named = rows_by_name(self._stage)
         source = _Source(context, skeleton)
         _read(source, self._named)
         module: nn.Module = self._stage

@@ -242,7 +242,7 @@ class Rows:
 Named = dict[str, Rows]
 
 
-def named_rows(stage: Stage) -> Named:
+def rows_by_name(stage: Stage) -> Named:
     """Return the parameters of ``stage`` by their Hugging Face names."""
     named: Named = {}
     if stage.pre_process:

@@ -29,7 +29,7 @@ from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
-from flexrlhf.engines.skeletons import Skeleton, exchange, make_skeleton
+from flexrlhf.engines.skeletons import Skeleton, make_skeleton, swap_values
 from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes, read_shards
 from flexrlhf.engines.torch.update import Gradients, TrainedParameter, Update
 from flexrlhf.operators.columns import Column
@@ -198,7 +198,7 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
         return partial
     assert dp_mesh is not None, "shards need several ranks"
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
-        exchange(parameter, parameter.detach().to(dtype))
+        swap_values(parameter, parameter.detach().to(dtype))
     # moves what has numbers one layer at a time to the device, and keeps the shard of it there
     apply_fsdp(model, dp_mesh, settings.zero, dtype)
     read_shards(skeleton, context.device)
@@ -215,7 +215,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         before = parameter.detach()
         if parameter.requires_grad:
             masters[name] = before
-        exchange(parameter, before.to(dtype))
+        swap_values(parameter, before.to(dtype))
     return masters
 
 

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.optimizers import local
-from flexrlhf.engines.skeletons import Skeleton, exchange
+from flexrlhf.engines.skeletons import Skeleton, swap_values
 from flexrlhf.weights.shards import tensor_parallel_dim
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -110,7 +110,7 @@ def read_shards(skeleton: Skeleton, device: torch.device) -> None:
         if name in skeleton.stored:
             values = torch.empty_like(local(parameter), device=device)
             skeleton.read(name, values)
-            exchange(parameter, _with_local(parameter, values))
+            swap_values(parameter, _with_local(parameter, values))
     if _units(skeleton.model):
         # units of FSDP2 then take over the new tensors, padded
         skeleton.model._apply(lambda tensor: tensor)

@@ -10,7 +10,7 @@ from pathlib import Path
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import move_cost, sync_cost
-from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_rows
+from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_table
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
@@ -52,7 +52,7 @@ class RunOverheads:
         return Cost({**cost.parts, "send": send, "start": self.sync_seconds})
 
 
-_OVERHEAD_ROWS = read_rows(Path(__file__).with_name("overheads.csv"))
+_OVERHEAD_ROWS = read_table(Path(__file__).with_name("overheads.csv"))
 OVERHEADS = RunOverheads(**{row["name"]: float(row["value"]) for row in _OVERHEAD_ROWS})
 """Overheads where nothing is measured."""
 NO_OVERHEADS = RunOverheads()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import pow
 from pathlib import Path
 
-from flexrlhf.guideline.costs.profiles import read_rows
+from flexrlhf.guideline.costs.profiles import read_table
 from flexrlhf.placement.devices import DeviceClass
 
 TILE = 128
@@ -33,7 +33,7 @@ class KernelFigures:
     elements: float
 
 
-FIGURES = KernelFigures(**{row["name"]: float(row["value"]) for row in read_rows(Path(__file__).with_suffix(".csv"))})
+FIGURES = KernelFigures(**{row["name"]: float(row["value"]) for row in read_table(Path(__file__).with_suffix(".csv"))})
 
 
 def matmul_seconds(

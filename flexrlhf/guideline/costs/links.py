@@ -13,7 +13,7 @@ from math import ceil, log2, sqrt
 from pathlib import Path
 
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
-from flexrlhf.guideline.costs.profiles import named_rows, read_rows
+from flexrlhf.guideline.costs.profiles import named_rows, read_table
 from flexrlhf.placement.routes import Primitive, Relation
 
 
@@ -44,7 +44,7 @@ class LinkFigures:
         return size / (self.share * gb_s * 1e9)
 
 
-_FIGURES = named_rows(LinkFigures, read_rows(Path(__file__).with_suffix(".csv")))
+_FIGURES = named_rows(LinkFigures, read_table(Path(__file__).with_suffix(".csv")))
 WITHIN, ACROSS = _FIGURES["within"], _FIGURES["across"]
 AS_GIVEN = LinkFigures(message_seconds=0.0, collective_seconds=0.0, hop_seconds=0.0, share=1.0, slow_bytes=0.0)
 """A link whose bandwidth is given as it is reached."""

@@ -21,7 +21,7 @@ from flexrlhf.placement.devices import DeviceClass
 Row = TypeVar("Row")
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_table(path: Path) -> list[dict[str, str]]:
     """Return the rows of a table by column, without empty cells."""
     with path.open(newline="", encoding="utf-8") as stream:
         rows = csv.DictReader(stream, skipinitialspace=True)
@@ -83,7 +83,7 @@ class EngineProfile:
 
 def read_engines(path: Path) -> dict[str, EngineProfile]:
     """Return the engine profiles of a table, by name."""
-    return named_rows(EngineProfile, read_rows(path))
+    return named_rows(EngineProfile, read_table(path))
 
 
 PROFILES = read_engines(Path(__file__).with_name("engines.csv"))
@@ -139,7 +139,7 @@ class DecodeProfile:
 
 def read_decoders(path: Path, engines: Mapping[str, EngineProfile]) -> dict[str, DecodeProfile]:
     """Return the decode profiles of a table, by name; column ``passes`` names one of ``engines``."""
-    rows = ({**row, "passes": engines[row["passes"]]} for row in read_rows(path))
+    rows = ({**row, "passes": engines[row["passes"]]} for row in read_table(path))
     return named_rows(DecodeProfile, rows)
 
 
@@ -183,6 +183,6 @@ class Accuracy:
         return low <= measured <= high
 
 
-_ACCURACIES = named_rows(Accuracy, read_rows(Path(__file__).with_name("accuracy.csv")))
+_ACCURACIES = named_rows(Accuracy, read_table(Path(__file__).with_name("accuracy.csv")))
 FROM_FIGURES, FROM_MEASUREMENTS = _ACCURACIES["figures"], _ACCURACIES["measurements"]
 """Accuracy of predicted steps, by their basis."""

@@ -21,7 +21,7 @@ from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_c
 from flexrlhf.memory.budget import SequenceLengths
 from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
 from flexrlhf.memory.states import elements_on_rank, item_bytes
-from flexrlhf.memory.transfers import copied_bytes, saved_bytes
+from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import CallKind, Operator
 from flexrlhf.placement.cluster import Cluster
