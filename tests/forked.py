@@ -23,7 +23,7 @@ RANK_ENVIRONMENT = {
 
 @cache
 def warm_factory() -> RankFactory:
-    """Return the factory of this test process, which has loaded what launchers need, too."""
+    """Return the factory of this test process, which has loaded the modules of launchers, too."""
     factory = RankFactory(modules=[*LOADED, "flexrlhf.cli.app", "peft", "torch.testing"])
     atexit.register(factory.close)
     return factory
@@ -37,7 +37,7 @@ class Forked(subprocess.Popen[str]):
         super().__init__(list(command), cwd=directory, env=dict(environment), **streams)
 
     def _execute_child(self, args: Any, *values: Any) -> None:
-        """Fork where Popen would execute a program; ``values`` are those of its private method."""
+        """Fork where Popen would execute a program; ``values``: of its private method."""
         directory, environment = values[4], values[5]
         pipes = values[9:15]
         _, _, _, stdout, _, stderr = pipes

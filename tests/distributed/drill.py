@@ -1,8 +1,8 @@
-"""The drill: faults injected into random instructions of random ranks of toy runs, and what becomes of the runs.
+"""The drill: faults injected into random instructions of random ranks of toy runs, and how the runs end.
 
 ``PYTHONPATH=.:tests python tests/distributed/drill.py --count 80 --seed 1`` prints a line for each injection and a
 table. A run ends within its deadline with a sentence that names the cause, or goes on; nothing of it is left; and
-``--resume auto`` then gives the numbers of a run without the fault, to the last bit. Two hosts are network namespaces,
+``--resume auto`` then gives the results of a run without the fault, to the last bit. Two hosts are network namespaces,
 which only root makes.
 """
 
@@ -66,15 +66,15 @@ class Injection:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an injection: what fell short of each promise in words, empty for nothing.
+    """Outcome of an injection: how it fell short of each promise in words, empty if it did not.
 
     injection:  of which.
-    place:      instruction and rank in words; empty where nothing could be injected.
+    place:      instruction and rank in words; empty if nothing could be injected.
     seconds:    from the injection to the end.
     late:       it did not end in time, or did not go on.
     misnamed:   exit codes and sentences.
     left:       processes, files and locks.
-    resumed:    the numbers of the resumed run.
+    resumed:    the results of the resumed run.
     sentence:   that it ended with.
     """
 
@@ -137,7 +137,7 @@ class Drill:
             yield from self._resumed(SHAPES[name], [each for each in outcomes if each.injection.shape.name == name])
 
     def _injected(self, injection: Injection) -> Outcome:
-        """Inject; once more where the run had ended before, as on a busy machine."""
+        """Inject; once more if the run had ended before, as on a busy machine."""
         for _ in range(ATTEMPTS):
             outcome = self._inject(injection)
             if outcome.place:
@@ -145,7 +145,7 @@ class Drill:
         return outcome
 
     def _copied(self, injection: Injection, outcomes: Sequence[Outcome]) -> Outcome | None:
-        """Damage a copy of what another fault has left; None where there is none, or nothing is to be damaged."""
+        """Damage a copy of what another fault has left; None if there is none, or nothing is to be damaged."""
         ended = [
             each.injection
             for each in outcomes
@@ -263,7 +263,7 @@ class Drill:
 def _left(job: Job, folder: Path, directory: Path) -> str:
     """What is left of a job that has ended, in words."""
     processes = job.left()
-    # nobody removes those of a launcher that is killed
+    # nobody removes the files of a launcher that is killed
     is_killed = -signal.SIGKILL in job.codes
     files = [path.name for path in (folder / "tmp").glob("flexrlhf-*") if not is_killed]
     found = [f"processes {processes}"] * bool(processes) + [f"temporary files {files}"] * bool(files)
@@ -271,7 +271,7 @@ def _left(job: Job, folder: Path, directory: Path) -> str:
 
 
 def _repair(injection: Injection, runs: Path, directory: Path) -> None:
-    """Make room on a disk that was filled; damage a shard of the newest checkpoint where this is the fault."""
+    """Make room on a disk that was filled; damage a shard of the newest checkpoint if this is the fault."""
     (runs / "filler").unlink(missing_ok=True)
     if injection.kind.damage:
         checkpoints = checkpoints_of(directory)
@@ -341,7 +341,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 @contextmanager
 def new_drill(folder: Path) -> Iterator[Drill]:
-    """A drill in ``folder``; what it mounted is unmounted at the end."""
+    """A drill in ``folder``; its mounts are undone at the end."""
     service = Service()
     try:
         yield Drill(folder, service)
@@ -353,7 +353,7 @@ def new_drill(folder: Path) -> Iterator[Drill]:
 
 
 def cannot_drill() -> str:
-    """Why this user cannot run a drill; empty where they can."""
+    """Why this user cannot run a drill; empty if they can."""
     if not can_link():
         return "needs the right to make network namespaces (and iproute2)"
     with tempfile.TemporaryDirectory() as place:

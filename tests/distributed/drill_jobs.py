@@ -1,4 +1,4 @@
-"""Jobs of the drill: their configs, their launchers on one host or two, what they print and what they leave."""
+"""Jobs of the drill: their configs, their launchers on one host or two, their output and their remains."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Job:
     launchers:  of the hosts, in order.
     hosts:      their names.
     link:       between two hosts; None for one.
-    outputs:    what each launcher printed, once it has ended.
+    outputs:    of each launcher, once it has ended.
     """
 
     launchers: list[subprocess.Popen[str]]

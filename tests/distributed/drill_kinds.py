@@ -1,4 +1,4 @@
-"""Kinds of faults of the drill: where they may be injected, how, and what the run has to do and print then."""
+"""Kinds of faults of the drill: where they may be injected, how, and the end and output that a run must have then."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVICE_DOWN_SECONDS = 1.5
 SECONDS_TO_END = 25.0
 """Of a run whose rank has ended: launchers wait up to seven seconds for each other, and ranks have ten to end."""
 SECONDS_OF_WATCHES = 25.0
-"""Of a run that waits in vain, after its deadline: three to see who responds, ten of grace, and those of launchers."""
+"""Of a run that waits in vain, after its deadline: three to see who responds, ten of grace, and the launchers' own."""
 SECONDS_TO_FINISH = 90.0
 
 
@@ -36,10 +36,10 @@ SECONDS_TO_FINISH = 90.0
 class Target:
     """The rank that a fault happens to, at the moment of the injection.
 
-    rank, host:  its number, and that of its host.
+    rank, host:  its number, and its host's.
     pid:         its process.
-    runs:        directory that contains that of the run.
-    closed:      what a closed socket connected.
+    runs:        directory that contains the run's.
+    closed:      peer of a closed socket.
     """
 
     rank: int
@@ -59,13 +59,13 @@ class Kind:
     name:     in the table.
     shapes:   names of the shapes that it is injected into.
     ends:     how the run does: it ``fails``, ``finishes``, or one of them: nothing may need a socket any more; or the
-              launcher of the host ``dies`` without a word, and the others fail.
+              launcher of the host ``dies`` silently, and the others fail.
     inject:   acts from outside.
-    pattern:  regular expression of the closing sentence; ``RANK`` and ``HOST`` are those of the fault.
-    printed:  what a line before it contains.
+    pattern:  regular expression of the closing sentence; ``RANK`` and ``HOST`` are the fault's.
+    printed:  part of a line before it.
     action:   of the rank itself.
     waits:    whether the rank waits for the injection in its instruction: always, never, or None: now and then.
-    damage:   what is done to the newest checkpoint once the run has ended.
+    damage:   done to the newest checkpoint once the run has ended.
     waited:   whether the run ends by its deadline, and not at once.
     last:     latest round: some instructions of the last step need it no more.
     """

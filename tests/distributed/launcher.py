@@ -65,7 +65,7 @@ class Outcome:
         return load_file(file)
 
     def columns(self, step: int) -> dict[str, Tensor]:
-        """The columns of a step with all rows in order, put together from what each rank wrote."""
+        """The columns of a step with all rows in order, put together from the files of the ranks."""
         rows: dict[str, dict[int, Tensor]] = {}
         for file in sorted((self.directory / "columns").glob(f"step{step}-*.safetensors")):
             parts = load_file(file)
@@ -92,7 +92,7 @@ class Outcome:
 
 
 def params(cases: Iterable[Case], in_full_alone: Collection[Case] = ()) -> list[object]:
-    """Values of a parameter ``case``, by name; ``in_full_alone``: those of `make test-all`."""
+    """Values of a parameter ``case``, by name; ``in_full_alone``: of `make test-all`."""
     return [pytest.param(case, id=case.name, marks=[pytest.mark.full] * (case in in_full_alone)) for case in cases]
 
 

@@ -34,7 +34,7 @@ class RayCluster:
     dashboard: str
 
     def remove_node(self) -> None:
-        """Kill the second node, without a word to the first."""
+        """Kill the second node; the first is not notified."""
         assert self.process.stdin is not None
         self.process.stdin.write("remove\n")
         self.process.stdin.flush()
@@ -54,7 +54,7 @@ def parent_of(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and those that these have."""
+    """Processes that a process has started, directly or not."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return [each for child in children_of(pid) for each in (child, *descendants(child))]
     return []

@@ -1,4 +1,4 @@
-"""``flexrlhf doctor`` with real ranks: what it sees of machines in order, and whom it names of others."""
+"""``flexrlhf doctor`` with real ranks: machines in order, and the names of the others."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path) -> None:
     assert found["ranks"][0] == found["clocks"][0] == "ok" and "no groups of the plans made" in found["ranks"][1]
     assert "node 0 to node 1 by 1 rank " in found["links"][1]
     assert "preflight: 2 of 16 checks failed: same versions, same settings" in output
-    # the other node shows what fails
+    # the other node shows its failures
     assert set(table(others_output)) == names
     assert list(first.iterdir()) == [] and not (second / "runs").exists()
 

@@ -66,7 +66,7 @@ def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_p
 
 
 def assert_recorded(directory: Path, way: str) -> None:
-    """Each rank has a record of its last instructions, and the timeline has what ran."""
+    """Each rank has a record of its last instructions, and the timeline has those that ran."""
     records = [json.loads((directory / "failure" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for rank, record in enumerate(records):
         assert (record["rank"], record["run"], record["host"]) == (rank, "endless", socket.gethostname())

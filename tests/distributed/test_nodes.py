@@ -1,4 +1,4 @@
-"""Several nodes, and torchrun: however the ranks are started, the numbers are those of one command on one node."""
+"""Several nodes, and torchrun: however the ranks are started, the results equal one command's on one node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_config(assets: Assets, directory: Path, **changes: Any) -> str:
 
 
 def assert_equals_the_reference(assets: Assets, directory: Path) -> None:
-    """Columns, metrics and weights, as those of a plain run do in test_equality."""
+    """Columns, metrics and weights, as of a plain run in test_equality."""
     spec = assets.spec(CASE).model_copy(update={"runs": str(directory / "runs")})
     far = [str(d) for d in deviations(Outcome(CASE, make_plan(spec))) if not d.size <= d.limit]
     assert not far, far[0]

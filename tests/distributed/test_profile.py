@@ -1,4 +1,4 @@
-"""``flexrlhf profile`` with real ranks: it measures what the cost model requires, and writes a whole file or none."""
+"""``flexrlhf profile`` with real ranks: it measures all that the cost model needs, and writes a whole file or none."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def facts(path: Path, pid: int) -> dict[str, object]:
 def test_a_rank_is_as_if_its_launcher_had_started_it(
     factory: RankFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its modules are loaded, and its parent, variables, session, signals and exit code are those of a new process."""
+    """Its modules are loaded, and its parent, variables, session, signals and exit code are a new process's."""
     command, variables = ["probe", str(tmp_path / "facts"), "exit", "7"], {**os.environ, "RANK": "3"}
     process = factory.fork(command, variables, "rank 3")
     assert process.wait(60) == 7 and process.poll() == 7

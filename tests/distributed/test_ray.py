@@ -1,4 +1,4 @@
-"""Ranks in a real Ray cluster of two nodes on this machine: the numbers of the local launcher, and named failures."""
+"""Ranks in a real Ray cluster of two nodes on this machine: the results of the local launcher, and named failures."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def start_under_ray(
     return start(["run", *arguments, "--launcher", "ray"], directory)
 
 
-def numbers(directory: Path, case: Case) -> list[dict[str, Any]]:
+def results(directory: Path, case: Case) -> list[dict[str, Any]]:
     """Metrics without times, and samples."""
     run = directory / "runs" / case.name
     lines = (run / "metrics.jsonl").read_text().splitlines() + (run / "samples.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
 
 
-def test_the_numbers_are_those_of_the_local_launcher(
+def test_the_results_are_the_local_launchers(
     cluster: RayCluster, assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs of one command, on a Ray node for each rank: whole models, and six."""
@@ -76,8 +76,8 @@ def test_the_numbers_are_those_of_the_local_launcher(
     outputs = [job.communicate(timeout=SECONDS)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs[0][-2000:] + outputs[1][-2000:]
     for case in (TWO, SIX):
-        assert numbers(there, case) == numbers(here, case), case.name
-        assert len(numbers(there, case)) >= 3
+        assert results(there, case) == results(here, case), case.name
+        assert len(results(there, case)) >= 3
     nodes = {line.partition("Ray node ")[2] for line in outputs[1].splitlines() if line.startswith("node ")}
     assert len(nodes) == 2, outputs[1]
     assert f"[node 0, host {os.uname().nodename}] {TWO.name}  step 3/3  " in outputs[1]
@@ -180,4 +180,4 @@ def test_a_job_is_submitted(assets: Assets, tmp_path: Path, monkeypatch: pytest.
             job = start([*submit, *program, "--launcher", "ray"], tmp_path, ["-m", "ray.scripts.scripts"])
             output = job.communicate(timeout=SECONDS)[0]
     assert job.returncode == 0 and "results in" in output, output[-2000:]
-    assert len(numbers(tmp_path, TWO)) >= 3
+    assert len(results(tmp_path, TWO)) >= 3

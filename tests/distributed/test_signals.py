@@ -66,7 +66,7 @@ def rows(directory: Path, name: str) -> list[dict[str, Any]]:
 
 
 def assert_logged(directory: Path, name: str) -> None:
-    """Every logger has each step of the run once, also where it was interrupted."""
+    """Every logger has each step of the run once, also if it was interrupted."""
     expected = [(row["step"], row["reward_mean"]) for row in rows(directory, name)]
     loggers = installed_loggers()
     assert len(loggers) > 0
@@ -76,7 +76,7 @@ def assert_logged(directory: Path, name: str) -> None:
 
 
 def assert_goes_on(directory: Path, name: str, *arguments: str) -> None:
-    """The same command with --resume ends with the numbers of the whole run, to the last bit."""
+    """The same command with --resume ends with the results of the whole run, to the last bit."""
     code, out = finished(launch(directory, name, "--resume", "auto", *arguments))
     assert code == 0 and f"{name}  step 1/" not in out, out[-3000:]
     assert rows(directory, name) == rows(directory, "whole")

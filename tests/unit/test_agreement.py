@@ -64,7 +64,7 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def ends(plan: Plan, terms: list[Terms | None], seconds: float = 20.0) -> list[str]:
-    """How each member ends that comes with its terms; empty where all agree."""
+    """How each member ends that comes with its terms; empty if all agree."""
     return ["" if isinstance(each, bool) else each for each in results(plan, terms, seconds)]
 
 

@@ -1,4 +1,4 @@
-"""Ends of a run: which failure is its cause, what a failed wait says, and what is left of a rank that was killed."""
+"""Ends of a run: which failure is its cause, the sentence of a failed wait, the record of a rank that was killed."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def test_a_device_that_waits_past_the_deadline_is_named(ranks: Ranks) -> None:
 
 
 def test_a_stopped_rank_is_named_that_has_come_further(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has posted what this rank waits for, and was stopped before all of it was sent."""
+    """It has posted the message that this rank waits for, and was stopped before all of it was sent."""
     ranks.progress[0].report(7, "step 2, sync a")
     ranks.progress[1].report(8, "step 2, sync b")
     ranks.progress[2].report(5, "step 2, run a")
-    numbers = iter(range(100))
+    beats = iter(range(100))
 
     def beat(_: float) -> None:
-        ranks.store.set(beat_key(2), json.dumps([next(numbers), True]))
+        ranks.store.set(beat_key(2), json.dumps([next(beats), True]))
 
     ranks.store.set(beat_key(1), json.dumps([3, False]))
     beat(0)
@@ -128,11 +128,11 @@ def test_of_ranks_at_the_same_instruction_the_one_without_a_sign_of_life_is_name
 ) -> None:
     for each in ranks.progress:
         each.report(7, "step 2, run a")
-    numbers = iter(range(100))
+    beats = iter(range(100))
 
     def beat(_: float) -> None:
         """As the watch of rank 2 does, whose main thread waits; rank 1 is stopped."""
-        ranks.store.set(beat_key(2), json.dumps([next(numbers), True]))
+        ranks.store.set(beat_key(2), json.dumps([next(beats), True]))
 
     ranks.store.set(beat_key(1), json.dumps([3, False]))
     beat(0)

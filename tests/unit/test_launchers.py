@@ -1,4 +1,4 @@
-"""Launchers of a job: how they find each other, what they exchange, and what their environment may say."""
+"""Launchers of a job: how they find each other, their exchange, and their environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before a run, from facts: what is fine, what is doubtful, what ends a run, and who is named."""
+"""Checks before a run, from facts: results, warnings, failures, and who is named."""
 
 from __future__ import annotations
 

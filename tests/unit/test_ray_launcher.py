@@ -1,4 +1,4 @@
-"""Ray's launcher without a Ray cluster: bundles of a plan, environment of a rank, and what is refused."""
+"""Ray's launcher without a Ray cluster: bundles of a plan, actors of its nodes, and refusals."""
 
 from __future__ import annotations
 
