@@ -1,4 +1,4 @@
-"""Requests to ``flexrlhf advise``: what is advised plans, fits and is no slower than usual; a refusal is right."""
+"""Requests to ``flexrlhf advise``: an advised placement plans, fits and is no slower than usual; a refusal is right."""
 
 from __future__ import annotations
 

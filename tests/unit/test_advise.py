@@ -154,7 +154,7 @@ ALGORITHMS = {
         "models.actor.shadow={engine: torch, dtype: float32}",
     ),
 }
-"""Name, which begins with that of the algorithm → settings that change its graph, or how it is timed."""
+"""Name, which begins with the algorithm's → settings that change its graph, or how it is timed."""
 OWN_SHADOW = "ppo whose shadow has an engine of its own"
 ONLY_SHADOWED = ("remax, rarely in sync", OWN_SHADOW)
 NO_ROLLOUT = ("dpo", "kto", "simpo", OWN_SHADOW)
@@ -221,7 +221,7 @@ def test_the_fast_evaluator_is_the_simulator_on_a_thousand_plans() -> None:
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
-def test_what_is_advised_can_be_planned_and_fits(changes: dict[str, object]) -> None:
+def test_an_advised_placement_can_be_planned_and_fits(changes: dict[str, object]) -> None:
     found = advise(spec_for(4, "qwen2.5-1.5b", **changes), AnalyticCosts())
     methods = {item.candidate.method for item in found.feasible}
     # the guideline may co-locate models on devices of several classes
@@ -326,7 +326,7 @@ def test_the_choice_trains_on_the_newest_batch(advice: Advice) -> None:
     assert advice.best.plan.spec.schedule.lag == 0
 
 
-def test_rules_that_fire_are_named_with_what_made_them(advice: Advice) -> None:
+def test_rules_that_fire_are_named_with_their_reason(advice: Advice) -> None:
     rules = {rule.name: rule.reason for rule in advice.rules}
     assert "fits one node" in rules["interleave what fits a node"]
     assert "co-locate small clusters" in rules
@@ -386,7 +386,7 @@ def with_older_devices(number: int, costs: AnalyticCosts) -> Advice:
     "overheads, least", [(NO_OVERHEADS, 1.02), (OVERHEADS, 1 / 1.01)], ids=["engines alone", "in a step"]
 )
 def test_older_devices_help_newer_ones_a_little(overheads: RunOverheads, least: float) -> None:
-    """FlexRLHF, table III: forward passes move to V100s, what trains and generates stays. Where syncs between nodes
+    """FlexRLHF, table III: forward passes move to V100s, training and generation stay. Where syncs between nodes
     take their usual time they end a step, and older devices gain nothing: within the gap of a search."""
     found = [with_older_devices(number, AnalyticCosts(overheads=overheads)) for number in (0, 1)]
     shadowed = [next(a.seconds for a in each.feasible if a.candidate.name == "with shadows") for each in found]
@@ -441,7 +441,7 @@ def test_a_model_that_the_algorithm_has_not_is_refused_where_it_is_named() -> No
     )
 
 
-def test_adapters_are_on_what_the_algorithm_trains() -> None:
+def test_adapters_are_on_the_trained_models() -> None:
     spec = AdviceOptions(lora=8).spec(None, ("algorithm.name=safe-rlhf",))
     adapted = {role for role, model in spec.models if model is not None and model.lora is not None}
     assert adapted == {"actor", "critic", "cost_critic"}
@@ -475,7 +475,7 @@ def test_responses_are_on_many_replicas_while_replies_take_long() -> None:
 # --- the report
 
 
-def test_columns_are_as_wide_as_what_is_in_them() -> None:
+def test_columns_are_as_wide_as_their_cells() -> None:
     lines = table([("a", "b"), ("[0.3333,0.3333]*", "1"), ("c", "22222")], "<>")
     assert lines == ["a                     b", "[0.3333,0.3333]*      1", "c                 22222"]
 
@@ -489,7 +489,7 @@ def test_tables_of_the_report_are_aligned(advice: Advice) -> None:
             assert line[end - 1] != " " and line[end : end + 2] == "  ", line
 
 
-def test_the_report_states_what_was_searched(advice: Advice) -> None:
+def test_the_report_states_the_searched_spaces(advice: Advice) -> None:
     text = format_advice(advice, SOURCE)
     assert "settings tried: passes of " in text
     assert "    all, 1/2, 1/4" in text
@@ -519,7 +519,7 @@ def test_the_command_writes_a_yaml_that_plans(tmp_path: Path) -> None:
     assert again.best.plan.placement.num_ranks == 8
 
 
-def test_auto_in_a_yaml_is_what_is_advised(tmp_path: Path) -> None:
+def test_auto_in_a_yaml_is_the_advised_placement(tmp_path: Path) -> None:
     path = tmp_path / "auto.yaml"
     assert run("--model", "qwen2.5-1.5b", "--gpus", 4, "--prompts", 64, "-o", path).exit_code == 0
     path.write_text(write_yaml({**read_yaml(path.read_text()), "placement": "auto"}))
@@ -573,7 +573,7 @@ def test_an_option_is_a_setting_of_a_config_or_refused() -> None:
 
 @pytest.mark.parametrize(("model", "response"), [("qwen2.5-32b", 8192), ("qwen2.5-7b", 28672)])
 def test_groups_that_no_device_has_memory_for_are_advised_on(model: str, response: int) -> None:
-    """GRPO with 16 responses of 8k or 28k tokens on 64 H100: a pass has some of a prompt's texts."""
+    """GRPO with 16 responses of 8k or 28k tokens on 64 H100: a pass has some of a prompt's responses."""
     request = AdviceRequest(dict.fromkeys(ROLES, model), equal_nodes(64, "H100-80G"), prompts=64, samples=16)
     spec = replace(request, response_tokens=response).spec(("algorithm.name=grpo",))
     found = advise(spec, AnalyticCosts(), seconds_limit=1.0)
@@ -726,7 +726,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "gpus", "overrides", "words"), REFUSED)
-def test_a_refusal_names_what_leaves_nothing(model: str, gpus: int, overrides: tuple[str, ...], words: str) -> None:
+def test_a_refusal_names_settings_that_leave_nothing(
+    model: str, gpus: int, overrides: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(UserError, match="no placement of these models fits") as error:
         _ = advise(spec_for(gpus, model, overrides, rollout="vllm"), AnalyticCosts(), seconds_limit=2.0).best
     assert words in str(error.value)

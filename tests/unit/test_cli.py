@@ -159,7 +159,7 @@ def test_a_link_to_itself_is_no_data_file(invoke: Invoke, tmp_path: Path) -> Non
     assert "there is no data file prompts.jsonl" in refused(invoke("run", "--dry-run", "a.yaml"))
 
 
-def test_a_missing_data_file_is_named_with_what_its_directory_has(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_missing_data_file_is_named_with_its_neighbours(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path, end in [
         ("zzz.jsonl", "; the current directory has prompts.jsonl"),
@@ -181,7 +181,7 @@ def test_planning_before_data_exists_says_that_it_is_not_checked(invoke: Invoke)
         ]
 
 
-def test_a_plan_with_every_setting_is_that_of_what_is_left_out(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_plan_with_every_setting_is_the_plan_without(invoke: Invoke, tmp_path: Path) -> None:
     gpus = ("--set", "cluster={nodes: [{devices: 8, class: A100-80G}]}", "--set", "models.actor.init=qwen2.5-7b")
     chosen = invoke("plan", "a.yaml", *gpus, "-o", "full.yaml").stdout
     line, _, text = chosen.removesuffix("written to full.yaml\n").partition("\n\n")

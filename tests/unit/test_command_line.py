@@ -31,7 +31,7 @@ Invoke = Callable[..., str]
 
 @pytest.fixture
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Prints what a command prints, in a directory with ``a.yaml`` that is the home directory, too."""
+    """Return the output of a command, in a directory with ``a.yaml`` that is the home directory, too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))

@@ -1,4 +1,4 @@
-"""``flexrlhf data`` and the lines of ``plan``: what is in a file, how much of it the limits drop or cut, and what is
+"""``flexrlhf data`` and the lines of ``plan``: rows of a file, how many the limits drop or cut, and which are
 trained on."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_counts_are_of_all_rows_before_any_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("long_prompts", ["drop", "truncate-left", "truncate-right"])
-def test_a_run_counts_what_it_does_to_its_rows(tmp_path: Path, long_prompts: Any) -> None:
+def test_a_run_counts_dropped_and_cut_rows(tmp_path: Path, long_prompts: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *ROWS)
     loaded = load_examples(
         path,
@@ -127,7 +127,7 @@ def counted(num_long: int, num_cut: int, long_prompts: Any = "drop", number: int
         ),
     ],
 )
-def test_a_line_has_the_numbers(counts: DataCounts, line: str) -> None:
+def test_a_line_has_the_counts(counts: DataCounts, line: str) -> None:
     assert data_line(source(Path("a.jsonl")), counts) == f"data: a.jsonl: form prompt, {line}"
 
 
@@ -252,7 +252,7 @@ def counted_directly(path: Path, directory: Path, longest: int, cut_at: int) -> 
 @pytest.mark.parametrize(
     ("folder", "longest", "cut_at"), [(FIXTURES, 50, 4), (REAL_DATA, 64, 64)], ids=["fixtures", "real"]
 )
-def test_alpaca_is_dropped_and_cut_with_numbers(folder: Path, longest: int, cut_at: int, tmp_path: Path) -> None:
+def test_alpaca_is_dropped_and_cut_with_counts(folder: Path, longest: int, cut_at: int, tmp_path: Path) -> None:
     """Both by ``data`` and by ``plan``, which warns of rows that are dropped or cut."""
     path = folder / "alpaca.json"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Tokens that end a response, and what is saved with a policy."""
+"""Tokens that end a response, and files that are saved with a policy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_broken_generation_config_is_one_sentence(text: str, sentence: str, to
 
 
 def test_a_saved_policy_is_used_as_it_was_trained(tokenizers: Any, tmp_path: Path) -> None:
-    """Its directory has the run's template, also in a later run, and what ends its responses."""
+    """Its directory has the run's template, also in a later run, and the tokens that end its responses."""
     origin = tmp_path / "origin"
     origin.mkdir()
     (origin / "generation_config.json").write_text('{"eos_token_id": 9, "temperature": 0.6, "do_sample": true}')

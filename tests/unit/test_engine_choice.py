@@ -1,4 +1,4 @@
-"""The engine of ``rollout.engine: auto``: which one generates, why, and what of a YAML stays open."""
+"""The engine of ``rollout.engine: auto``: which one generates, why, and which settings stay open."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SERVED = "all devices are A100-80G, and it serves llama models"
         (None, (A100, "rollout.logprobs=recompute"), "vllm", SERVED),
         (None, (TWO_CLASSES, SPAN), "vllm", "all devices are A100-80G and H100-80G, and it serves llama models"),
         (None, (A100, "rollout.engine=auto"), "vllm", SERVED),
-        # where transformers is the only candidate, a plan does not mention it
+        # if transformers is the only candidate, a plan does not mention it
         (None, (), "transformers", ""),
         (None, (A100, "cluster.device=cpu"), "transformers", ""),
         (None, ("cluster={nodes: [{devices: 2, class: any}]}",), "transformers", ""),
@@ -184,8 +184,8 @@ def test_the_gate_stays_a_setting_of_transformers_with_rounded_weights() -> None
     assert plan.spec.rollout.engine == "transformers"
 
 
-def test_a_choice_does_not_depend_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM a run is refused, and says what could be written."""
+def test_a_choice_does_not_depend_on_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM a run is refused, with the settings that could be written."""
     monkeypatch.setattr(model_checks, "find_spec", lambda name: None)
     plan = plan_of(None, 2, A100)
     with pytest.raises(UserError) as caught:
@@ -196,8 +196,8 @@ def test_a_choice_does_not_depend_on_what_is_installed(monkeypatch: pytest.Monke
     )
 
 
-def test_numbers_do_not_depend_on_the_choice() -> None:
-    """A run of transformers goes on with vLLM, where the devices have become known."""
+def test_results_do_not_depend_on_the_choice() -> None:
+    """A run of transformers goes on with vLLM, if the devices have become known."""
     for algorithm in (("algorithm.name=ppo",), SHARED):
         one, other = (plan_of(None, 2, *algorithm, *devices).spec for devices in ((), (A100,)))
         assert differing_settings(one, other) == ()

@@ -54,7 +54,7 @@ def test_public_names_are_found_and_others_are_not() -> None:
         _ = flexrlhf.Engine
 
 
-def test_model_paths_replace_those_of_the_config(config: str) -> None:
+def test_model_paths_replace_paths_of_the_config(config: str) -> None:
     models = ExecutionEngine(config, "actor", Path("critic: 1")).plan.spec.models
     assert models.actor is not None and models.critic is not None
     assert (models.actor.path, models.actor.init, models.critic.path) == ("actor", None, "critic: 1")

@@ -1,4 +1,4 @@
-"""Settings that a YAML leaves out are chosen so that the run fits; what it says stays."""
+"""Settings that a YAML leaves out are chosen so that the run fits; written ones stay."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def chosen(*settings: str, placement: object = None) -> tuple[Plan, str]:
     return fitted(spec, make_plan(spec))
 
 
-def test_what_is_left_out_is_chosen_so_that_the_run_fits() -> None:
+def test_settings_that_are_left_out_are_chosen_so_that_the_run_fits() -> None:
     plan, sentence = chosen()
     check_fits(plan)
     assert "models.actor.zero=3" in sentence and "; else rank 0 needs" in sentence
-    # numbers stay, and the YAML of the run has what is chosen
+    # results stay, and the YAML of the run has the chosen settings
     assert plan.model("actor").lora is None and plan.model("critic").dtype == "bfloat16"
     assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).spec == plan.spec
 
@@ -61,7 +61,7 @@ def test_calls_that_lack_memory_in_turn_are_mended_one_after_the_other() -> None
 
 
 @pytest.mark.parametrize("setting", ["models.actor.zero=0", "models.actor.micro_batch_tokens=8192"])
-def test_what_is_written_stays(setting: str) -> None:
+def test_written_settings_stay(setting: str) -> None:
     plan, sentence = chosen(setting)
     name, _, value = setting.removeprefix("models.actor.").partition("=")
     assert str(getattr(plan.model("actor"), name)) == value
@@ -70,7 +70,7 @@ def test_what_is_written_stays(setting: str) -> None:
     assert ".zero=" not in chosen("models.all.zero=2")[1]
 
 
-def test_what_cannot_fit_and_devices_of_no_class_stay_as_they_are() -> None:
+def test_runs_that_cannot_fit_or_have_devices_of_no_class_stay() -> None:
     for settings in (
         ("models.actor.init=qwen2.5-72b",),
         ("models.all.zero=0", "models.all.tp=1"),
@@ -144,7 +144,7 @@ def test_a_run_goes_on_with_models_that_an_earlier_one_writes(tmp_path: Path) ->
     assert all("placement, which is not written, is" in text for _, text in found)
 
 
-def test_what_fits_nowhere_keeps_every_model_on_all_devices() -> None:
+def test_a_run_that_fits_nowhere_keeps_every_model_on_all_devices() -> None:
     ((plan, text),) = planned([unwritten(*PPO, "cluster={nodes: [{devices: 1, class: V100-16G}]}")])
     assert "every model on all devices, since a search finds no placement that fits" in text
     with pytest.raises(UserError, match="memory: rank 0 needs"):

@@ -1,4 +1,4 @@
-"""Runs of the quick start that are kept: finished, unchanged, with their models; what follows a changed one trains."""
+"""Runs of the quick start that are kept: finished, unchanged, with their models; runs after a changed one train."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plans_of(*overrides: str) -> list[Plan]:
 
 
 def finish(plans: Sequence[Plan]) -> None:
-    """Leave what finished runs do, with models of one number."""
+    """Write the files of finished runs, with models of one parameter."""
     for plan in plans:
         plan.spec.directory.mkdir(parents=True)
         (plan.spec.directory / "config.yaml").write_text(dump_spec(plan.spec))
@@ -65,7 +65,7 @@ def test_all_but_the_last_are_kept() -> None:
         (f"{REWARD}:models.reward.optimizer.learning_rate=0.5", [SFT]),
     ],
 )
-def test_a_changed_run_trains_again_and_what_starts_from_it(override: str, names: list[str]) -> None:
+def test_a_changed_run_trains_again_and_runs_that_start_from_it(override: str, names: list[str]) -> None:
     assert kept(override) == names
 
 

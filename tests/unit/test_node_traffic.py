@@ -20,7 +20,7 @@ def test_one_node_sends_nothing() -> None:
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_replicas_send_their_gradients_once_for_each_optimizer_step(zero: int) -> None:
-    """Two nodes: half of the bytes goes each way, for sums and for what is gathered."""
+    """Two nodes: half of the bytes goes each way, for sums and for gathered weights."""
     stages = [f"models.{role}.zero={zero}" for role in ("actor", "critic")]
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "algorithm.num_mini_batches=4", "algorithm.epochs=2", *stages)
     size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))

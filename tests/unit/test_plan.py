@@ -1,4 +1,4 @@
-"""The plan: bytes of moves and weights by hand, models by role, and parameter shapes equal to those of transformers."""
+"""The plan: bytes of moves and weights by hand, models by role, and parameter shapes as in transformers."""
 
 from __future__ import annotations
 
@@ -218,13 +218,13 @@ def real_shapes(config: dict[str, Any], auto: Any, **extra: Any) -> dict[str, tu
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config["model_type"])
-def test_shapes_are_those_of_transformers(config: dict[str, Any], tied: bool) -> None:
+def test_shapes_equal_transformers(config: dict[str, Any], tied: bool) -> None:
     config = config | {"tie_word_embeddings": tied}
     assert llama_like_shapes(config) == real_shapes(config, AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_what_a_config_leaves_out_is_as_in_transformers(kind: str) -> None:
+def test_values_that_a_config_leaves_out_are_as_in_transformers(kind: str) -> None:
     config = {"model_type": kind, "num_hidden_layers": 1}
     assert llama_like_shapes(config) == real_shapes(config, AutoModelForCausalLM)
 
@@ -254,7 +254,7 @@ def write_model(directory: Path, config: dict[str, Any], shapes: dict[str, tuple
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_shared_trunk_has_a_scalar_head_beside_that_of_the_vocabulary(kind: str, tied: bool) -> None:
+def test_a_shared_trunk_has_a_scalar_head_and_a_language_head(kind: str, tied: bool) -> None:
     config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
     shape = model_shape("actor", ModelSpec(init=config), "both")
     assert shape is not None and shape.trained == shape.parameters
@@ -295,7 +295,7 @@ def test_a_rollout_computes_in_the_type_of_the_actor() -> None:
 
 
 def test_planning_a_resolved_spec_again_gives_the_same_plan() -> None:
-    """Ranks plan what the command has resolved."""
+    """Ranks plan the spec that the command has resolved."""
     for overrides in (("rollout.engine=vllm",), ("rollout={engine: vllm, dtype: bfloat16}", "algorithm.importance={}")):
         plan = plan_of(None, 2, *overrides)
         assert make_plan(plan.spec) == plan

@@ -66,7 +66,7 @@ def settings_of(found: list[MemorySuggestion]) -> set[str]:
     ],
     ids=["replicas", "deepspeed", "interleaving", "disaggregated", "shadow", "rollout", "rollout-beside", "megatron"],
 )
-def test_a_suggestion_lowers_the_peak_by_what_it_says(placement: Any, overrides: tuple[str, ...]) -> None:
+def test_a_suggestion_lowers_the_peak_by_its_bytes(placement: Any, overrides: tuple[str, ...]) -> None:
     plan = large(placement, 4, *overrides)
     for rank in (0, 3):
         found = memory_suggestions(plan, rank)
@@ -78,14 +78,14 @@ def test_a_suggestion_lowers_the_peak_by_what_it_says(placement: Any, overrides:
             assert freed >= suggestion.freed > 0 and ("actor.lora" in suggestion.change or freed == suggestion.freed)
 
 
-def test_suggestions_come_in_order_and_say_whether_numbers_change() -> None:
+def test_suggestions_are_in_order_and_state_whether_results_change() -> None:
     found = memory_suggestions(large(), 0)
     assert found == sorted(found, key=lambda suggestion: (not suggestion.same_numbers, -suggestion.freed))
     for suggestion in found:
         assert suggestion.same_numbers == (".lora=" not in suggestion.change and ".dtype=" not in suggestion.change)
 
 
-def test_only_what_the_engine_serves_is_offered() -> None:
+def test_only_settings_of_the_engine_are_suggested() -> None:
     torch, deepspeed = (
         settings_of(memory_suggestions(large(), 0)),
         settings_of(memory_suggestions(large(None, 4, *DEEPSPEED), 0)),
@@ -109,7 +109,7 @@ def test_stages_are_offered_to_megatron_alone() -> None:
     assert not {"models.actor.lora", "models.ref.pp", "rollout.pp"} & found
 
 
-def test_only_what_the_device_can_do_is_offered() -> None:
+def test_only_types_of_the_device_are_suggested() -> None:
     old = large(None, 4, "cluster={nodes: [{devices: 4, class: V100-32G}]}")
     changes = " ".join(suggestion.change for suggestion in memory_suggestions(old, 0))
     assert "float16" in changes and "bfloat16" not in changes
@@ -130,15 +130,15 @@ def test_the_tightest_rank_lacks_most() -> None:
     assert tightest_rank(large([0.5] * 6, 4, nodes)) in plan.placement["actor.shadow"].ranks
 
 
-# --- what cannot fit
+# --- runs that cannot fit
 
 
-def test_what_fits_or_is_unknown_passes() -> None:
+def test_a_run_that_fits_or_whose_devices_are_unknown_passes() -> None:
     check_fits(large())
     check_fits(large(None, 4, "cluster.memory_gb=1000"))
 
 
-def test_what_cannot_fit_is_refused_with_the_best_remedy() -> None:
+def test_a_run_that_cannot_fit_is_refused_with_the_best_remedy() -> None:
     plan = large(None, 4, "cluster={nodes: [{devices: 4, class: V100-16G}]}")
     with pytest.raises(UserError) as caught:
         check_fits(plan)
@@ -153,7 +153,7 @@ QWEN = ("models.actor={init: qwen2.5-7b}", "cluster={nodes: [{devices: 8, class:
 
 
 def test_two_changes_together_are_named_where_none_suffices() -> None:
-    """Supervised training of 7B on eight devices: what leaves learning alone, and then fits."""
+    """Supervised training of 7B on eight devices: changes that leave learning as it is, and then fit."""
     settings = ("algorithm.name=sft", "models.ref=null", "models.critic=null", "models.reward=null")
     plan = large(None, 8, *settings, *QWEN, "data.max_response_tokens=4096")
     with pytest.raises(UserError, match="which suffices$") as caught:
@@ -164,7 +164,7 @@ def test_two_changes_together_are_named_where_none_suffices() -> None:
     check_fits(large(None, 8, *settings, *QWEN, "data.max_response_tokens=4096", *best.change.split()))
 
 
-# --- what is printed
+# --- the printed plan
 
 
 def table(plan: Plan) -> list[str]:
@@ -193,7 +193,7 @@ def test_a_small_run_gets_no_advice() -> None:
     assert not any("to free memory" in line for line in table(plan_of(None, 2)))
 
 
-def test_unknown_architectures_and_idle_ranks_are_said() -> None:
+def test_unknown_architectures_and_idle_ranks_are_printed() -> None:
     plan = plan_of(
         {name: {"ranks": [0]} for name in ("actor", "critic", "ref", "reward")},
         2,

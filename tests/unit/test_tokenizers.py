@@ -1,4 +1,4 @@
-"""Roles whose tokenizers do not agree are refused at planning; a reward model may read texts by its own instead."""
+"""Roles whose tokenizers do not agree are refused at planning; a reward model may read responses by its own instead."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_tokenizer_and_further_tokens_at_other_ids_agree(tmp_path: Path, act
         plan_of(None, 1, *overrides(actor=actor, reward=path))
 
 
-def test_another_vocabulary_is_one_sentence_with_what_works(tmp_path: Path, actor: str) -> None:
+def test_another_vocabulary_is_one_sentence_with_the_remedy(tmp_path: Path, actor: str) -> None:
     reward = write_model(tmp_path / "reward", OTHERS)
     expected = (
         f"models.reward: its tokenizer ({reward}) has other ids than that of models.actor (token 'answer' is 3 there "
@@ -240,7 +240,7 @@ def row(text: str = "", *turns: tuple[str, str]) -> Example:
     return Example((1,), (), (), text=text, turns=tuple(Message(*turn) for turn in turns))
 
 
-def test_a_text_gets_what_its_tokenizer_adds_and_an_end() -> None:
+def test_a_sequence_gets_the_special_tokens_of_its_tokenizer_and_an_end() -> None:
     assert encoded(row("hi"), " you", True) == ("^hi you$", False)
     assert encoded(row("hi"), " you", False) == ("^hi you", False)
     assert encoded(row("hi"), " you", True, limit=4) == ("you$", True)

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: each heading is a message of the package, produced by what the page describes."""
+"""docs/troubleshooting.md: each heading is a message of the package, produced as the page describes."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_every_heading_has_a_message() -> None:
 
 
 HEADING_OF = dict(zip(MESSAGES, HEADINGS, strict=False))
-"""Headings in the order of the page, which is that of MESSAGES."""
+"""Headings in the order of the page and of MESSAGES."""
 
 
 def test_the_comparison_has_teeth() -> None:

@@ -19,7 +19,7 @@ print("done")
 
 
 @pytest.mark.parametrize(("seconds", "is_shown"), [(0.1, False), (2.0, True)])
-def test_a_terminal_shows_what_takes_long(seconds: float, is_shown: bool) -> None:
+def test_a_terminal_shows_long_work(seconds: float, is_shown: bool) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-c", SCRIPT, str(seconds)]
     with subprocess.Popen(command, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm"}) as process:
