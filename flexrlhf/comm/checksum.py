@@ -1,4 +1,4 @@
-"""A checksum that nearly every change of a tensor changes, also of its order, at about the cost of copying it."""
+"""Checksum that nearly every change of a tensor changes, also of its order, at about the cost of copying it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Primes, so that rows that change places also change their places in the fold.
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the bits of all numbers as 32-bit words, weighted by their places in row-major order: int64 ().
+    """Return the sum of the bits of all values as 32-bit words, weighted by their places in row-major order: int64 ().
 
     The words wrap, so sign changes in pairs a fold apart go unnoticed; widening the words would take as long
     as sending them.
@@ -28,11 +28,12 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
     words = (_words(tensor.detach().reshape(-1)) for tensor in tensors)
     for number, piece in enumerate(chain.from_iterable(each.split(fold) for each in words)):
         total[: len(piece)].add_(piece, alpha=2 * number + 1)
-    return (total * _odd_numbers(fold, device)).sum()
+    # odd weights, so that no bit of a sum is lost
+    return (total * _odd_numbers(device)[:fold]).sum()
 
 
 def _words(values: Tensor) -> Tensor:
-    """Return the memory of a vector as int32; 16-bit numbers two by two, an odd one with a zero."""
+    """Return the memory of a vector as int32; 16-bit values two by two, an odd one with a zero."""
     if values.element_size() == 4:
         return values.view(torch.int32)
     if len(values) % 2:
@@ -45,11 +46,6 @@ def _longest_fold(device: torch.device) -> int:
     return _ON_CUDA if device.type == "cuda" else _IN_CACHE
 
 
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """Return ``count`` weights; they are odd, so that no bit of a sum is lost."""
-    return _all_odd_numbers(device)[:count]
-
-
 @lru_cache(maxsize=8)
-def _all_odd_numbers(device: torch.device) -> Tensor:
+def _odd_numbers(device: torch.device) -> Tensor:
     return torch.arange(_longest_fold(device), dtype=torch.int64, device=device) * 2 + 1

@@ -55,22 +55,15 @@ class RowStore:
         """Return the values of ``rows`` (len(rows), ...), in this order."""
         self.arrive([column], rows)
         if not rows:
-            return self._empty(column)
+            # no move sends a column to a replica without rows
+            kind = column_of(column)
+            width = self._lengths.width(kind)
+            return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self._device)
         blocks, index = self._blocks[column], self._index[column]
         places = [index[row] for row in rows]
         if len(blocks) == 1 and [place for _, place in places] == list(range(len(blocks[0]))):
             return blocks[0]
         return torch.stack([blocks[block][place] for block, place in places])
-
-    def has(self, column: str, rows: Sequence[int]) -> bool:
-        """Whether all of ``rows`` have been put."""
-        return set(rows) <= self._index.get(column, {}).keys()
-
-    def _empty(self, column: str) -> Tensor:
-        """Return the column without rows: no move sends it to a replica without rows."""
-        kind = column_of(column)
-        width = self._lengths.width(kind)
-        return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self._device)
 
     def arrive(self, columns: Iterable[str], rows: Sequence[int]) -> None:
         """Await the ``rows`` of ``columns`` that are under way, and no others: a later chunk may be far behind."""

@@ -1,16 +1,18 @@
-"""Key-value store of a job: served on one address alone, connected to with a word on who is awaited.
+"""Key-value store of a job, and the network interface by which its machines reach each other.
 
 The store has no authentication, so a server listens where the job needs it and nowhere else. Nothing here unpickles
-what it reads.
+what it reads. Lines on stderr name who is awaited.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
@@ -18,11 +20,68 @@ from ipaddress import ip_address
 import torch.distributed as dist
 
 from flexrlhf.comm.deadlines import listed
-from flexrlhf.comm.interfaces import is_local
 from flexrlhf.errors import RunStopped, UserError
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables by which gloo and NCCL take an interface; those that the user has set stay."""
+_SIOCGIFADDR = 0x8915
+"""Constant of <linux/sockios.h>: the IPv4 address of an interface."""
+
+
+def use_job_interface(addresses: Sequence[str], store_address: str) -> None:
+    """Let the process groups that are made later use the interface to the other machines of a job, or the loopback.
+
+    torch takes the interface of the machine's own name, which is often the loopback. ``addresses``: by which the ranks
+    reach the address of the job's store, each as ``route_to`` returns it.
+    """
+    others = [address for address in dict.fromkeys((*addresses, store_address)) if not is_local(address)]
+    name = interface_to(others[0]) if others else "lo"
+    if name is not None:
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, name)
+
+
+def is_local(address: str) -> bool:
+    """Return whether a numeric address is one of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def route_to(address: str) -> str | None:
+    """Return the address of this machine that packets to ``address`` leave from; None if there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # sends nothing
+            probe.connect((address, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def interface_to(address: str) -> str | None:
+    """Return the interface whose IPv4 address packets to ``address`` leave from; None if there is none."""
+    own = None if ":" in address else route_to(address)
+    return next((name for _, name in socket.if_nameindex() if own is not None and address_of(name) == own), None)
+
+
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of an interface; None if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(found[20:24])
+
+
 NOTICE_SECONDS = 5.0
-"""Seconds of waiting after which a line names who is awaited, and between two such lines."""
+"""Time of waiting after which a line names who is awaited, and between two such lines."""
 _ATTEMPT_SECONDS = 2.0
 """Longest attempt to connect."""
 
@@ -33,7 +92,7 @@ class Endpoint:
 
     setting:  option or variables that named it, for errors.
     host:     name or address of the host that serves it.
-    port:     0 for any free one, where it is served.
+    port:     0 for any free one, on the host that serves it.
     """
 
     setting: str
@@ -45,7 +104,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Numeric address of the host; an IPv4 one where it has both. Raises UserError where it has none."""
+        """Numeric address of the host; an IPv4 one if it has both. Raises UserError if it has none."""
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except socket.gaierror:
@@ -68,7 +127,7 @@ class Notice:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start of the wait."""
+        """Time since the start of the wait."""
         return time.monotonic() - self._began
 
     def update(self, detail: str) -> None:
@@ -82,7 +141,7 @@ def serve_store(endpoint: Endpoint, several_hosts: bool, timeout_seconds: float)
     """Return a store that listens on the address of ``endpoint`` alone.
 
     ``several_hosts``: the name of this machine may be another address elsewhere; one that resolves to the loopback
-    address here, or to none of this machine's, is served on all addresses. Raises UserError where it cannot listen.
+    address here, or to none of this machine's, is served on all addresses. Raises UserError if it cannot listen.
     """
     address = endpoint.address
     is_name = endpoint.host not in ("localhost", address)
@@ -139,7 +198,7 @@ def _all_set(store: dist.Store, keys: list[str]) -> bool:
 
 
 def _try_connect(endpoint: Endpoint) -> str | None:
-    """Return why no connection to ``endpoint`` can be made now; None where one can."""
+    """Return why no connection to ``endpoint`` can be made now; None if one can."""
     try:
         with socket.create_connection((endpoint.host, endpoint.port), timeout=_ATTEMPT_SECONDS):
             return None

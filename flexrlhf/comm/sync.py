@@ -1,9 +1,9 @@
-"""Execute a Sync: weights of a trained model to a copy of it, in buckets, with a checksum taken on both sides.
+"""Execution of a Sync: weights of a trained model to a copy of it, in buckets, with a checksum taken on both sides.
 
 Each source rank sends the elements that others need, a receiver has them written into the copy's live weights, and it
 compares checksums of what it then stores. Large regions that are contiguous and of the type that is sent travel from
-live weights to live weights; others are packed into buffers. What a rank has itself it copies from tensor to tensor.
-What it is to send on, it sends from the copy. A rank waits for its receivers.
+live weights to live weights; others are packed into buffers. Elements that a rank has itself it copies from tensor to
+tensor; elements that it sends on, it sends from the copy. A rank waits for its receivers.
 
 A sync that overlaps what its ranks compute needs memory for all that the source sends: it packs everything first and
 waits for nobody, and a receiver has all of it arrive there, until the copy is used next. Only then do its ranks send on
@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.buffers import BufferPool
 from flexrlhf.comm.checksum import checksum
 from flexrlhf.comm.point_to_point import Begun, Message, exchange
-from flexrlhf.comm.trained_values import TrainedValues, view_of
-from flexrlhf.comm.weights import WeightGather, Weights
+from flexrlhf.comm.weights import TrainedValues, WeightGather, Weights, view_of
 from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
@@ -44,7 +42,7 @@ class SyncChannel:
     plan:      messages and parts.
     dtype:     type in which the weights are sent.
     device:    of the buffers.
-    group:     of senders and receivers; None where nothing crosses between ranks.
+    group:     of senders and receivers; None if nothing crosses between ranks.
     gather:    collective that makes adapters whole before they are merged; None: none are merged here.
     overlaps:  whether it overlaps what its ranks compute.
     """
@@ -57,54 +55,59 @@ class SyncChannel:
     overlaps: bool = False
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """Messages of this rank under way.
+class BufferPool:
+    """Buffers that are not in use.
 
-    messages:  as they are awaited.
-    sent:      memory that must live until then.
-    buffer:    part of the pool that is then given back; None: none was taken.
+    Fresh memory is mapped page by page when it is first written, which on a CPU takes as long as to send it.
     """
 
-    messages: Sequence[Begun]
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a vector of ``size`` elements of any value."""
+        for index, buffer in enumerate(self._buffers):
+            if (len(buffer), buffer.dtype, buffer.device) == (size, dtype, device):
+                return self._buffers.pop(index)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back a buffer of ``take``."""
+        self._buffers.append(buffer)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """Messages that this rank has begun to send.
+
+    begun:   as they are awaited.
+    sent:    memory that must live until then.
+    buffer:  of the pool, which then gets it back; None: none was taken.
+    """
+
+    begun: Sequence[Begun]
     sent: Sequence[Message]
     buffer: Tensor | None = None
 
-
-@dataclass(frozen=True)
-class _Packed:
-    """Vectors of one bucket, each with its message: live weights, or parts of ``buffer``."""
-
-    vectors: tuple[tuple[WeightMessage, Tensor], ...]
-    buffer: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Incoming:
-    """A vector for this rank.
-
-    regions:  of the copy that it is written into; none: ``numbers`` are the copy's own.
-    """
-
-    source: int
-    numbers: Tensor
-    regions: Regions
+    def finish(self, wait: Wait, pool: BufferPool) -> None:
+        for work, ranks in self.begun:
+            wait(work, ranks)
+        if self.buffer is not None:
+            pool.give(self.buffer)
 
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Messages under way, and the vectors that they bring."""
+    """Bucket that this rank has begun to receive.
 
-    messages: Sequence[Begun]
-    vectors: Sequence[_Incoming]
-
-
-@dataclass(frozen=True)
-class _ArrivingBucket:
-    """One bucket under way, some of its vectors in ``buffer``."""
+    begun:   messages as they are awaited.
+    packed:  vectors that are then written into the copy, with their regions; the others arrive in the copy itself.
+    buffer:  of the pool, which has the packed vectors.
+    """
 
     bucket: RankBucket
-    arriving: _Arriving
+    begun: Sequence[Begun]
+    packed: Sequence[tuple[Tensor, Regions]]
     buffer: Tensor
 
 
@@ -115,23 +118,8 @@ class _Space:
         self.buffer, self._taken = buffer, 0
 
     def take(self, size: int) -> Tensor:
-        """Return the next ``size`` numbers."""
         self._taken += size
         return self.buffer[self._taken - size : self._taken]
-
-
-@dataclass(frozen=True)
-class _Checksums:
-    """Checksums of messages, by the rank at their other end and in their order; of what stays, by the rank itself.
-
-    sent:    of what was sent.
-    stored:  of what this rank then stores.
-    names:   a weight in each of what it stores.
-    """
-
-    sent: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    stored: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    names: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 class WeightMover:
@@ -139,14 +127,14 @@ class WeightMover:
 
     def __init__(self, settings: SyncSpec, wait: Wait) -> None:
         self._settings, self._wait = settings, wait
-        self._sending: dict[str, deque[_InFlight]] = {}
+        self._sending: dict[str, deque[_Sending]] = {}
         self._pool = BufferPool()
 
     def run(self, channel: SyncChannel, source: Weights | None, copy: Weights | None) -> int:
         """Execute this rank's part of a Sync and return the bytes sent, without checksums. Raises ChecksumError.
 
-        source:  live local parts of the trained model; None where it is not on this rank.
-        copy:    live local parts of the copy, which are overwritten; None where it is not on this rank.
+        source:  live local parts of the trained model; None if it is not on this rank.
+        copy:    live local parts of the copy, which are overwritten; None if it is not on this rank.
         """
         sending = self._sending.setdefault(channel.plan.source, deque())
         self._await_all(sending)
@@ -161,30 +149,28 @@ class WeightMover:
         for sending in self._sending.values():
             self._await_all(sending)
 
-    def _await_all(self, sending: deque[_InFlight]) -> None:
+    def _await_all(self, sending: deque[_Sending]) -> None:
         while sending:
-            _await(sending.popleft(), self._wait, self._pool)
-
-
-def _await(bucket: _InFlight, wait: Wait, pool: BufferPool) -> None:
-    """Wait for the messages of a bucket and give its memory back."""
-    for work, ranks in bucket.messages:
-        wait(work, ranks)
-    if bucket.buffer is not None:
-        pool.give(bucket.buffer)
+            sending.popleft().finish(self._wait, self._pool)
 
 
 class _Exchange:
-    """One Sync on this rank."""
+    """One Sync on this rank.
+
+    Checksums of messages are in the order of the messages, by the rank at their other end, or by this rank itself for
+    elements that stay here: of what was sent, and of what this rank then stores, with the name of a weight in it.
+    """
 
     def __init__(
-        self, channel: SyncChannel, settings: SyncSpec, wait: Wait, pool: BufferPool, sending: deque[_InFlight]
+        self, channel: SyncChannel, settings: SyncSpec, wait: Wait, pool: BufferPool, sending: deque[_Sending]
     ) -> None:
         self._channel, self._plan, self._settings = channel, channel.plan, settings
         self._wait, self._pool, self._sending = wait, pool, sending
         # whether this rank waits for its receivers, with weights that do not change meanwhile
         self._waits = not channel.overlaps
-        self._sums, self._num_bytes = _Checksums(), 0
+        self._sent_sums: dict[int, list[Tensor]] = defaultdict(list)
+        self._stored_sums: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        self._num_bytes = 0
         self._most_sent = max((_size(bucket.sends) for bucket in self._plan.buckets), default=0)
         self._most_received = max((_size(bucket.receives) for bucket in self._plan.buckets), default=0)
 
@@ -194,14 +180,14 @@ class _Exchange:
         self._walk(self._plan.buckets, values, copy)
         return self._num_bytes
 
-    def begin(self) -> tuple[list[_ArrivingBucket], _Arriving]:
+    def begin(self) -> tuple[list[_Arriving], tuple[Sequence[Begun], list[Message]]]:
         """Begin to receive what the source sends into memory of its own; return buckets and checksums under way."""
         first = [bucket for bucket in self._plan.buckets if not bucket.sends_on]
-        begun = (self._begin(bucket, _Packed((), None), None) for bucket in first)
+        begun = [self._begin(bucket, [], None, None) for bucket in first]
         arriving = [bucket for bucket in begun if bucket is not None]
-        return arriving, self._exchanged_checksums(first) if self._settings.checksum else _Arriving((), ())
+        return arriving, self._exchange_checksums(first) if self._settings.checksum else ((), [])
 
-    def finish(self, arriving: Sequence[_ArrivingBucket], sums: _Arriving, copy: Weights) -> None:
+    def finish(self, arriving: Sequence[_Arriving], sums: tuple[Sequence[Begun], list[Message]], copy: Weights) -> None:
         """Store what ``begin`` has begun to receive, and exchange the rest with other ranks of the copy.
 
         Raises ChecksumError.
@@ -209,8 +195,8 @@ class _Exchange:
         for bucket in arriving:
             self._store(bucket, copy)
         if self._settings.checksum:
-            self._compare(self._arrived(sums))
-        self._sums, self._waits = _Checksums(), True
+            self._compare(*sums)
+        self._waits = True
         self._walk([bucket for bucket in self._plan.buckets if bucket.sends_on], None, copy)
 
     def _walk(self, buckets: Sequence[RankBucket], values: TrainedValues | None, copy: Weights | None) -> None:
@@ -218,22 +204,22 @@ class _Exchange:
         packed = (self._packed(bucket, values, copy) for bucket in buckets)
         # to overlap, all buckets are packed before the first one is sent
         vectors = packed if self._waits else iter(list(packed))
-        arriving: deque[_ArrivingBucket | None] = deque()
+        arriving: deque[_Arriving | None] = deque()
         for bucket in buckets:
-            arriving.append(self._begin(bucket, next(vectors), copy))
+            arriving.append(self._begin(bucket, *next(vectors), copy))
             if bucket.stays:
                 assert values is not None and copy is not None, "both models are on this rank"
                 self._copy(bucket.stays, values, copy)
-            # what a bucket has become is stored while the next one arrives, so that the one after can send it on
+            # a bucket is stored while the next one arrives, so that the one after can send it on
             if len(arriving) == NUM_BUCKETS - 1:
                 self._store(arriving.popleft(), copy)
         while arriving:
             self._store(arriving.popleft(), copy)
         if self._settings.checksum:
-            self._compare(self._arrived(self._exchanged_checksums(buckets)))
+            self._compare(*self._exchange_checksums(buckets))
+        # live weights are sent, which the next training changes
         while self._sending and self._waits:
-            # live weights are sent, which the next training changes
-            _await(self._sending.popleft(), self._wait, self._pool)
+            self._sending.popleft().finish(self._wait, self._pool)
 
     def _values(self, source: Weights) -> TrainedValues:
         plan, gather = self._plan, self._channel.gather
@@ -244,35 +230,36 @@ class _Exchange:
         adapters = gather.whole(source, names, torch.float32)
         return TrainedValues(source, plan.source_parts, plan.adapters.lora, adapters)
 
-    def _packed(self, bucket: RankBucket, values: TrainedValues | None, copy: Weights | None) -> _Packed:
-        """Return the vectors that ``bucket`` sends."""
+    def _packed(
+        self, bucket: RankBucket, values: TrainedValues | None, copy: Weights | None
+    ) -> tuple[list[Message], Tensor | None]:
+        """Return the messages that ``bucket`` sends, of live weights or of parts of a buffer, and that buffer."""
         if not bucket.sends:
-            return _Packed((), None)
+            return [], None
         copied = None if copy is None else TrainedValues(copy, self._plan.parts)
-        if self._waits:
-            while len(self._sending) >= NUM_BUCKETS - 1:
-                _await(self._sending.popleft(), self._wait, self._pool)
+        while self._waits and len(self._sending) >= NUM_BUCKETS - 1:
+            self._sending.popleft().finish(self._wait, self._pool)
         space = _Space(self._buffer(bucket.sends, self._most_sent))
-        found: list[tuple[WeightMessage, Tensor]] = []
+        sent: list[Message] = []
         for message in bucket.sends:
             pieces: list[Tensor] = []
             origin = copied if message.is_sent_on else values
             assert origin is not None, "what is sent is on this rank"
             for regions in message.vectors:
                 vector, of_regions = self._vector(regions, origin, space)
-                found.append((message, vector))
+                sent += [(vector, receiver) for receiver in message.destinations]
                 pieces += of_regions
             if self._settings.checksum:
                 total = checksum(pieces)
                 for receiver in message.destinations:
-                    self._sums.sent[receiver].append(total)
-        return _Packed(tuple(found), space.buffer)
+                    self._sent_sums[receiver].append(total)
+        return sent, space.buffer
 
     def _vector(self, regions: Regions, values: TrainedValues, space: _Space) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the elements of ``regions`` as a vector, and its part of each region.
 
-        That of a large region is the live weights, where they are contiguous and of the type that is sent, unless
-        training goes on meanwhile.
+        A large region is the live weights, if they are contiguous and of the type that is sent, unless training goes on
+        meanwhile.
         """
         if regions[0].num_elements >= LARGE and values.lora is None and self._waits:
             value = values[regions[0]]
@@ -284,61 +271,57 @@ class _Exchange:
             piece.view([len(side) for side in region.box]).copy_(values[region])
         return vector, pieces
 
-    def _begin(self, bucket: RankBucket, packed: _Packed, copy: Weights | None) -> _ArrivingBucket | None:
-        """Begin to send and to receive the vectors of a bucket; return what arrives, None where nothing does."""
-        space = _Space(self._buffer(bucket.receives, self._most_received)) if bucket.receives else None
-        incoming = [] if space is None else self._incoming(bucket, space, copy)
-        sent = [(vector, receiver) for message, vector in packed.vectors for receiver in message.destinations]
-        self._num_bytes += sum(vector.nbytes for vector, _ in sent)
-        sending, arriving = self._exchange(sent, incoming)
-        if packed.buffer is not None:
-            self._sending.append(_InFlight(sending, sent, packed.buffer))
-        return None if space is None else _ArrivingBucket(bucket, arriving, space.buffer)
-
-    def _exchange(self, sent: Sequence[Message], incoming: Sequence[_Incoming]) -> tuple[Sequence[Begun], _Arriving]:
-        """Begin to send and to receive as one batch.
+    def _begin(
+        self, bucket: RankBucket, sent: list[Message], buffer: Tensor | None, copy: Weights | None
+    ) -> _Arriving | None:
+        """Begin to send ``sent``, and to receive the vectors of a bucket, as one batch; None if nothing arrives.
 
         All ranks have their batches in one order, so that none waits for a later one of another rank.
         """
-        received = [(each.numbers, each.source) for each in incoming]
+        space = _Space(self._buffer(bucket.receives, self._most_received)) if bucket.receives else None
+        received, packed = ([], []) if space is None else self._received(bucket, space, copy)
+        self._num_bytes += sum(vector.nbytes for vector, _ in sent)
         sending, arriving = exchange(sent, received, self._channel.group)
-        return sending, _Arriving(arriving, incoming)
+        if buffer is not None:
+            self._sending.append(_Sending(sending, sent, buffer))
+        return None if space is None else _Arriving(bucket, arriving, packed, space.buffer)
 
-    def _incoming(self, bucket: RankBucket, space: _Space, copy: Weights | None) -> list[_Incoming]:
-        """Return the vectors of ``bucket`` for this rank.
+    def _received(
+        self, bucket: RankBucket, space: _Space, copy: Weights | None
+    ) -> tuple[list[Message], list[tuple[Tensor, Regions]]]:
+        """Return the vectors of ``bucket`` for this rank, and those that are not the copy's own, with their regions.
 
-        Those of large contiguous regions are in the copy itself, unless it has another type than is sent, or is in use
-        meanwhile (``copy`` is None).
+        Vectors of large contiguous regions are in the copy itself, unless it has another type than is sent, or is in
+        use meanwhile (``copy`` is None).
         """
-        found = []
+        received: list[Message] = []
+        packed: list[tuple[Tensor, Regions]] = []
         for message in bucket.receives:
             for regions in message.vectors:
                 live = None if copy is None or regions[0].num_elements < LARGE else self._views(regions, copy)[0]
                 if live is not None and live.dtype == self._channel.dtype and live.is_contiguous():
-                    found.append(_Incoming(message.source, live.view(-1), ()))
+                    received.append((live.view(-1), message.source))
                 else:
-                    found.append(_Incoming(message.source, space.take(count(regions)), regions))
-        return found
+                    vector = space.take(count(regions))
+                    received.append((vector, message.source))
+                    packed.append((vector, regions))
+        return received, packed
 
-    def _store(self, arriving: _ArrivingBucket | None, copy: Weights | None) -> None:
+    def _store(self, arriving: _Arriving | None, copy: Weights | None) -> None:
         """Await the vectors of a bucket, if there are any, and write them into the copy."""
         if arriving is None:
             return
         assert copy is not None, "the copy is on this rank"
-        for vector in self._awaited(arriving.arriving):
-            if vector.regions:
-                self._write(vector, copy)
+        self._await(arriving.begun)
+        for vector, regions in arriving.packed:
+            views = self._views(regions, copy)
+            pieces = vector.split([view.numel() for view in views])
+            for view, piece in zip(views, pieces, strict=True):
+                view.copy_(piece.view(view.shape))
         for message in arriving.bucket.receives:
             regions = tuple(chain.from_iterable(message.vectors))
             self._note(message.source, regions, self._views(regions, copy))
         self._pool.give(arriving.buffer)
-
-    def _write(self, vector: _Incoming, copy: Weights) -> None:
-        """Write a vector into the copy."""
-        views = self._views(vector.regions, copy)
-        pieces = vector.numbers.split([view.numel() for view in views])
-        for view, piece in zip(views, pieces, strict=True):
-            view.copy_(piece.view(view.shape))
 
     def _copy(self, regions: Regions, values: TrainedValues, copy: Weights) -> None:
         """Copy what this rank has itself."""
@@ -347,7 +330,7 @@ class _Exchange:
             value = values[region].to(self._channel.dtype)
             view.copy_(value)
             if self._settings.checksum:
-                self._sums.sent[rank].append(checksum([value]))
+                self._sent_sums[rank].append(checksum([value]))
             self._note(rank, (region,), [view])
 
     def _views(self, regions: Regions, copy: Weights) -> list[Tensor]:
@@ -355,52 +338,47 @@ class _Exchange:
         return [view_of(copy[region.name].detach(), self._plan.parts[region.name], region.box) for region in regions]
 
     def _note(self, source: int, regions: Regions, stored: Sequence[Tensor]) -> None:
-        """Take the checksum of what is stored."""
+        """Take the checksum of what is stored, in the type that was sent: a larger one stores the same of it."""
         if self._settings.checksum:
-            # the type that was sent holds what a larger one stores of it
-            self._sums.stored[source].append(checksum([each.to(self._channel.dtype) for each in stored]))
-            self._sums.names[source].append(regions[0].name)
+            total = checksum([each.to(self._channel.dtype) for each in stored])
+            self._stored_sums[source].append((regions[0].name, total))
 
-    def _exchanged_checksums(self, buckets: Sequence[RankBucket]) -> _Arriving:
+    def _exchange_checksums(self, buckets: Sequence[RankBucket]) -> tuple[Sequence[Begun], list[Message]]:
         """Send the checksums of what this rank has sent, and begin to receive those of what ``buckets`` bring."""
-        sent = [
-            (torch.stack(sums), receiver) for receiver, sums in self._sums.sent.items() if receiver != self._plan.rank
-        ]
+        sent = [(torch.stack(sums), rank) for rank, sums in self._sent_sums.items() if rank != self._plan.rank]
         expected = Counter(message.source for bucket in buckets for message in bucket.receives)
-        incoming = [
-            _Incoming(source, torch.empty(size, dtype=torch.int64, device=self._channel.device), ())
+        received = [
+            (torch.empty(size, dtype=torch.int64, device=self._channel.device), source)
             for source, size in expected.items()
         ]
-        sending, arriving = self._exchange(sent, incoming)
-        self._sending.append(_InFlight(sending, sent))
-        return arriving
+        sending, arriving = exchange(sent, received, self._channel.group)
+        self._sending.append(_Sending(sending, sent))
+        return arriving, received
 
-    def _arrived(self, awaited: _Arriving) -> dict[int, Tensor]:
-        """Await checksums; return those of all that this rank stores, by the rank that has sent it."""
-        own = self._plan.rank
-        found = {own: torch.stack(self._sums.sent[own])} if own in self._sums.sent else {}
-        return found | {each.source: each.numbers for each in self._awaited(awaited)}
-
-    def _awaited(self, arriving: _Arriving) -> Sequence[_Incoming]:
-        """Return vectors once all of them are there."""
-        for work, ranks in arriving.messages:
-            self._wait(work, ranks)
-        return arriving.vectors
-
-    def _compare(self, sent: dict[int, Tensor]) -> None:
-        """Raise ChecksumError where this rank stores something else than was sent."""
-        for source, stored in self._sums.stored.items():
-            same = (torch.stack(stored) == sent[source]).tolist()
-            wrong = [name for name, is_same in zip(self._sums.names[source], same, strict=True) if not is_same]
+    def _compare(self, arriving: Sequence[Begun], received: Sequence[Message]) -> None:
+        """Await checksums. Raise ChecksumError if this rank stores something else than was sent."""
+        plan = self._plan
+        self._await(arriving)
+        sent = {source: sums for sums, source in received}
+        if plan.rank in self._sent_sums:
+            sent[plan.rank] = torch.stack(self._sent_sums[plan.rank])
+        for source, stored in self._stored_sums.items():
+            same = (torch.stack([total for _, total in stored]) == sent[source]).tolist()
+            wrong = [name for (name, _), is_same in zip(stored, same, strict=True) if not is_same]
             if wrong:
-                plan = self._plan
                 raise ChecksumError(
                     f"sync weights {plan.source} -> {plan.destination}: rank {plan.rank} holds other weights than "
                     f"rank {source} sent, in the bucket of {wrong[0]}"
                 )
+        self._sent_sums.clear()
+        self._stored_sums.clear()
+
+    def _await(self, begun: Sequence[Begun]) -> None:
+        for work, ranks in begun:
+            self._wait(work, ranks)
 
     def _buffer(self, messages: Sequence[WeightMessage], most: int) -> Tensor:
-        """Return memory for the messages of a bucket; of the largest one's size ``most``, where buckets take turns."""
+        """Return memory for the messages of a bucket; of the largest one's size ``most``, if buckets take turns."""
         size = most if self._waits else _size(messages)
         return self._pool.take(size, self._channel.dtype, self._channel.device)
 
@@ -408,7 +386,7 @@ class _Exchange:
 class Receipt:
     """Weights that arrive while the copy that they are for is still in use.
 
-    Where ranks of the copy send on to each other, all of them store before the same instruction.
+    If ranks of the copy send on to each other, all of them store before the same instruction.
     """
 
     def __init__(self, exchange: _Exchange) -> None:

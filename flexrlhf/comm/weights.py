@@ -1,12 +1,12 @@
-"""Weights between shards and whole tensors: gather a bucket's shards once, cut out the part that a rank stores.
+"""Weights between shards and whole tensors: gathered once for a bucket, cut to the part that a rank stores.
 
-``Part`` (weights/shards.py) says which numbers of a tensor a rank stores; engines pass their local tensors.
+``Part`` (weights/shards.py) says which elements of a tensor a rank stores; engines pass their local tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from flexrlhf.comm.world import Wait, posted
 from flexrlhf.config.model_settings import LoraSpec
+from flexrlhf.weights.boxes import Box
+from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.shards import Part, Parts, part_elements
+from flexrlhf.weights.transfer_plan import Region
 
 Weights = Mapping[str, Tensor]
 
 
 def cut(tensor: Tensor, part: Part) -> Tensor:
-    """Return the numbers of ``part`` of a whole ``tensor`` as a vector."""
+    """Return the elements of ``part`` of a whole ``tensor`` as a vector."""
     box = tensor[tuple(slice(side.start, side.stop) for side in part.box)].reshape(-1)
     return box if part.flat is None else box[part.flat.start : part.flat.stop]
 
@@ -94,3 +97,44 @@ class WeightGather:
 def merged(lora: LoraSpec, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return W + alpha / rank * B A (Hu et al. 2022, sec. 4.1)."""
     return base + lora.alpha / lora.rank * (b @ a)
+
+
+@dataclass(frozen=True)
+class TrainedValues:
+    """Weights on one rank.
+
+    weights:   live local parts.
+    parts:     what they are, by the copy's names.
+    lora:      adapters that the copy stores inside the weights that they change; None: none.
+    adapters:  these, whole and in float32.
+    """
+
+    weights: Weights
+    parts: Parts
+    lora: LoraSpec | None = None
+    adapters: Weights = field(default_factory=dict)
+
+    def __getitem__(self, region: Region) -> Tensor:
+        """Return the elements of ``region``; merged in float32, so that the sum is rounded once."""
+        part = self.parts[region.name]
+        if self.lora is None:
+            return view_of(self.weights[region.name].detach(), part, region.box)
+        base, a, b = merged_from(region.name)
+        rows, columns = (slice(side.start, side.stop) for side in region.box)
+        values = view_of(self.weights[base].detach(), part, region.box).float()
+        return merged(self.lora, values, self.adapters[a][:, columns], self.adapters[b][rows])
+
+
+def view_of(local: Tensor, part: Part, box: Box) -> Tensor:
+    """Return the elements of ``box``, which are within ``part``, as a view of ``local``: the tensor of that part.
+
+    ``local`` has as many elements as ``part``; if this is a flat range, they are contiguous.
+    """
+    offsets = [side.start - whole.start for side, whole in zip(box, part.box, strict=True)]
+    sizes = [len(whole) for whole in part.box]
+    if part.flat is None:
+        shaped = local.view(sizes)
+        return shaped[tuple(slice(at, at + len(side)) for at, side in zip(offsets, box, strict=True))]
+    strides = torch.empty(sizes, device="meta").stride()
+    first = sum(at * stride for at, stride in zip(offsets, strides, strict=True)) - part.flat.start
+    return local.as_strided(tuple(map(len, box)), strides, local.storage_offset() + first)

@@ -19,9 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupMember
 
-from flexrlhf.comm.deadlines import Cause, DeadlineError, deadline, listed
-from flexrlhf.comm.interfaces import VARIABLES, job_interface, route_to, use_interface
-from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
+from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, DeadlineError, deadline, listed
+from flexrlhf.comm.store import (
+    INTERFACES,
+    Endpoint,
+    Notice,
+    await_keys,
+    connect_store,
+    route_to,
+    serve_store,
+    use_job_interface,
+)
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
 from flexrlhf.text import ranks_text
@@ -51,10 +59,6 @@ class SealedWorld(dist.ProcessGroup):
     )
 
 
-def _make_sealed(_: dist.Store, rank: int, size: int, __: timedelta) -> SealedWorld:
-    return SealedWorld(rank, size)
-
-
 class Waitable(Protocol):
     """Communication under way."""
 
@@ -80,7 +84,7 @@ class World:
     rank, size:  of all ranks.
     store:       key-value store of the job, which is no collective.
     device:      of this rank.
-    backend:     of process groups: nccl where every rank has a GPU of its own, else gloo.
+    backend:     of process groups: nccl if every rank has a GPU of its own, else gloo.
     host:        name of this machine.
     local_rank:  number of this rank among those of this machine.
     """
@@ -135,7 +139,7 @@ class World:
 
         def explain(cause: Cause) -> str:
             if cause == "closed":
-                return "the connection to the job's store closed"
+                return STORE_CLOSED
             missing = [who for key, who in keys.items() if not store.check([key])]
             arrived = [who for who in dict.fromkeys(keys.values()) if who not in missing]
             return (
@@ -151,7 +155,7 @@ class World:
 
     @contextmanager
     def _connecting(self, group: Group) -> Iterator[None]:
-        """Raise DeadlineError where the ranks of a group do not connect to each other."""
+        """Raise DeadlineError if the ranks of a group do not connect to each other."""
         try:
             yield
         except RuntimeError as error:
@@ -175,7 +179,7 @@ class Groups:
         return None if len(ranks) == 1 else self.handles[Group(purpose, ranks)]
 
     def alone(self, rank: int) -> dist.ProcessGroup | None:
-        """Return the group of this rank by itself, where a library of one of its engines requires one."""
+        """Return the group of this rank by itself, if a library of one of its engines requires one."""
         return self.handles.get(Group("alone", (rank,), alone=True))
 
     def close(self) -> None:
@@ -191,7 +195,7 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
     """Join the job that the environment describes. ``device``: cpu or cuda, the same on all ranks."""
     rank, size, host = _number("RANK"), _number("WORLD_SIZE"), socket.gethostname()
     store = _join(rank, size, host, timeout_seconds)
-    dist.Backend.register_backend("sealed", _make_sealed, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("sealed", lambda _, *place: SealedWorld(*place[:2]), devices=["cpu", "cuda"])
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
     place, backend = local_device(device), "gloo"
     if device == "cuda":
@@ -238,7 +242,7 @@ def cuda_backend(gpus: Sequence[str]) -> str:
 
 
 def _gpus_of_all(store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float) -> list[str]:
-    """Return the GPU of each rank by its own number: where each process sees one alone, all of them are cuda:0."""
+    """Return the GPU of each rank by its own number: if each process sees one alone, all of them are cuda:0."""
     store.set(f"GPU/{rank}", str(torch.cuda.get_device_properties(device).uuid))
     keys = [f"GPU/{each}" for each in range(size)]
     store.wait(keys, timedelta(seconds=timeout_seconds))
@@ -263,9 +267,9 @@ def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store
     notice = Notice(f"rank {rank} waits for the job's {size} ranks", prints)
     await_keys(attempt, keys, timeout_seconds, notice)
     found = [each.decode().split("/", 1) for each in attempt.multi_get(list(keys))]
-    use_interface(job_interface([address for address, _ in found if address], endpoint.address))
+    use_job_interface([address for address, _ in found if address], endpoint.address)
     if rank == 0 and len(hosts := ranks_by_host(found)) > 1:
-        interface = os.environ.get(VARIABLES[0], "an interface that gloo chooses")
+        interface = os.environ.get(INTERFACES[0], "an interface that gloo chooses")
         print(f"hosts: {'; '.join(hosts)}; here over {interface}", flush=True)
     return attempt
 

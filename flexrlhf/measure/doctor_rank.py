@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexrlhf.comm.interfaces import address_of
+from flexrlhf.comm.store import address_of
 from flexrlhf.comm.world import World, local_device, open_world
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml

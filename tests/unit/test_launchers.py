@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 
-from flexrlhf.comm.interfaces import interface_to
-from flexrlhf.comm.store import Endpoint, serve_store
+from flexrlhf.comm.store import Endpoint, interface_to, serve_store
 from flexrlhf.comm.world import cuda_backend
 from flexrlhf.errors import UserError
 from flexrlhf.launch import node_watch
