@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real.stages import Stage
-from flexrlhf.verify.tolerances import IN_NATS, NOT_COMPARED
+from flexrlhf.verify.deviations import IN_NATS, NOT_COMPARED
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "real"
 OTHER = "-other-placement"

@@ -1,34 +1,93 @@
-"""Comparison of two recorded runs, in the order in which a step computes its numbers."""
+"""Comparison of two runs with ``debug.record_columns``, in the order in which a step computes its numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from flexrlhf.metrics import METRICS, Metric, Triple
 from flexrlhf.operators.graph import Operator
-from flexrlhf.runs.recorded_columns import Arrival, RecordedColumn
-from flexrlhf.verify.deviation import ColumnEntry, Deviation
-from flexrlhf.verify.recorded_run import RecordedRun
-from flexrlhf.verify.tolerances import (
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.recorded_columns import DIRECTORY, STATISTICS, Arrival, RecordedColumn, read_arrivals, read_columns
+from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.verify.deviations import (
     IN_NATS,
     NOT_COMPARED,
     THRESHOLDS,
+    ColumnEntry,
+    Deviation,
     Limits,
     is_exact,
     limit_of_metric,
 )
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A finished run.
+
+    plan:  the plan that it executed
+    """
+
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        return self.plan.spec.name
+
+    @property
+    def directory(self) -> Path:
+        return self.plan.spec.directory
+
+    def columns(self, step: int) -> dict[str, RecordedColumn]:
+        """Return the columns of ``step`` by name."""
+        return read_columns(self.directory, step)
+
+    def arrivals(self, step: int) -> list[Arrival]:
+        """Return the columns that operators of ``step`` read after moves."""
+        return list(read_arrivals(self.directory, step))
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of ``metrics.jsonl``."""
+        return read_lines(self.directory / "metrics.jsonl")
+
+    def statistics(self, step: int) -> dict[str, Triple]:
+        """Return weight, sum and sum of squares of each statistic of ``step``."""
+        return {name: tuple(triple) for name, triple in self._statistics[step]["statistics"].items()}
+
+    def reporters(self, step: int) -> dict[str, str]:
+        """Return the reporter of each statistic of ``step``, in words, in the order of the schedule."""
+        return dict(self._statistics[step]["reporters"])
+
+    @cached_property
+    def _statistics(self) -> dict[int, dict[str, Any]]:
+        """Statistics by step; a run that went on from a checkpoint may have repeated some."""
+        return {row["step"]: row for row in read_lines(self.directory / DIRECTORY / STATISTICS)}
+
+    def weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the trained weights of ``role`` after the last step, by name, one tensor in memory at a time."""
+        for file in sorted((self.directory / role).glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in sorted(tensors.keys()):
+                    yield name, tensors.get_tensor(name)
+
 
 Columns = Mapping[str, RecordedColumn]
 Pair = tuple[RecordedRun, RecordedRun]
 
 
 def compare_runs(runs: Pair, limits: Limits) -> Iterator[Deviation]:
-    """Yield the deviations of all steps, and then of the weights. The first run is what the other is compared with."""
+    """Yield the deviations of all steps, and then of the weights. The other run is compared with the first one."""
     for step in range(runs[0].plan.spec.steps):
         yield from compare_step(runs, step, limits)
     for role in runs[0].plan.graph.trained:
@@ -56,14 +115,14 @@ def not_compared(runs: Pair) -> list[str]:
 
 
 def _operators(runs: Pair) -> list[Operator]:
-    """Return the operators of the first run and those that the second one has in addition."""
+    """Return the operators of the first run, then further ones of the second run."""
     named = {each.name: each for run in reversed(runs) for each in run.plan.graph.operators}
     first = [each.name for each in runs[0].plan.graph.operators]
     return [named[name] for name in (*first, *(name for name in named if name not in first))]
 
 
 def _moved(run: RecordedRun, written: Columns, arrivals: list[Arrival], step: int) -> Iterator[Deviation]:
-    """Yield one deviation for each column that moved: what was read must be what was written, to the last bit."""
+    """Yield one deviation for each column that moved: it must be read as it was written, to the last bit."""
     for arrival in arrivals:
         column = written.get(arrival.column)
         if column is None or not set(arrival.rows) <= column.values.keys():
@@ -92,10 +151,12 @@ def _column(
     one, other = first.of_rows(rows), second.of_rows(rows)
     differences = (one.double() - other.double()).abs()
     differs = _differs(one, other)
-    # infinite where one number alone is finite, 0 where both are the same and not finite
+    # infinite where one value alone is finite, 0 where both are the same and not finite
     differences = torch.where(differs, differences.nan_to_num(nan=math.inf, posinf=math.inf), 0.0)
     absolute = float(differences.max())
-    scale = _magnitude(one)
+    finite = one[one.isfinite()].double().abs()
+    # without a magnitude differences are absolute
+    scale = float(finite.max()) if len(finite) and finite.max() > 0 else 1.0
     if is_exact(name):
         size, limit, beyond = float(differs.sum()), 0.0, differs
     else:
@@ -112,12 +173,6 @@ def _column(
 def _differs(one: Tensor, other: Tensor) -> Tensor:
     """Return where two tensors differ; NaN is the same as NaN."""
     return (one != other) & ~(one.isnan() & other.isnan())
-
-
-def _magnitude(values: Tensor) -> float:
-    """Return the largest finite magnitude; 1 where there is none, so that differences are absolute."""
-    finite = values[values.isfinite()].double().abs()
-    return float(finite.max()) if len(finite) and finite.max() > 0 else 1.0
 
 
 def _first(mask: Tensor) -> list[int]:
@@ -148,7 +203,7 @@ def _metrics(runs: Pair, step: int, limits: Limits) -> Iterator[Deviation]:
 
 
 def _scale(metric: Metric, statistic: Triple, row: Mapping[str, float]) -> float:
-    """Return what the rounding of a metric is relative to: the root mean square of what it is a mean of."""
+    """Return the scale of a metric's rounding: the root mean square of the values that it is a mean of."""
     weight, total, squares = statistic
     if metric.name in THRESHOLDS:
         return 1.0

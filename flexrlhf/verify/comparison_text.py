@@ -8,9 +8,8 @@ from flexrlhf.metrics import METRICS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
 from flexrlhf.text import ranks_text, table
-from flexrlhf.verify.deviation import ColumnEntry, Deviation, Tie, first_beyond
-from flexrlhf.verify.recorded_run import RecordedRun
-from flexrlhf.verify.tolerances import Limits, is_exact
+from flexrlhf.verify.comparison import RecordedRun
+from flexrlhf.verify.deviations import ColumnEntry, Deviation, Limits, Tie, first_beyond, is_exact
 
 MARK = "*"
 """Follows a difference beyond its limit."""
@@ -117,7 +116,7 @@ def _move_verdict(first: Deviation, runs: tuple[RecordedRun, RecordedRun], where
     return [
         f"they part {where}, column {first.name}, {_row(entry)}, on its way to {first.source} in {first.run}: "
         f"rank {entry.ranks[0]} wrote {entry.values[0]:.7g}, rank {entry.ranks[1]} read {entry.values[1]:.7g}",
-        *(f"  {_move_text(move)}" for move in _moves(plan, first.name)),
+        *(f"  move {', '.join(move.columns)}  {move.edge}  {move.primitive}" for move in _moves(plan, first.name)),
     ]
 
 
@@ -179,7 +178,3 @@ def _syncs(plan: Plan) -> list[Sync]:
 
 def _moves(plan: Plan, column: str) -> list[Move]:
     return [each for each in plan.schedule.instructions if isinstance(each, Move) and column in each.columns]
-
-
-def _move_text(move: Move) -> str:
-    return f"move {', '.join(move.columns)}  {move.edge}  {move.primitive}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,11 +21,9 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.recorded_columns import RecordedColumn
 from flexrlhf.runs.run_directory import read_facts
-from flexrlhf.verify.comparison import compare_runs, not_compared
+from flexrlhf.verify.comparison import RecordedRun, compare_runs, not_compared
 from flexrlhf.verify.comparison_text import format_table, format_tie, format_verdict
-from flexrlhf.verify.deviation import Deviation, Tie
-from flexrlhf.verify.recorded_run import RecordedRun
-from flexrlhf.verify.tolerances import BITWISE, Limits, limits_for
+from flexrlhf.verify.deviations import BITWISE, Deviation, Limits, Tie, limits_for
 
 Print = Callable[[str], None]
 Columns = Mapping[str, RecordedColumn]
@@ -69,7 +66,7 @@ def verify_side(
 ) -> Verdict:
     """Run ``plan`` on ranks of ``factory``, compare it with ``first`` and print the table and the verdict.
 
-    ``is_repeated``: the plan is that of ``first``: on CPUs its numbers are the same to the last bit.
+    ``is_repeated``: the plan is the first side's: on CPUs its numbers are the same to the last bit.
     """
     runs = first, run_side(plan, factory)
     models = (*first.plan.placement.models, *plan.placement.models)
@@ -78,14 +75,16 @@ def verify_side(
     tie = first_tie(runs, limits)
     if tie is not None:
         write("\n" + format_tie(tie, runs) + "\n")
-        runs = first, run_side(_replaying(plan, first.directory), factory)
+        debug = plan.spec.debug.model_copy(update={"replay": str(first.directory)})
+        replay = plan.spec.model_copy(update={"name": f"{plan.spec.name}-replay", "debug": debug})
+        runs = first, run_side(make_plan(replay), factory)
     verdict = Verdict(tuple(compare_runs(runs, limits)), tie, limits)
     write("\n" + "\n".join(_report(verdict, runs)) + "\n")
     return verdict
 
 
 def first_tie(runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> Tie | None:
-    """Return the tie at which the tokens of two runs part first; None where they do not, or part otherwise."""
+    """Return the tie at which the tokens of two runs part first; None if they do not, or part otherwise."""
     spec = runs[0].plan.spec
     for step in range(spec.steps):
         one, other = (run.columns(step) for run in runs)
@@ -98,12 +97,6 @@ def first_tie(runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> Tie | No
 
 def _is_on_cpu(run: RecordedRun) -> bool:
     return str(read_facts(run.directory / "timeline.json")["device"]) == "cpu"
-
-
-def _replaying(plan: Plan, directory: Path) -> Plan:
-    spec = plan.spec
-    debug = spec.debug.model_copy(update={"replay": str(directory)})
-    return make_plan(spec.model_copy(update={"name": f"{spec.name}-replay", "debug": debug}))
 
 
 def _report(verdict: Verdict, runs: tuple[RecordedRun, RecordedRun]) -> Sequence[str]:

@@ -23,7 +23,7 @@ from flexrlhf.config.algorithms.ppo import AcShareSpec
 from flexrlhf.config.number_settings import OF_MODELS, OF_RUN
 from flexrlhf.config.spec import Spec
 from flexrlhf.metrics import TIMES
-from flexrlhf.verify.tolerances import FLOAT32
+from flexrlhf.verify.deviations import FLOAT32
 
 RELATIVE = FLOAT32.numbers
 EXACT = (

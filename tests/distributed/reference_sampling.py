@@ -17,7 +17,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.verify.tolerances import FLOAT32
+from flexrlhf.verify.deviations import FLOAT32
 from flexrlhf.weights.model_files import base_model
 
 TIE = FLOAT32.tie

@@ -25,11 +25,9 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import ORDERS, SHARED, RunOrder
 from flexrlhf.runs.run_directory import prepare_directory
-from flexrlhf.verify.comparison import compare_runs
+from flexrlhf.verify.comparison import RecordedRun, compare_runs
 from flexrlhf.verify.comparison_text import format_verdict
-from flexrlhf.verify.deviation import Deviation, first_beyond
-from flexrlhf.verify.recorded_run import RecordedRun
-from flexrlhf.verify.tolerances import BITWISE, FLOAT32, Limits
+from flexrlhf.verify.deviations import BITWISE, FLOAT32, Deviation, Limits, first_beyond
 from flexrlhf.verify.verify import first_tie
 
 pytestmark = pytest.mark.timeout(600)

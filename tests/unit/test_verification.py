@@ -19,9 +19,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.recorded_columns import RecordedColumn
 from flexrlhf.verify.comparison import _column as compare_column
 from flexrlhf.verify.comparison_text import format_table
-from flexrlhf.verify.deviation import Deviation, first_beyond
-from flexrlhf.verify.sides import short_spec, side_text
-from flexrlhf.verify.tolerances import (
+from flexrlhf.verify.deviations import (
     BFLOAT16,
     BITWISE,
     COUNTED,
@@ -31,9 +29,12 @@ from flexrlhf.verify.tolerances import (
     IN_NATS,
     NOT_COMPARED,
     THRESHOLDS,
+    Deviation,
     Limits,
+    first_beyond,
     limits_for,
 )
+from flexrlhf.verify.sides import short_spec, side_text
 from flexrlhf.verify.verify import find_tie
 
 
