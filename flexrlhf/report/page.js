@@ -17,28 +17,21 @@
     return getComputedStyle(root).getPropertyValue("--" + name).trim();
   }
 
-  /* Layout updates, by path, that give a figure the colours of the theme. */
-  function themed(layout) {
-    const update = {
-      "font.color": colour("ink"),
-      "hoverlabel.bgcolor": colour("panel"),
-      "hoverlabel.bordercolor": colour("line"),
-      "hoverlabel.font.color": colour("ink"),
-      "modebar.color": colour("soft"),
-      "modebar.activecolor": colour("accent"),
-      "modebar.bgcolor": "rgba(0,0,0,0)",
+  /* The template of figures in the colours of the theme. */
+  function template() {
+    const axis = {
+      showline: true, linecolor: colour("line"), gridcolor: colour("grid"), zerolinecolor: colour("line"),
     };
-    for (const key of Object.keys(layout)) {
-      if (/^[xy]axis\d*$/.test(key)) {
-        update[key + ".gridcolor"] = colour("grid");
-        update[key + ".linecolor"] = colour("line");
-        update[key + ".zerolinecolor"] = colour("line");
-      }
-    }
-    (layout.shapes || []).forEach(function (shape, index) {
-      update["shapes[" + index + "].line.color"] = colour("soft");
-    });
-    return update;
+    return {
+      layout: {
+        font: { color: colour("ink") },
+        hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") } },
+        modebar: { color: colour("soft"), activecolor: colour("accent"), bgcolor: "rgba(0,0,0,0)" },
+        shapedefaults: { line: { color: colour("soft") } },
+        xaxis: axis,
+        yaxis: axis,
+      },
+    };
   }
 
   function applyTheme() {
@@ -46,7 +39,7 @@
     root.dataset.theme = dark ? "dark" : "light";
     button.textContent = dark ? "light" : "dark";
     for (const chart of document.querySelectorAll(".chart.js-plotly-plot")) {
-      Plotly.relayout(chart, themed(chart.layout));
+      Plotly.relayout(chart, { template: template() });
     }
   }
 
@@ -59,9 +52,7 @@
       // a finger on a figure scrolls the page; buttons zoom
       figure.layout.dragmode = false;
     }
-    for (const [path, value] of Object.entries(themed(figure.layout))) {
-      setAt(figure.layout, path.replaceAll("[", ".").replaceAll("]", "").split("."), value);
-    }
+    figure.layout.template = template();
     const entries = legendEntries(figure);
     figure.layout.showlegend = false;
     Plotly.newPlot(chart, figure.data, figure.layout, config);
@@ -69,14 +60,6 @@
       addLegend(chart, entries);
     }
     fitCells(chart);
-  }
-
-  function setAt(target, path, value) {
-    const last = path.pop();
-    for (const key of path) {
-      target = target[key] = target[key] || {};
-    }
-    target[last] = value;
   }
 
   /* Traces of a figure by what its legend names; none where it has no legend. */
