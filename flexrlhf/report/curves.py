@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
-from flexrlhf.report.colours import run_colour
+from flexrlhf.report.look import run_colour
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.run_contents import RunContents
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from flexrlhf.memory.budget import RankMemory
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.colours import PARTS_OF_MEMORY
+from flexrlhf.report.look import PARTS_OF_MEMORY
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.placement_picture import RankColumn, columns_of
 from flexrlhf.text import bytes_text, ranks_text, span_of

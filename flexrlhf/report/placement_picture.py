@@ -11,7 +11,7 @@ from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import zero_text
-from flexrlhf.report.colours import role_colours
+from flexrlhf.report.look import role_colours
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.text import bytes_text, ranks_text, span_of
 

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.runs.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
 from flexrlhf.runs.run_directory import LOCK, STATUS, read_status
 from flexrlhf.text import counted
@@ -212,3 +214,54 @@ def _failures(directory: Path) -> list[str]:
         found = consequences if reason in (ENDED, TERMINATED) else causes
         found.setdefault(reason, named if not place or place in reason else f"{named} (at {place})")
     return [*(causes or consequences).values()][:MOST_FAILURES]
+
+
+PLAN = "plan.txt"
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """A run in its directory.
+
+    name:    the directory, as the command line has it
+    title:   the first line of its plan: algorithm, strategy, devices
+    spec:    its resolved settings
+    rows:    step → its metrics
+    spans:   of its last steps, on all ranks
+    kinds:   name of an operator → what it computes
+    """
+
+    name: str
+    title: str
+    spec: Spec
+    rows: Mapping[int, Mapping[str, Any]]
+    spans: tuple[Span, ...]
+    kinds: Mapping[str, OperatorKind]
+
+
+def read_steps(directory: Path) -> RecordedSteps:
+    """Return the run in ``directory``. Raises UserError where there is none, or one without settings or a step."""
+    contents = read_contents(directory)
+    if contents.spec is None:
+        raise UserError(f"run {directory}: its {CONFIG} is missing or cannot be read ({'; '.join(contents.notes)})")
+    if not contents.rows:
+        raise UserError(f"run {directory}: no step in its {METRICS}; wait for the first one, or run it again")
+    return _steps(contents, contents.spec)
+
+
+def _steps(contents: RunContents, spec: Spec) -> RecordedSteps:
+    graph = make_graph(spec)
+    return RecordedSteps(
+        name=str(contents.directory),
+        title=_title(contents.directory, spec),
+        spec=spec,
+        rows={row["step"]: row for row in contents.rows},
+        spans=contents.spans,
+        kinds={operator.name: operator.kind for operator in (*graph.operators, *graph.evaluation)},
+    )
+
+
+def _title(directory: Path, spec: Spec) -> str:
+    path = directory / PLAN
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return lines[0] if lines else f"{spec.name}: {spec.algorithm.name}"

@@ -1,41 +1,33 @@
-"""Sections of the page, from runs and plans."""
+"""Sections of the page of runs or plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import shown
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.metrics import ends_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import schedule_rows
 from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_bytes
-from flexrlhf.report.colours import run_colour
 from flexrlhf.report.curves import further_curves, main_curves
-from flexrlhf.report.instruction_style import InstructionStyles
+from flexrlhf.report.look import run_colour
 from flexrlhf.report.memory_picture import counted_tensors, measured_peaks, memory_pictures
 from flexrlhf.report.page import Card, Page, RunPart, Section, Table
 from flexrlhf.report.placement_picture import placement_picture
-from flexrlhf.report.prediction import Prediction
+from flexrlhf.report.reported_run import PLANNED_STEPS, Prediction, ReportedRun
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import sample_groups
-from flexrlhf.report.settings_table import differences
-from flexrlhf.report.shares_picture import RankShares, shares_picture
-from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times, time_shares
 from flexrlhf.report.timeline_picture import (
     MOST_LANES,
-    MOST_SPANS,
-    MOST_STEPS,
-    Lane,
-    ShownTimeline,
-    lanes_of,
+    shares_picture,
     timeline_picture,
 )
 from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 
-PLANNED_STEPS = 3
-"""Steps of a plan that its timeline shows, after the first one."""
 CURVES = "A point a step, numbered as in metrics.jsonl, from 0. Under each figure: what the metric is, and its unit."
 TIMELINE = (
     "A bar is an instruction on a rank, in seconds; the numbers are those of the steps, where each begins. Drag to "
@@ -43,75 +35,10 @@ TIMELINE = (
 )
 PREDICTED = " Predicted: by {source}, with {lengths}; a step {seconds}."
 MOST_MEMORY_ROWS = 32
+ABSENT = "-"
+"""Value of a setting in a run whose config has no such key."""
 ROUNDING = 1e-5
 """A metric in the header that is nearer to 0 is shown as 0."""
-
-
-@dataclass(frozen=True)
-class ReportedRun:
-    """A run or plan of the page.
-
-    contents:    of its directory; of a plan its YAML alone
-    plan:        None where it cannot be made
-    prediction:  or the reason why there is none; empty where ``missing`` says it
-    missing:     sentences on what the plan lacks
-    """
-
-    contents: RunContents
-    plan: Plan | None
-    prediction: Prediction | str
-    missing: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.contents.name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences on what the page lacks of this run, a prediction aside."""
-        return (*self.contents.notes, *self.missing)
-
-    @cached_property
-    def styles(self) -> InstructionStyles:
-        return InstructionStyles(self.plan, self.contents.spans)
-
-    @cached_property
-    def lanes(self) -> list[Lane]:
-        """Lanes of its timelines."""
-        return lanes_of(self.plan, self.contents.spans)
-
-    @cached_property
-    def measured(self) -> ShownTimeline | None:
-        """Last steps of the timeline; None without one."""
-        spans = self.contents.spans
-        times = settled_steps(step_times(spans, is_complete=self.contents.state not in ("running", "failed")))
-        shown = last_steps(times, spans, MOST_STEPS, MOST_SPANS)
-        return ShownTimeline("measured", spans, shown) if shown else None
-
-    @cached_property
-    def predicted(self) -> ShownTimeline | None:
-        """Predicted steps: those that were measured, else settled ones."""
-        if isinstance(self.prediction, str):
-            return None
-        measured = self.measured
-        number = len(measured.times) if measured is not None else PLANNED_STEPS
-        lag = self.prediction.simulation.plan.schedule.lag
-        last = measured.times[-1].step if measured is not None else number + lag + 1
-        ranks = {lane.ranks[0] for lane in self.lanes}
-        spans = self.prediction.spans(last, number, ranks)
-        steps = step_times(spans, is_complete=measured is not None)
-        settled = _after(steps, lag)
-        return ShownTimeline("predicted", spans, last_steps(settled, spans, number, MOST_SPANS))
-
-    @property
-    def timelines(self) -> list[ShownTimeline]:
-        return [part for part in (self.measured, self.predicted) if part is not None]
-
-
-def _after(steps: Sequence[StepTime], lag: int) -> Sequence[StepTime]:
-    """Return ``steps`` without those in which a pipeline of steps fills, where there are others."""
-    settled = [time for time in steps if time.step > lag]
-    return settled or steps
 
 
 def run_page(runs: Sequence[ReportedRun], now: str) -> Page:
@@ -168,19 +95,17 @@ def _timeline(run: ReportedRun, key: str) -> RunPart:
         return RunPart(run.name)
     caption = TIMELINE
     if run.measured is not None:
-        seconds = _mean_seconds(run.measured.times)
-        caption += f" Measured: {_steps_text(run.measured.times)}; a step {seconds_text(seconds)} in the mean."
+        times = run.measured.times
+        seconds = seconds_text((times[-1].end - times[0].start) / len(times))
+        steps = f"step {times[0].step}" if len(times) == 1 else f"steps {times[0].step}-{times[-1].step}"
+        caption += f" Measured: {steps}; a step {seconds} in the mean."
     if isinstance(run.prediction, Prediction):
         step = seconds_text(run.prediction.simulation.seconds)
         caption += PREDICTED.format(source=run.prediction.source, lengths=run.prediction.lengths, seconds=step)
     caption += _lanes_text(run)
     initial = PLANNED_STEPS if run.measured is not None else 1
     picture = timeline_picture(parts, run.lanes, run.styles, key, initial, caption)
-    shares = [
-        RankShares(part.title, time_shares(part.spans, part.times[0].start, part.times[-1].end, run.styles))
-        for part in parts
-    ]
-    return RunPart(run.name, pictures=(picture, shares_picture(shares, run.lanes, f"{key}-shares")))
+    return RunPart(run.name, pictures=(picture, shares_picture(parts, run.lanes, run.styles, f"{key}-shares")))
 
 
 def _unpredicted(runs: Sequence[ReportedRun]) -> Iterator[str]:
@@ -192,15 +117,6 @@ def _unpredicted(runs: Sequence[ReportedRun]) -> Iterator[str]:
     for reason, named in names.items():
         of = f" of {', '.join(named)}" if len(named) < len(runs) else ""
         yield f"No predicted timeline{of}: {reason}"
-
-
-def _mean_seconds(times: Sequence[StepTime]) -> float:
-    return (times[-1].end - times[0].start) / len(times)
-
-
-def _steps_text(times: Sequence[StepTime]) -> str:
-    first, last = times[0].step, times[-1].step
-    return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def _lanes_text(run: ReportedRun) -> str:
@@ -268,8 +184,7 @@ def _settings(runs: Sequence[ReportedRun]) -> Section:
     readable = [run for run in runs if run.contents.spec is not None]
     tables: tuple[Table, ...] = ()
     if len(readable) > 1:
-        found = differences([run.contents.yaml for run in readable])
-        rows = tuple((each.key, *each.values) for each in found)
+        rows = tuple(differing_settings([run.contents.yaml for run in readable]))
         tables = (Table(("setting", *(run.name for run in readable)), rows, "Settings that differ"),)
     parts = tuple(RunPart(run.name, run_colour(number), text=run.contents.yaml) for number, run in enumerate(runs))
     return Section(
@@ -280,6 +195,22 @@ def _settings(runs: Sequence[ReportedRun]) -> Section:
         parts=parts,
         is_open=False,
     )
+
+
+def differing_settings(texts: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the settings that are not the same in all of the YAML ``texts``: the dotted key, then a value of each."""
+    settings = [dict(_flat(read_yaml(text) or {})) for text in texts]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows = [(key, *(each.get(key, ABSENT) for each in settings)) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _flat(setting: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(setting, Mapping) and setting:
+        for name, value in setting.items():
+            yield from _flat(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, shown(setting)
 
 
 def _card(run: ReportedRun, number: int, is_planned: bool = False) -> Card:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from flexrlhf.report.instruction_style import PARTS, InstructionStyles
+from flexrlhf.report.look import PARTS, InstructionStyles
 from flexrlhf.timeline import Span
 
 WAITING = "waiting"

@@ -1,4 +1,4 @@
-"""Picture of a timeline: ranks by time, measured above predicted, with a button for each range."""
+"""Pictures of a timeline: ranks by time, measured above predicted, and shares of their activities."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from plotly.subplots import make_subplots
 from flexrlhf.guideline.simulation.simulate import blocks_of
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.colours import SHARES
-from flexrlhf.report.instruction_style import InstructionStyles
+from flexrlhf.report.look import SHARE_COLOURS, InstructionStyles
 from flexrlhf.report.picture import AUTOMARGIN, BOTTOM, Picture, View, add_part_title, base_layout, escaped, lane_layout
-from flexrlhf.report.step_times import StepTime
+from flexrlhf.report.step_times import SHARES, WAITING, StepTime, time_shares
 from flexrlhf.text import bytes_text, counted, ranks_text
 from flexrlhf.timeline import Span
 
@@ -25,6 +24,11 @@ MOST_OWN_LANES, MOST_LANES = 16, 32
 MOST_STEPS, MOST_SPANS = 20, 2500
 TOP = 36
 WAITED = "waiting for rows"
+SHARES_CAPTION = (
+    "Share of each rank's time, in percent, over the steps that the timeline shows. Waiting: no instruction runs, or "
+    "one waits for rows of other ranks. Waiting inside an instruction, for other ranks of its group, is part of that "
+    "instruction, in both halves."
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def _traces(part: ShownTimeline, lanes: Sequence[Lane], styles: InstructionStyle
             hovertext=[
                 f"waiting for the rows of {escaped(span.label)}<br>{seconds_text(span.waited)}" for span in waited
             ],
-            marker={"color": SHARES["waiting"], "opacity": 0.3},
+            marker={"color": SHARE_COLOURS[WAITING], "opacity": 0.3},
             **_common(WAITED, named),
         )
 
@@ -197,3 +201,40 @@ def _mark_steps(figure: go.Figure, parts: Sequence[ShownTimeline]) -> None:
                 font={"size": 11},
                 **axes,
             )
+
+
+def shares_picture(
+    parts: Sequence[ShownTimeline], lanes: Sequence[Lane], styles: InstructionStyles, key: str
+) -> Picture:
+    """Return the picture of the activities of all lanes, as shares of their time."""
+    shares = [time_shares(part.spans, part.times[0].start, part.times[-1].end, styles) for part in parts]
+    shown = [name for name in SHARES if name == WAITING or any(each.get(name) for of in shares for each in of.values())]
+    height, spacing = lane_layout(len(parts), len(lanes), between=26, top=22)
+    figure = make_subplots(rows=len(parts), cols=1, shared_xaxes=True, vertical_spacing=spacing)
+    for row, (part, of_rank) in enumerate(zip(parts, shares, strict=True), 1):
+        for name in shown:
+            figure.add_trace(_bars(of_rank, lanes, name, is_named=row == 1), row=row, col=1)
+        add_part_title(figure, part.title, row, above=2)
+    figure.update_layout(**{**base_layout(height), "margin": {"l": 8, "r": 12, "t": 22, "b": BOTTOM}})
+    figure.update_layout(barmode="stack", bargap=0.25)
+    figure.update_xaxes(range=[0, 100], ticksuffix=" %", zeroline=False, fixedrange=True)
+    figure.update_yaxes(autorange="reversed", automargin=AUTOMARGIN, fixedrange=True, showgrid=False)
+    return Picture(key, "Time of each rank", SHARES_CAPTION, figure, height)
+
+
+def _bars(of_rank: Mapping[int, Mapping[str, float]], lanes: Sequence[Lane], name: str, is_named: bool) -> go.Bar:
+    shares = [100 * of_rank.get(lane.ranks[0], {WAITING: 1.0}).get(name, 0.0) for lane in lanes]
+    return go.Bar(
+        x=shares,
+        y=[lane.label for lane in lanes],
+        orientation="h",
+        name=name,
+        legendgroup=name,
+        showlegend=is_named,
+        marker={"color": SHARE_COLOURS[name]},
+        text=[f"{share:.0f} %" if share >= 1 else "" for share in shares],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        hovertemplate=f"{name} %{{x:.1f}} %<extra></extra>",
+    )

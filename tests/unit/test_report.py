@@ -19,15 +19,15 @@ from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_t
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.bytes_picture import between_nodes, edge_bytes
-from flexrlhf.report.command import plan_of_run, write_plan_page, write_report
+from flexrlhf.report.command import write_plan_page, write_report
 from flexrlhf.report.curves import MOST_POINTS, curves_of, further_curves, main_curves
-from flexrlhf.report.instruction_style import InstructionStyles
+from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.memory_picture import memory_pictures, peak_parts
 from flexrlhf.report.placement_picture import columns_of, placement_picture
-from flexrlhf.report.prediction import Prediction, predict_run
+from flexrlhf.report.reported_run import Prediction, plan_of_run, predict_run
 from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.report.samples_table import sample_groups, spread
-from flexrlhf.report.settings_table import differences
+from flexrlhf.report.sections import differing_settings
 from flexrlhf.report.step_times import SHARES, WAITING, StepTime, last_steps, step_times, time_shares
 from flexrlhf.report.timeline_picture import lanes_of
 from flexrlhf.runs.flight_log import FlightLog, write_record
@@ -287,8 +287,8 @@ def test_steps_are_spread_evenly(values: list[int], most: int, expected: list[in
 
 def test_settings_that_differ_are_listed() -> None:
     texts = [dump_spec(fast_plan(placement, f"name={name}").spec) for name, placement in (("a", None), ("b", HALVES))]
-    found = {each.key: each.values for each in differences(texts)}
-    assert found["name"] == ("'a'", "'b'")
+    found = {key: values for key, *values in differing_settings(texts)}
+    assert found["name"] == ["'a'", "'b'"]
     assert set(found) == {"name", "placement"}
 
 
