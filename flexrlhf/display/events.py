@@ -81,13 +81,8 @@ Send = Callable[[Event], None]
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (RunBegins, Note, Doing, StepDone, RunEnds)}
 
 
-def dump_event(event: Event) -> str:
-    """Return an event as a line, which ``load_event`` reads."""
-    return json.dumps({"kind": type(event).__name__, **asdict(event)})
-
-
 def load_event(line: str) -> Event:
-    """Return the event of ``dump_event``."""
+    """Return the event of a line of an ``EventFile``."""
     raw = json.loads(line)
     kind = KINDS[raw.pop("kind")]
     if kind is RunBegins:
@@ -107,8 +102,9 @@ class EventFile:
 
     def __call__(self, event: Event) -> None:
         """Append ``event``."""
+        line = json.dumps({"kind": type(event).__name__, **asdict(event)})
         with _locked(self._file):
-            self._file.write(dump_event(event).encode() + b"\n")
+            self._file.write(line.encode() + b"\n")
 
 
 class EventReader:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexrlhf.display.events import Doing, Event, Note, RunBegins, RunEnds, StepDone
-from flexrlhf.display.plain_lines import LONG
+from flexrlhf.display.plain_lines import LONG, header_lines
 from flexrlhf.display.step_text import (
     WINDOW,
     duration,
@@ -25,7 +25,6 @@ from flexrlhf.display.step_text import (
     throughput,
     time_shares,
 )
-from flexrlhf.text import table
 
 KEPT_LINES = 20
 """Lines of steps that a run leaves on the terminal, about."""
@@ -57,7 +56,9 @@ class LiveView:
                 self._begin, self._last, self._columns = event, None, []
                 self._rows.clear()
                 self._kept_step, self._kept_at = -1, self._now()
-                return [*kept, Text(""), *_header(event)]
+                title, *places = header_lines(event.title, event.places)
+                shown = [Text(place, no_wrap=True, overflow="ellipsis") for place in places]
+                return [*kept, Text(""), Text(title, style="bold"), *shown]
             case Note():
                 return [*kept, Text(f"{event.run}: {event.text}")]
             case StepDone():
@@ -141,11 +142,6 @@ class LiveView:
         self._begin, self._last = None, None
         self._doing, self._since = Doing("", "ending the run", rare=False), self._now()
         return [Text(done, style="bold green")]
-
-
-def _header(event: RunBegins) -> list[Text]:
-    rows = table(event.places, "<" * len(event.places[0])) if event.places else []
-    return [Text(event.title, style="bold"), *(Text(f"  {row}", no_wrap=True, overflow="ellipsis") for row in rows)]
 
 
 def _columns(event: StepDone, width: int) -> list[str]:

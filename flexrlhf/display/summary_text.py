@@ -29,7 +29,8 @@ def format_summary(
     """Return steps, times, the main metrics before and after, and samples before and after, in ``width`` columns."""
     width = min(width, WIDEST)
     seconds = sum(row["seconds"] for row in rows)
-    head = [f"{name}: {len(rows)} steps, {seconds:.1f} s", _throughput(rows)]
+    # the first step of a run warms everything up
+    head = [f"{name}: {len(rows)} steps, {seconds:.1f} s", throughput(rows[1:] or rows, len(rows))]
     lines = [", ".join(filter(None, head)), f"  results in {directory}"]
     if shares := time_shares(rows):
         lines += _wrapped_shares(shares, width)
@@ -40,11 +41,6 @@ def _wrapped_shares(shares: Mapping[str, float], width: int) -> list[str]:
     """Return the shares of time in lines that end after one of them."""
     text = f"  time of all ranks: {shares_text(shares).replace(' ', NO_BREAK).replace(f',{NO_BREAK}', ', ')}"
     return [line.replace(NO_BREAK, " ") for line in textwrap.wrap(text, width, subsequent_indent="    ")]
-
-
-def _throughput(rows: Sequence[Mapping[str, float]]) -> str:
-    """Return samples and tokens in a second over the whole run, without its first step, which warms everything up."""
-    return throughput(rows[1:] or rows, len(rows))
 
 
 def _metrics(rows: Sequence[Mapping[str, float]], width: int) -> Iterator[str]:
@@ -106,7 +102,8 @@ def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
     """Yield samples of the first and the last step next to each other, or those of the only step."""
     pairs = sample_pairs(samples)
     if not pairs:
-        yield from (_sample_line(sample, width) for sample in _last_samples(samples))
+        shown = [sample for sample in samples if sample["rows"] == "evaluation"] or samples
+        yield from (_sample_line(sample, width) for sample in shown if sample["step"] == shown[-1]["step"])
         return
     column = (width - 7) // 2
     heads = [_titled(pairs[0].first), _titled(pairs[0].last)]
@@ -146,12 +143,6 @@ def _wrapped_response(sample: Sample, column: int) -> list[str]:
 def _wrapped(text: str, column: int) -> list[str]:
     """Return a text in lines of a column, without its middle where these are too many."""
     return textwrap.wrap(shortened(text, MOST_LINES * column * 9 // 10), column)[: MOST_LINES + 1] or [""]
-
-
-def _last_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of the last evaluation, or without any those of the last step of which some are kept."""
-    of_evaluations = [sample for sample in samples if sample["rows"] == "evaluation"] or samples
-    return [sample for sample in of_evaluations if sample["step"] == of_evaluations[-1]["step"]]
 
 
 def _sample_line(sample: Sample, width: int) -> str:

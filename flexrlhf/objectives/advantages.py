@@ -163,7 +163,10 @@ def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> 
     settings. Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
     """
     shaped = shape_rewards(spec, batch, context)
-    greedy = shape_rewards(spec, without_suffix(batch, ".greedy"), context)
+    greedy_columns = {
+        name.removesuffix(".greedy"): column for name, column in batch.columns.items() if name.endswith(".greedy")
+    }
+    greedy = shape_rewards(spec, replace(batch, columns=greedy_columns), context)
     counts = shaped.counts & greedy.counts
     mask = shaped.mask * counts[:, None].to(shaped.mask.dtype)
     penalty, kl = kl_penalty(spec, batch, mask, context.state)
@@ -171,12 +174,6 @@ def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> 
     statistics["greedy_score"] = greedy.statistics["reward"]
     statistics["not_counted"] = moments((~counts).float())
     return columns, {**shaped.statistics, **kl, **statistics}
-
-
-def without_suffix(batch: Batch, suffix: str) -> Batch:
-    """Return the columns of ``batch`` whose names end in ``suffix``, under names without it."""
-    own = {name.removesuffix(suffix): column for name, column in batch.columns.items() if name.endswith(suffix)}
-    return replace(batch, columns=own)
 
 
 def returns_over_baseline(

@@ -22,8 +22,7 @@ from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores,
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
 from flexrlhf.objectives.losses import (
     likelihood_loss,
-    on_policy_loss,
-    on_policy_shared_loss,
+    on_policy,
     pair_loss,
     policy_loss,
     ptx_loss,
@@ -47,8 +46,8 @@ from flexrlhf.operators.graph import Operator, is_own
 LOSSES: dict[str, Callable[[Any], Loss]] = {
     "kto_loss": kto_loss,
     "likelihood_loss": likelihood_loss,
-    "on_policy_loss": on_policy_loss,
-    "on_policy_shared_loss": on_policy_shared_loss,
+    "on_policy_loss": lambda spec: on_policy(spec, policy_loss(spec)),
+    "on_policy_shared_loss": lambda spec: on_policy(spec, shared_loss(spec)),
     "orpo_loss": orpo_loss,
     "pair_loss": pair_loss,
     "policy_loss": policy_loss,

@@ -6,15 +6,13 @@ neighbours on one rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.kl_penalty import kl_penalty, penalty_to_go
+from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import ShapedRewards, last_positions, shape_rewards
 
 EPSILON = 1e-6
@@ -46,7 +44,10 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         selected = _selected(spec, batch, shaped, context)
         mask = mask * selected[:, None].to(mask.dtype)
         statistics["group_taken"] = moments(selected.float())
-    advantages = (centred[:, None] - penalty_to_go(penalty) if is_after else centred[:, None]) * mask
+    advantages = centred[:, None] * mask
+    if is_after:
+        # a token's choice has made the tokens after it possible, so their penalties count as well
+        advantages = (centred[:, None] - penalty.flip(1).cumsum(1).flip(1)) * mask
     if spec.supervision == "process":
         of_steps, step_statistics = process_advantages(spec, batch, shaped)
         advantages, statistics = of_steps * mask, statistics | step_statistics
@@ -129,33 +130,22 @@ def _selected_of_mini_batch(
     return torch.isin(prompts, first).repeat_interleave(samples)
 
 
-@dataclass(frozen=True)
-class StepRewards:
-    """Rewards of steps, on the tokens that end them.
-
-    rewards: (n, R), 0 elsewhere.
-    ends:    bool (n, R), tokens that end a step of a response that counts.
-    """
-
-    rewards: Tensor
-    ends: Tensor
-
-
 def process_advantages(spec: GroupSpec, batch: Batch, shaped: ShapedRewards) -> tuple[Tensor, Moments]:
     """Return advantages (n, R): for each token the normalised rewards of the steps that end at it or later.
 
     Rewards of steps are normalised over all steps of the group (GRPO, Shao et al. 2024, section 4.1.3).
     """
-    steps = step_rewards(batch, shaped)
-    normalised = _normalised(steps, batch.samples_per_prompt, spec.scale == "group")
+    rewards, ends = _step_rewards(batch, shaped)
+    normalised = _normalised(rewards, ends, batch.samples_per_prompt, spec.scale == "group")
     advantages = normalised.flip(1).cumsum(1).flip(1) * shaped.mask
-    return advantages, {"response_steps": moments(steps.ends.sum(1).float(), shaped.counts)}
+    return advantages, {"response_steps": moments(ends.sum(1).float(), shaped.counts)}
 
 
-def step_rewards(batch: Batch, shaped: ShapedRewards) -> StepRewards:
-    """Return the rewards of steps; what the shaping of scores has put on other tokens is part of the last step.
+def _step_rewards(batch: Batch, shaped: ShapedRewards) -> tuple[Tensor, Tensor]:
+    """Return the rewards (n, R) of steps on the tokens that end them, and bool (n, R): these tokens.
 
-    A response without steps is one step.
+    The shaping of scores may reward other tokens; their rewards are part of the last step. A response without steps is
+    one step, and one that does not count has none.
     """
     mask = shaped.mask.bool()
     ends = batch["step_ends"].bool() & mask
@@ -163,13 +153,13 @@ def step_rewards(batch: Batch, shaped: ShapedRewards) -> StepRewards:
     ends = ends.scatter(1, last, mask.gather(1, last))
     others = shaped.rewards.masked_fill(ends, 0.0).sum(1, keepdim=True)
     rewards = shaped.rewards.masked_fill(~ends, 0.0)
-    return StepRewards(rewards.scatter_add(1, last, others * mask.gather(1, last)), ends)
+    return rewards.scatter_add(1, last, others * mask.gather(1, last)), ends
 
 
-def _normalised(steps: StepRewards, samples: int, by_deviation: bool) -> Tensor:
+def _normalised(rewards: Tensor, ends: Tensor, samples: int, by_deviation: bool) -> Tensor:
     """Return rewards (n, R) less the mean of their group's steps, over their deviation (Bessel's correction)."""
-    shape = steps.rewards.shape
-    rewards, ends = steps.rewards.view(-1, samples * shape[1]), steps.ends.view(-1, samples * shape[1])
+    shape = rewards.shape
+    rewards, ends = rewards.view(-1, samples * shape[1]), ends.view(-1, samples * shape[1])
     number = ends.sum(1, keepdim=True)
     centred = (rewards - rewards.sum(1, keepdim=True) / number.clamp(min=1)) * ends
     highest = rewards.masked_fill(~ends, -torch.inf).amax(1, keepdim=True)

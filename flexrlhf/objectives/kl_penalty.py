@@ -35,14 +35,6 @@ def kl_estimate(spec: KlSpec, log_ratio: Tensor) -> Tensor:
     return estimate if spec.value_clamp is None else estimate.clamp(-spec.value_clamp, spec.value_clamp)
 
 
-def behaviour_logprobs(batch: Batch) -> Tensor:
-    """Log-probs (n, R) under the policy that sampled the responses.
-
-    Column ``logprobs``, unless one policy samples and another is trained.
-    """
-    return batch["rollout_logprobs"] if "rollout_logprobs" in batch.columns else batch["logprobs"]
-
-
 def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str, float]) -> tuple[Tensor, Moments]:
     """Return the KL penalty (n, R) of each token, for its reward or its advantage, and statistics of the KL.
 
@@ -59,7 +51,9 @@ def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str,
     used = {"kl_coefficient": moments(nothing.new_full((len(batch),), coefficient, dtype=torch.float64))}
     if "ref_logprobs" not in batch.columns:
         return nothing, used
-    log_ratio = (behaviour_logprobs(batch) - batch["ref_logprobs"]) * mask
+    # of the policy that sampled the responses, which may be another one than is trained
+    sampled = batch["rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"]
+    log_ratio = (sampled - batch["ref_logprobs"]) * mask
     estimate = kl_estimate(spec.kl, log_ratio) * mask
     statistics = measured_kl(log_ratio, mask) | used
     if spec.kl.target is not None and spec.kl.target_unit == "token":
@@ -70,10 +64,5 @@ def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str,
 
 
 def measured_kl(log_ratio: Tensor, mask: Tensor) -> Moments:
-    """Statistics of the KL to the reference, from log-ratios (n, R) that are 0 outside ``mask`` (n, R)."""
+    """Return the statistics of the KL to the reference, from log-ratios (n, R) that are 0 outside ``mask`` (n, R)."""
     return {"kl": moments(log_ratio.sum(1), mask.any(1)), "kl_token": moments(log_ratio, mask)}
-
-
-def penalty_to_go(penalty: Tensor) -> Tensor:
-    """Sum of the penalties (n, R) of each token and of those after it, which its choice has made possible."""
-    return penalty.flip(1).cumsum(1).flip(1)

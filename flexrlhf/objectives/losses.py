@@ -110,22 +110,12 @@ def policy_loss(spec: PolicySpec) -> Loss:
     return Loss("logprobs", function, statistics, "gradient" if spec.entropy_coefficient else "value")
 
 
-def on_policy_loss(spec: PolicySpec) -> Loss:
-    """Return the surrogate loss of the only pass of a step, which the policy that the step starts from is that of.
+def on_policy(spec: PolicySpec, loss: Loss) -> Loss:
+    """Return ``loss`` for the only pass of a step, with that pass's log-probs in place of the column ``logprobs``.
 
-    Ratios are 1, with the gradient of the log-probs; importance weights are those of the pass's log-probs, too. Where
-    the KL penalty is part of the loss, it also reports the KL.
+    The step starts from the policy of this pass. So ratios are 1, with the gradient of the log-probs, and importance
+    weights follow from the same log-probs. If the KL penalty is part of the loss, it also reports the KL.
     """
-    return _on_policy(spec, policy_loss(spec))
-
-
-def on_policy_shared_loss(spec: AcShareSpec) -> Loss:
-    """Return the shared loss of the only pass of a step (``on_policy_loss``)."""
-    return _on_policy(spec, shared_loss(spec))
-
-
-def _on_policy(spec: PolicySpec, loss: Loss) -> Loss:
-    """Return ``loss`` with the log-probs of its own pass in place of the column ``logprobs``."""
     reports = spec.reports_kl
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:

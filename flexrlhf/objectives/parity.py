@@ -84,7 +84,9 @@ def parity(spec: RolloutSpec, batch: Batch, context: CombineContext) -> tuple[Co
 
     Raises ParityError, on all ranks alike, where one of them is over its limit.
     """
-    engine, trainer = _logprobs_of_both(batch)
+    # plan/rollout_graph.py chooses the columns
+    engine = batch["rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"]
+    trainer = batch["trainer_logprobs" if "trainer_logprobs" in batch.columns else "logprobs"]
     found = compare_logprobs(engine, trainer, batch, batch["response_mask"], context.reducer)
     _check(spec, found)
     statistics = {"parity_mean": found.mean, "parity_p999": found.p999, "parity_max": found.largest}
@@ -110,13 +112,6 @@ def compare_logprobs(
     worst = [_decoded(row) for row in tokens[tokens[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
     largest = float(tokens[:, 3].max()) / SCALE if len(tokens) else 0.0
     return LogprobDifferences(mean, largest, p999, tuple(worst))
-
-
-def _logprobs_of_both(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs (n, R) of the engine and of the trainer; plan/rollout_graph.py chooses their columns."""
-    engine = "rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"
-    trainer = "trainer_logprobs" if "trainer_logprobs" in batch.columns else "logprobs"
-    return batch[engine], batch[trainer]
 
 
 def _as_integers(values: Tensor) -> Tensor:

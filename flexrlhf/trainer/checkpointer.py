@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -99,10 +99,9 @@ class Checkpointer(Observer):
         self.last_step = next_step
         state, context = self._state, self._context
         pieces, rows = self._copied_pieces(), rows_in_flight(context.plan, context.rank, state.rows, next_step)
-        directory = self._directory(next_step)
-        job = _files_writer(directory, pieces, rows, self._texts(), context)
+        job = self._thread.submit(_write_files, self._directory(next_step), pieces, rows, self._configs(), context)
         context.flight.append_spans(context.files, next_step)
-        self._writing = _Writing(next_step, self._thread.submit(job), self._progress(next_step))
+        self._writing = _Writing(next_step, job, self._progress(next_step))
         if context.rank == 0:
             self._pending.append(next_step)
         if not context.plan.spec.checkpoint.background:
@@ -115,17 +114,17 @@ class Checkpointer(Observer):
     def poll(self) -> None:
         """Publish this rank's files once they are written; on rank 0 complete the checkpoints that all have written."""
         self._publish_written(wait=False)
-        while self._pending and self._is_ready(self._pending[0]):
+        while self._pending and self._results.next_step >= self._pending[0]:
+            if not self._store.check(list(self._keys(self._pending[0]))):
+                return
             self._complete(self._pending.pop(0))
 
     def finish(self) -> None:
         """Wait until this rank's files, and on rank 0 the checkpoints of all ranks, are whole."""
         self._publish_written(wait=True)
         for next_step in self._pending:
-            ranks = self._context.plan.placement.num_ranks
-            keys = {f"{next_step}/{rank}": f"rank {rank}" for rank in range(ranks)}
-            timeout = self._context.plan.spec.timeout_seconds
-            self._context.world.wait_for(self._store, keys, f"the checkpoint before step {next_step}", timeout)
+            timeout, what = self._context.plan.spec.timeout_seconds, f"the checkpoint before step {next_step}"
+            self._context.world.wait_for(self._store, self._keys(next_step), what, timeout)
         self.poll()
         self._thread.shutdown()
 
@@ -144,8 +143,8 @@ class Checkpointer(Observer):
                         files[file] = follower_pieces(model, context.rank)
         return {name: pieces for name, pieces in files.items() if pieces}
 
-    def _texts(self) -> dict[str, str]:
-        """Return small files that one rank writes: the Hugging Face config of each trained model."""
+    def _configs(self) -> dict[str, str]:
+        """Return the Hugging Face configs of trained models, by file; one rank writes each."""
         mine = [model for model in self._context.models.values() if model.placed.trained]
         return {
             f"{model.placed.name}.config.json": model.engine.config.to_json_string()
@@ -178,17 +177,17 @@ class Checkpointer(Observer):
         report = {"files": {name: asdict(entry) for name, entry in files.items()}, "progress": asdict(writing.progress)}
         self._store.set(f"{writing.next_step}/{self._context.rank}", json.dumps(report))
 
-    def _is_ready(self, next_step: int) -> bool:
-        keys = [f"{next_step}/{rank}" for rank in range(self._context.plan.placement.num_ranks)]
-        return self._results.next_step >= next_step and self._store.check(keys)
+    def _keys(self, next_step: int) -> dict[str, str]:
+        """Return the keys under which ranks publish their files, and who publishes each."""
+        return {f"{next_step}/{rank}": f"rank {rank}" for rank in range(self._context.plan.placement.num_ranks)}
 
     def _complete(self, next_step: int) -> None:
         """Write the manifest from what all ranks have published, and rename the directory."""
         context, directory = self._context, self._directory(next_step)
         reports = []
-        for rank in range(context.plan.placement.num_ranks):
-            reports.append(json.loads(self._store.get(f"{next_step}/{rank}")))
-            self._store.delete_key(f"{next_step}/{rank}")
+        for key in self._keys(next_step):
+            reports.append(json.loads(self._store.get(key)))
+            self._store.delete_key(key)
         files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
         manifest = Manifest(
             spec=dump_spec(context.plan.spec),
@@ -230,28 +229,24 @@ def _united(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
-def _files_writer(
+def _write_files(
     directory: Path,
     pieces: Mapping[str, Mapping[str, Piece]],
     rows: RowFile,
-    texts: Mapping[str, str],
+    configs: Mapping[str, str],
     context: RankContext,
-) -> Callable[[], dict[str, FileEntry]]:
-    """Return a function that writes all files of a rank and returns their sizes and checksums."""
-
-    def write() -> dict[str, FileEntry]:
-        directory.mkdir(parents=True, exist_ok=True)
-        written = {name: write_pieces(directory / name, contents) for name, contents in pieces.items()}
-        if rows:
-            name = f"rows-{context.rank:05d}.safetensors"
-            written[name] = write_tensors(directory / name, rows)
-        for name, text in texts.items():
-            written[name] = write_durably(directory / name, text.encode())
-        for name in written:
-            context.files.send(directory / name)
-        return written
-
-    return write
+) -> dict[str, FileEntry]:
+    """Write all files of a rank; return their sizes and checksums."""
+    directory.mkdir(parents=True, exist_ok=True)
+    written = {name: write_pieces(directory / name, contents) for name, contents in pieces.items()}
+    if rows:
+        name = f"rows-{context.rank:05d}.safetensors"
+        written[name] = write_tensors(directory / name, rows)
+    for name, text in configs.items():
+        written[name] = write_durably(directory / name, text.encode())
+    for name in written:
+        context.files.send(directory / name)
+    return written
 
 
 def _replace(fresh: Path, whole: Path) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,8 @@ from flexrlhf.comm.world import World
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.flight_log import MOST_INSTRUCTIONS, TIMELINE, FlightLog, write_record
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.timeline import Clock, Instant, Span, Timeline, dump_spans
+from flexrlhf.timeline import Instant, Span, Timeline, dump_spans
 from flexrlhf.trainer.execution import Execution, Observer
-
-
-@dataclass
-class _Reached:
-    """The last instant whose time is known: an event and its seconds since the epoch."""
-
-    event: Any
-    seconds: float
 
 
 class _DeviceInstant:
@@ -41,10 +33,9 @@ class _DeviceInstant:
     So no error of adding up differences of events, and none between the two clocks, grows with the run.
     """
 
-    def __init__(self, last: _Reached) -> None:
-        self.host = time.time()
-        self._last = last
-        self._event: Any = torch.Event(last.event.device, enable_timing=True)
+    def __init__(self, clock: DeviceClock) -> None:
+        self._host, self._clock = time.time(), clock
+        self._event: Any = torch.Event(clock.event.device, enable_timing=True)
         self._event.record()
 
     def is_reached(self) -> bool:
@@ -54,32 +45,29 @@ class _DeviceInstant:
     def seconds(self) -> float:
         """Wait for the device; return when it came here, in seconds since the epoch."""
         self._event.synchronize()
-        last = self._last
-        after = last.seconds + last.event.elapsed_time(self._event) / 1000
-        found = min(max(after, self.host), time.time())
-        last.event, last.seconds = self._event, found
-        return found
+        clock = self._clock
+        after = clock.seconds + clock.event.elapsed_time(self._event) / 1000
+        clock.event, clock.seconds = self._event, min(max(after, self._host), time.time())
+        return clock.seconds
 
 
 class DeviceClock:
-    """Instants on the current stream of the device of this rank."""
+    """Instants on the current stream of the device of this rank.
+
+    event, seconds:  the last instant whose time is known, and that time, in seconds since the epoch.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Wait for the device, so that both clocks begin together."""
         torch.accelerator.synchronize(device)
-        start: Any = torch.Event(device, enable_timing=True)
-        start.record()
-        start.synchronize()
-        self._last = _Reached(start, time.time())
+        self.event: Any = torch.Event(device, enable_timing=True)
+        self.event.record()
+        self.event.synchronize()
+        self.seconds = time.time()
 
     def now(self) -> Instant:
         """Return the instant behind what is queued now."""
-        return _DeviceInstant(self._last)
-
-
-def clock_of(device: torch.device) -> Clock | None:
-    """Return the clock of a rank on ``device``; None: the host's, on which a CPU's work is done when a call returns."""
-    return None if device.type == "cpu" else DeviceClock(device)
+        return _DeviceInstant(self)
 
 
 class FlightRecord(Observer):
@@ -95,7 +83,9 @@ class FlightRecord(Observer):
         name, rank = plan.spec.name, world.rank
         models = {each: model_names(plan, each) for each in range(world.size)}
         self.progress = RankProgress(world, name, models, plan.spec.timeout_seconds)
-        self.timeline = Timeline(rank, plan.spec.timeline_steps, clock_of(world.device))
+        # a CPU's work is done when a call returns, so the clock of the host serves
+        clock = None if world.device.type == "cpu" else DeviceClock(world.device)
+        self.timeline = Timeline(rank, plan.spec.timeline_steps, clock)
         self.directory = directory
         self._header: dict[str, Any] = {
             "rank": rank,
@@ -143,7 +133,7 @@ class FlightRecord(Observer):
             "at": self.progress.position.what,
             "instructions": [asdict(span) for span in list(self._last)],
             "waiting": waiting and {"ranks": waiting.ranks, "seconds": round(time.monotonic() - waiting.since, 3)},
-            "stack": _main_stack() if stack is None else stack,
+            "stack": main_stack() if stack is None else stack,
         }
         write_record(self.directory, self._header["rank"], record)
 
@@ -153,7 +143,7 @@ def model_names(plan: Plan, rank: int) -> str:
     return ", ".join(model.name for model in plan.placement.on_rank(rank))
 
 
-def _main_stack() -> list[str]:
+def main_stack() -> list[str]:
     """Return where the main thread is, outermost call first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return [] if frame is None else [line.rstrip() for line in traceback.format_stack(frame)]

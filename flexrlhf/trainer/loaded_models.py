@@ -122,6 +122,9 @@ def load_model_on_rank(
 
     tp_ranks = next(ranks for ranks in layout.tp_sets if rank in ranks)
     dp, tp = ranks_of("compute", layout.dp_set(rank)), ranks_of("tp", tp_ranks)
+    in_node = None
+    if is_sharded_in_nodes(model):
+        in_node = ShardRanks(ranks_of(SHARD, model.shard_set(rank)), ranks_of(COPIES, model.copy_set(rank)))
     stages = stage_ranks(layout, rank, ranks_of, has_all=model.facts.model_group)
     engine = make_engine(
         EngineContext(
@@ -139,19 +142,10 @@ def load_model_on_rank(
             timeout_seconds=plan.spec.timeout_seconds,
             pad_token_id=pad_token_id,
             stages=stages,
-            in_node=_shard_ranks(model, rank, ranks_of),
+            in_node=in_node,
         )
     )
     return LoadedModel(model, engine, dp, stages.replica, _shape(plan, model, engine.weights(), rank))
-
-
-def _shard_ranks(
-    model: PlacedModel, rank: int, ranks_of: Callable[[str, tuple[int, ...]], RankGroup]
-) -> ShardRanks | None:
-    """Return the groups of ``rank`` that follow from sharding in each node."""
-    if not is_sharded_in_nodes(model):
-        return None
-    return ShardRanks(ranks_of(SHARD, model.shard_set(rank)), ranks_of(COPIES, model.copy_set(rank)))
 
 
 def stage_ranks(

@@ -62,22 +62,19 @@ class ModelSaver:
         best: Mapping[str, Any] | None,
     ) -> None:
         tokenizer, placed = self._context.data.tokenizer, model.placed
-        texts = self._usage_files(placed.role)
+        plan, data = self._context.plan, self._context.data
+        policy = plan.model("actor") if placed.role == "actor" else None
+        texts = usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
         if placed.settings.lora is not None:
             weights = {name: each.to("cpu", copy=True) for bucket in buckets for name, each in bucket.items()}
             save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
             return
-        dtype, shard_bytes = _saved_dtype(model), self._context.plan.spec.save.shard_bytes
+        config = copy.deepcopy(model.engine.config)
+        config.dtype = dtype = _saved_dtype(model)
         forms = {name: TensorForm(shape, dtype) for name, shape in shape_of(placed, model.shape).trained}
-        with model_writer(directory, forms, _config_of(model), tokenizer, best, texts, shard_bytes) as files:
+        with model_writer(directory, forms, config, tokenizer, best, texts, plan.spec.save.shard_bytes) as files:
             for bucket in buckets:
                 files.write(bucket)
-
-    def _usage_files(self, role: str) -> dict[str, str]:
-        """Return what stands next to the weights of a role: see ``usage_files``."""
-        plan, data = self._context.plan, self._context.data
-        policy = plan.model(role) if role == "actor" else None
-        return usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
 
     def _buckets(self, model: LoadedModel, ranks: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
         """Yield all trained weights, whole, a bucket at a time in the order of their names. A collective."""
@@ -94,10 +91,3 @@ class ModelSaver:
 
 def _saved_dtype(model: LoadedModel) -> torch.dtype:
     return DTYPES[saved_type(model.placed, model.shape)]
-
-
-def _config_of(model: LoadedModel) -> Any:
-    """Return the Hugging Face config of a model with the type of its saved weights."""
-    config = copy.deepcopy(model.engine.config)
-    config.dtype = _saved_dtype(model)
-    return config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.reward_sources import ModelSource, RewardSource
+from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.retokenized import TextEncoder
@@ -113,7 +113,11 @@ def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalS
     """Make the scorers of the sections that operators of ``graph`` call."""
     called = {operator.function for operator in (*graph.operators, *graph.evaluation) if operator.kind == "score"}
     sections = {"reward": spec.reward or (), "cost": spec.cost or ()}
-    scorers = {name: _make_scorer(sections[name], name, spec.timeout_seconds / 2) for name in sorted(called)}
+    scorers = {}
+    for name in sorted(called):
+        others = [source for source in sections[name] if not isinstance(source, ModelSource)]
+        with_models = len(others) < len(sections[name])
+        scorers[name] = Scorer(others, name, spec.timeout_seconds / 2, with_models=with_models)
     separators = {
         name: {
             source.model: source.separator
@@ -123,12 +127,6 @@ def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalS
         for name in scorers
     }
     return ExternalScorers(scorers, decode, separators)
-
-
-def _make_scorer(sources: Sequence[RewardSource], name: str, deadline_seconds: float) -> Scorer:
-    """Make the scorer of a section's sources that are no models."""
-    others = [source for source in sources if not isinstance(source, ModelSource)]
-    return Scorer(others, name, deadline_seconds, with_models=len(others) < len(sources))
 
 
 def _num_characters(decode: Decode, response: Sequence[int], count: int) -> int:
