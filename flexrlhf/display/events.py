@@ -20,7 +20,7 @@ class RunBegins:
 
     run:     name
     title:   algorithm, strategy, devices
-    places:  a row of texts for each placed model: what runs where
+    places:  a row for each placed model: its ranks and settings, in words
     steps:   of the whole run
     """
 
@@ -36,7 +36,7 @@ class Doing:
 
     what:  in words, such as ``loading models`` or ``train_actor on actor``
     step:  number of the step, from 0; None before the first one
-    rare:  whether few steps have it, so that it is named where it takes long
+    rare:  whether few steps have it, so that it is named if it takes long
     """
 
     run: str
@@ -132,7 +132,7 @@ class EventReader:
 
 @contextmanager
 def _locked(file: FileIO) -> Iterator[None]:
-    """Lock ``file`` for one process at a time: whole lines are read, and none is lost where the file is emptied."""
+    """Lock ``file`` for one process at a time: whole lines are read, and none is lost when the file is emptied."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield

@@ -1,6 +1,6 @@
 """Display of the runs of a command on a terminal, in the process that starts the ranks.
 
-A display moves the cursor over lines that it draws again. What ranks and libraries print would land in the middle of
+A display moves the cursor over lines that it draws again. Output of ranks and libraries would land in the middle of
 it, so their stdout and stderr are a pipe, whose lines are printed above the display.
 """
 
@@ -51,7 +51,7 @@ class CapturedLines:
         return [_shown(line) for line in lines]
 
     def rest(self) -> list[str]:
-        """Return what has come in the meantime, and the last line also if it has no end."""
+        """Return the lines that have come in the meantime, and the last line also if it has no end."""
         lines: list[str] = []
         while found := self.read(0.0):
             lines += found
@@ -59,7 +59,7 @@ class CapturedLines:
 
 
 def _shown(line: bytes) -> str:
-    """Return a line as a terminal would show it in the end: what is behind the last carriage return."""
+    """Return a line as a terminal would show it in the end: the text behind the last carriage return."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
@@ -96,7 +96,7 @@ DEFAULT_SIZE = (80, 24)
 
 @contextmanager
 def live_display(events_file: Path, what: str) -> Iterator[None]:
-    """Show the events that rank 0 appends to ``events_file``, and above them what all ranks print.
+    """Show the events that rank 0 appends to ``events_file``, and above them the output of all ranks.
 
     ``what``: is done before the first event.
     """
@@ -124,7 +124,7 @@ def _show(events_file: Path, what: str, terminal: TextIO, output: CapturedLines,
 
 
 def _draw(reader: EventReader, what: str, terminal: TextIO, output: CapturedLines, stop: threading.Event) -> None:
-    """Draw until ``stop``, and then what has come until then."""
+    """Draw until ``stop``, and then everything that has come until then."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -142,7 +142,7 @@ def _draw(reader: EventReader, what: str, terminal: TextIO, output: CapturedLine
             is_last = stop.is_set()
             console.size = _size(terminal)
             printed = output.rest() if is_last else output.read(REFRESH_SECONDS)
-            # what is printed about a step comes after its event
+            # output about a step comes after its event
             lines = [line for event in reader.read() for line in view.lines(event, console.width)]
             lines += map(Text, printed)
             if lines:

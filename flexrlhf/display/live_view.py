@@ -31,7 +31,7 @@ KEPT_LINES = 20
 KEPT_SECONDS = 30.0
 """A step is worth a line after this time in any case."""
 CELL = 9
-"""Least width of a column of numbers."""
+"""Least width of a column of values."""
 MOVING = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -114,7 +114,7 @@ class LiveView:
         return lines
 
     def _is_kept(self, event: StepDone) -> bool:
-        """Return whether a step's numbers stay on the terminal."""
+        """Return whether the line of a step stays on the terminal."""
         every = max(1, event.steps // KEPT_LINES)
         is_turn = event.step % every == 0 or event.step + 1 == event.steps or len(self._rows) == 1
         return is_turn or self._now() - self._kept_at > KEPT_SECONDS

@@ -35,14 +35,14 @@ def width_of_output() -> int:
 
 
 def header_lines(title: str, places: Sequence[Sequence[str]]) -> list[str]:
-    """Return what runs where: the title and a line for each placed model."""
+    """Return the title of a run and a line for each placed model."""
     return [title, *(f"  {line}" for line in (table(places, "<" * len(places[0])) if places else ()))]
 
 
 def step_lines(event: StepDone, rows: Sequence[Mapping[str, float]], width: int) -> list[str]:
     """Return the lines of a step: metrics, seconds, throughput and time left, as much as fits; then its evaluation.
 
-    Where there is little room, the first two metrics go before the time left, that before throughput, and all before
+    If there is little room, the first two metrics go before the time left, that before throughput, and all before
     further metrics. ``rows``: metrics of the steps so far, that of ``event`` last.
     """
     head = f"{event.run}  step {event.step + 1}/{event.steps}"
@@ -62,7 +62,7 @@ def step_lines(event: StepDone, rows: Sequence[Mapping[str, float]], width: int)
 
 
 class PlainLines:
-    """Printer of events: each step, what comes before the first one, and what is rare and takes long."""
+    """Printer of events: each step, the events before the first one, and rare ones that take long."""
 
     def __init__(self, write: Callable[[str], None], width: int, now: Callable[[], float] = time.monotonic) -> None:
         self._write, self._width, self._now = write, width, now

@@ -1,4 +1,4 @@
-"""Texts of a step for a person: metrics, throughput, time left, and the share of time of each kind of work."""
+"""A step in words: metrics, throughput, time left, and the share of time of each kind of work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rate(value: float) -> str:
 
 
 def seconds_left(seconds: Sequence[float], remaining: int) -> float | None:
-    """Return the time of the ``remaining`` steps, given the ``seconds`` of those before; None without any.
+    """Return the time of the ``remaining`` steps, given the ``seconds`` of the steps before; None without any.
 
     It is the mean of the last ones, without the first one if there are others: that one warms everything up.
     """

@@ -13,12 +13,12 @@ from flexrlhf.metrics import METRICS, ends_of
 from flexrlhf.text import shortened
 
 WIDEST = 120
-"""Columns of a summary where the terminal has more."""
+"""Columns of a summary if the terminal has more."""
 MOST_SAMPLES = 3
 MOST_LINES = 4
 """Lines of a prompt, and of a response that is shown next to another one."""
 LEAST_ROOM = 30
-"""Columns that the definition of a metric needs next to its numbers."""
+"""Columns that the definition of a metric needs next to its values."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 Sample = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ def _wrapped_shares(shares: Mapping[str, float], width: int) -> list[str]:
 
 
 def _metrics(rows: Sequence[Mapping[str, float]], width: int) -> Iterator[str]:
-    """Yield lines for each main metric: its mean over the first steps, that over the last ones, and what it is."""
+    """Yield lines for each main metric: its means over the first and the last steps, and its definition."""
     if len(rows) > 1:
         yield f"  {'':<18}{ends_of([0.0] * len(rows)).title}"
     for metric in METRICS:
@@ -66,7 +66,7 @@ def _defined(start: str, definition: str, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SamplePair:
-    """Samples of the first and the last step with some. They are responses to one prompt where ``is_same``."""
+    """Samples of the first and the last step with some. They are responses to one prompt if ``is_same``."""
 
     first: Sample
     last: Sample
@@ -77,7 +77,7 @@ class SamplePair:
 
 
 def sample_pairs(samples: Sequence[Sample]) -> list[SamplePair]:
-    """Return pairs to compare: of evaluations if there are two, else of training; of one prompt where there are such.
+    """Return pairs to compare: of evaluations if there are two, else of training; of one prompt if there are such.
 
     Without two steps there is none.
     """
@@ -99,7 +99,7 @@ def sample_pairs(samples: Sequence[Sample]) -> list[SamplePair]:
 
 
 def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
-    """Yield samples of the first and the last step next to each other, or those of the only step."""
+    """Yield samples of the first and the last step next to each other, or of the only step."""
     pairs = sample_pairs(samples)
     if not pairs:
         shown = [sample for sample in samples if sample["rows"] == "evaluation"] or samples

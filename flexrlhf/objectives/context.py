@@ -20,7 +20,7 @@ class Reducer(Protocol):
         ...
 
     def gather(self, vector: Tensor) -> Tensor:
-        """Concatenate int64 vectors of any lengths, without negative numbers, over the group."""
+        """Concatenate int64 vectors of any lengths, without negative values, over the group."""
         ...
 
 
@@ -30,7 +30,7 @@ class CombineContext:
 
     segments: rows of each mini-batch, as slices of the batch.
     reducer:  collectives over the data-parallel group.
-    state:    numbers of the controllers after the step before (trainer/controllers.py).
+    state:    values of the controllers after the step before (trainer/controllers.py).
     step:     number of the step.
     seed:     of the run, for hashes of places.
     """

@@ -88,7 +88,7 @@ def settings_of(function: str, spec: Spec) -> Any:
 
 
 def make_loss(function: str, algorithm: AlgorithmSpec) -> Loss:
-    """Return the loss that a train operator names. Raises UserError where a user's function returns something else."""
+    """Return the loss that a train operator names. Raises UserError if a user's function returns something else."""
     if not is_own(function):
         return LOSSES[function](algorithm)
     loss = _load(function)(algorithm)
@@ -109,7 +109,7 @@ def _load(reference: str) -> Callable[..., Any]:
 
 
 def check_returned(operator: Operator, returned: Any, batch: Batch) -> None:
-    """Raise UserError where a user's combine does not return the columns that ``operator`` writes, and statistics."""
+    """Raise UserError if a user's combine does not return the columns that ``operator`` writes, and statistics."""
     if not is_own(operator.function):
         return
     if not isinstance(returned, tuple) or len(returned) != 2 or not all(isinstance(part, dict) for part in returned):

@@ -20,9 +20,9 @@ EPSILON = 1e-6
 
 
 def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
-    """Return loss_mask and advantages (n, R), one number for all tokens of a response, or one for each of its steps.
+    """Return loss_mask and advantages (n, R), one value for all tokens of a response, or one for each of its steps.
 
-    It is the response's score, less the KL penalty where that is in the reward, over the baseline of its group, divided
+    It is the response's score, less the KL penalty if that is in the reward, over the baseline of its group, divided
     by the group's deviation with ``scale: group`` (GRPO, Shao et al. 2024, section 4.1.2; RLOO, Ahmadian et al.
     2024, eq. 9); with ``supervision: process`` see ``process_advantages``. A penalty with ``place: advantages`` differs
     from token to token: of those from it to the last. Raises RunStopped for scores that are not finite, with

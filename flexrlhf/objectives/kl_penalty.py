@@ -38,7 +38,7 @@ def kl_estimate(spec: KlSpec, log_ratio: Tensor) -> Tensor:
 def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str, float]) -> tuple[Tensor, Moments]:
     """Return the KL penalty (n, R) of each token, for its reward or its advantage, and statistics of the KL.
 
-    Both are empty without a KL penalty; the penalty is 0 where it is part of the loss. A loss that computes the
+    Both are empty without a KL penalty; the penalty is 0 if it is part of the loss. A loss that computes the
     policy's log-probs itself reports the KL itself, too.
 
     mask:  (n, R), tokens that count.

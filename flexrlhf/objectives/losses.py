@@ -30,7 +30,7 @@ def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Tot
     seq-mean-token-sum-norm: the same, divided by R.
     seq-mean-token-mean:     mean over responses of the mean over their tokens.
 
-    The names are those of verl's ``loss_agg_mode``.
+    verl's ``loss_agg_mode`` has the same names.
     """
     weights = mask.to(per_token.dtype)
     match how:
@@ -81,15 +81,15 @@ def pair_loss(_: RewardSpec) -> Loss:
     return Loss("scores", function, ("pair_loss", "pair_correct"))
 
 
-def pairs_of(numbers: Tensor) -> tuple[Tensor, ...]:
-    """Split ``numbers`` (n,) into those of the chosen and of the rejected responses (n / 2,): samples 0 and 1."""
-    return numbers.view(len(numbers) // 2, 2).unbind(1)
+def pairs_of(values: Tensor) -> tuple[Tensor, ...]:
+    """Split ``values`` (n,) into the chosen and the rejected responses' (n / 2,): samples 0 and 1."""
+    return values.view(len(values) // 2, 2).unbind(1)
 
 
 def policy_loss(spec: PolicySpec) -> Loss:
     """Return the surrogate loss of the settings, by default the clipped one (Schulman et al. 2017, eq. 7).
 
-    Less the entropy bonus and plus the KL penalty, where the settings have them.
+    Less the entropy bonus and plus the KL penalty, if the settings have them.
     """
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:

@@ -51,7 +51,7 @@ class LogprobDifferences:
 
     mean:    over tokens, in nats.
     largest: in nats.
-    p999:    what one token of a thousand exceeds, in nats.
+    p999:    exceeded by one token of a thousand, in nats.
     worst:   the tokens that differ most.
     """
 
@@ -71,7 +71,7 @@ class ParityError(RunStopped):
 
 @contextmanager
 def naming_tokens(decode: Callable[[Sequence[int]], str], step: int) -> Iterator[None]:
-    """Add the step and the texts of the worst tokens to a ParityError raised inside."""
+    """Add the step and the worst tokens as text to a ParityError raised inside."""
     try:
         yield
     except ParityError as error:
@@ -82,7 +82,7 @@ def naming_tokens(decode: Callable[[Sequence[int]], str], step: int) -> Iterator
 def parity(spec: RolloutSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Return the mean, the 99.9 % quantile and the largest difference of log-probs (nats) over the step's responses.
 
-    Raises ParityError, on all ranks alike, where one of them is over its limit.
+    Raises ParityError, on all ranks alike, if one of them is over its limit.
     """
     # plan/rollout_graph.py chooses the columns
     engine = batch["rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"]
@@ -98,7 +98,7 @@ def compare_logprobs(
 ) -> LogprobDifferences:
     """Compare log-probs (n, R) of the tokens of ``batch`` by both sides, over all ranks of ``reducer``.
 
-    What is no number differs without bound.
+    NaN differs without bound.
     """
     mask = response_mask.bool()
     difference = (engine - trainer).abs().double().nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
@@ -133,13 +133,13 @@ def _encoded(batch: Batch, engine: Tensor, trainer: Tensor, difference: Tensor) 
 
 
 def _decoded(item: Sequence[int]) -> Difference:
-    """Return the token of six numbers of ``_encoded``."""
+    """Return a token that ``_encoded`` has as six integers."""
     row, position, token, _, engine, trainer = item
     return Difference(row, position, token, -engine / SCALE, -trainer / SCALE)
 
 
 def _check(spec: RolloutSpec, found: LogprobDifferences) -> None:
-    """Raise ParityError where a difference is over its limit, or NaN."""
+    """Raise ParityError if a difference is over its limit, or NaN."""
     assert spec.parity is not None, "only graphs with a parity gate compare"
     measured = {"max_difference": found.largest, "p999_difference": found.p999, "mean_difference": found.mean}
     for name, value in measured.items():

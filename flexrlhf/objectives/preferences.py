@@ -101,9 +101,9 @@ def of_responses(per_token: Tensor, mask: Tensor, is_mean: bool) -> Tensor:
     return total / mask.sum(1).clamp(min=1) if is_mean else total
 
 
-def _difference(numbers: Tensor) -> Tensor:
-    """Return (n / 2,): that of the chosen response less that of the rejected one."""
-    chosen, rejected = pairs_of(numbers)
+def _difference(values: Tensor) -> Tensor:
+    """Return the values of chosen responses less the values of rejected ones (n / 2,)."""
+    chosen, rejected = pairs_of(values)
     return chosen - rejected
 
 

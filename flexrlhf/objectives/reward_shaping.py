@@ -43,7 +43,7 @@ class ShapedRewards:
 def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> ShapedRewards:
     """Shape the scores of ``batch`` by the settings of the algorithm.
 
-    Reads ``scores`` (n,), ``finished`` (n,), ``response_mask`` (n, R), and ``token_scores`` (n, R) where there are any.
+    Reads ``scores`` (n,), ``finished`` (n,), ``response_mask`` (n, R), and ``token_scores`` (n, R) if there are any.
     Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
     """
     finite = finite_scores(spec, batch, batch["scores"], context)
@@ -58,7 +58,7 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     scores = normalised
     if spec.reward_clip is not None:
         scores = normalised.clamp(-spec.reward_clip, spec.reward_clip)
-    # without a score of its own, a response keeps those of its tokens
+    # without a score of its own, a response keeps the scores of its tokens
     scores = scores.where(scored, token_scores_of(batch, mask).sum(1))
     statistics = {
         "reward": moments(raw_scores, finite),
@@ -123,7 +123,7 @@ def _normalised(spec: PolicySpec, scores: Tensor, counts: Tensor, context: Combi
 def token_rewards(scores: Tensor, batch: Batch, mask: Tensor, suffix: str = "") -> Tensor:
     """Return rewards (n, R) of the tokens that sum to ``scores`` (n,).
 
-    The score is on the last token; where tokens have scores of their own, only its difference to their sum is.
+    The score is on the last token; if tokens have scores of their own, only its difference to their sum is.
 
     ``suffix``: of the column ``token_scores``.
     """
@@ -132,13 +132,13 @@ def token_rewards(scores: Tensor, batch: Batch, mask: Tensor, suffix: str = "") 
 
 
 def on_last_token(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (n, R) with ``values`` (n,) on the last response tokens; those of empty responses are dropped."""
+    """Return (n, R) with ``values`` (n,) on the last response tokens; empty responses have none."""
     position, weights = last_positions(mask.bool())[:, None], mask.float()
     return torch.zeros_like(weights).scatter_add(1, position, values[:, None] * weights.gather(1, position))
 
 
 def token_scores_of(batch: Batch, mask: Tensor, suffix: str = "") -> Tensor:
-    """Scores (n, R) of single tokens: column ``token_scores``; 0 outside ``mask`` and where there is none."""
+    """Return the scores (n, R) of single tokens: column ``token_scores``; 0 outside ``mask`` and without a score."""
     name = f"token_scores{suffix}"
     if name not in batch.columns:
         return torch.zeros_like(mask, dtype=torch.float32)
@@ -146,14 +146,14 @@ def token_scores_of(batch: Batch, mask: Tensor, suffix: str = "") -> Tensor:
 
 
 def last_positions(mask: Tensor) -> Tensor:
-    """Index (n,) of the last response token; 0 for an empty response."""
+    """Return the index (n,) of the last response token; 0 for an empty response."""
     return (mask.shape[1] - 1 - mask.flip(1).long().argmax(1)) * mask.any(1)
 
 
 def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
-    """Return ``scores`` (n,), ``token_scores`` (n, R), and ``step_ends`` (n, R) where a source scores steps.
+    """Return ``scores`` (n,), ``token_scores`` (n, R), and ``step_ends`` (n, R) if a source scores steps.
 
-    Scores of whole responses are on their last tokens; those of functions and services are weighted already. Of a
+    Scores of whole responses are on their last tokens; scores of functions and services are weighted already. Of a
     model with steps only the tokens that end one count.
     """
     weights = {source.model: source.weight for source in sources if isinstance(source, ModelSource)} | {CALLED: 1.0}

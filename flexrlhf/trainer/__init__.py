@@ -1,1 +1,1 @@
-"""A rank's part of a run: it walks the list of instructions, executes its own, and records what they did."""
+"""A rank's part of a run: it walks the list of instructions, executes its own, and records them."""

@@ -44,7 +44,7 @@ def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
 
 
 def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:
-    """Return the part of the parameter ``name`` that ``tensor`` is; ``parts``: what this rank stores."""
+    """Return the part of the parameter ``name`` that ``tensor`` is; ``parts``: of this rank."""
     part = parts[name]
     return part if tensor.flat is None else replace(part, flat=tensor.flat)
 
@@ -58,7 +58,7 @@ RowFile = dict[str, Tensor]
 
 
 def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowFile:
-    """Return what operators on ``rank`` have written for steps in flight, copied to host memory."""
+    """Return the columns that operators on ``rank`` have written for steps in flight, copied to host memory."""
     file: RowFile = {}
     for step in plan.steps_in_flight(next_step):
         written: dict[str, set[int]] = defaultdict(set)
@@ -88,7 +88,7 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
 
 
 def _needed(plan: Plan, rank: int) -> Mapping[str, set[int]]:
-    """Return the rows, by column, that a rank has at the end of a step of what is in flight."""
+    """Return the rows in flight that a rank has at the end of a step, by column."""
     needed: dict[str, set[int]] = defaultdict(set)
     for run in _generating_runs(plan, rank):
         for column in run.operator.writes:

@@ -54,7 +54,7 @@ class RunState:
     context:      models and plan of this rank.
     rows:         rows of the steps under way.
     controllers:  values that one step passes on to the next.
-    recorder:     what it has reported for steps in flight, and the best metrics.
+    recorder:     reports for steps in flight, and the best metrics.
     """
 
     context: RankContext
@@ -65,7 +65,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class _Writing:
-    """A checkpoint that this rank writes: the step after it, its files when they are written, and its numbers."""
+    """A checkpoint that this rank writes: the step after it, its files once they are written, and the progress."""
 
     next_step: int
     files: Future[dict[str, FileEntry]]
@@ -91,7 +91,7 @@ class Checkpointer(Observer):
         return data_digest(self._context.data)
 
     def write(self, next_step: int) -> None:
-        """Copy what ``next_step`` depends on, and start to write it. Waits for the checkpoint before.
+        """Copy the state that ``next_step`` depends on, and start to write it. Waits for the checkpoint before.
 
         Raises RunStopped where that one could not be written.
         """
@@ -108,7 +108,7 @@ class Checkpointer(Observer):
             self._publish_written(wait=True)
 
     def end(self, _: Execution) -> None:
-        """Publish and complete what is written by now."""
+        """Publish and complete the files that are written by now."""
         self.poll()
 
     def poll(self) -> None:
@@ -182,7 +182,7 @@ class Checkpointer(Observer):
         return {f"{next_step}/{rank}": f"rank {rank}" for rank in range(self._context.plan.placement.num_ranks)}
 
     def _complete(self, next_step: int) -> None:
-        """Write the manifest from what all ranks have published, and rename the directory."""
+        """Write the manifest from the reports of all ranks, and rename the directory."""
         context, directory = self._context, self._directory(next_step)
         reports = []
         for key in self._keys(next_step):
@@ -210,7 +210,7 @@ class Checkpointer(Observer):
 
 
 def merged_progress(reports: Sequence[Progress]) -> Progress:
-    """Return the numbers of a run from those of its ranks, which agree where they overlap."""
+    """Return the progress of a run from its ranks' reports, which agree if they overlap."""
     in_flight: dict[str, dict[str, Any]] = {}
     for report in reports:
         for step, operators in report.reports.items():

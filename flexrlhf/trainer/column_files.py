@@ -55,14 +55,14 @@ class ColumnFiles(Observer):
 
 
 class Replay(Observer):
-    """Replacement of the responses of training by those of another run."""
+    """Replacement of the responses of training by another run's."""
 
     def __init__(self, run: str) -> None:
         """``run``: its directory."""
         self._run = run
 
     def computed(self, execution: Execution) -> None:
-        """Replace what a generate has written."""
+        """Replace the columns that a generate has written."""
         work = execution.work
         if work.operator.kind == "generate" and execution.inner is None:
             replay_responses(self._run, work.operator, execution.step, work.rows, execution.store)

@@ -21,11 +21,11 @@ from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
 State = dict[str, float]
-"""Name of a number → value."""
+"""Name → value."""
 LEAST_LOGARITHM = -20.0
 """Lower bound of the logarithm of a multiplier, so that one which has decreased for long can increase again."""
 GREATEST_LOGARITHM = 20.0
-"""Upper bound of that of a multiplier without a maximum, so that exp() stays finite."""
+"""Upper bound of the logarithm of a multiplier without a maximum, so that exp() stays finite."""
 LARGEST_ERROR = 0.2
 """Bound of the relative error of the measured KL that changes the coefficient (Ziegler et al. 2019, section 2.2)."""
 
@@ -87,14 +87,14 @@ class Controllers(Observer):
 
 
 def first_state(spec: PolicySpec) -> State:
-    """Return the numbers before the first step."""
+    """Return the values before the first step."""
     coefficient = 0.0 if spec.kl is None else spec.kl.coefficient
     multiplier = {"lagrange": spec.lagrange.initial} if isinstance(spec, SafeRlhfSpec) else {}
     return {"kl_coefficient": coefficient, **multiplier, **_score_statistics(0.0, 0.0, 0.0), "failed_steps": 0.0}
 
 
 def next_state(spec: PolicySpec, state: State, statistics: Mapping[str, Triple]) -> State:
-    """Return the numbers after a step. ``statistics``: of its combine, summed over all rows."""
+    """Return the values after a step. ``statistics``: of its combine, summed over all rows."""
     fresh = dict(state)
     measured = "kl_response_mean" if "kl_response_mean" in statistics else "kl"
     if spec.kl is not None and measured in statistics:

@@ -24,13 +24,13 @@ from flexrlhf.trainer.loaded_models import LoadedModel
 class OperatorRun:
     """An operator over whole mini-batches on this rank. A mini-batch may have no rows here.
 
-    operator:      what to compute.
+    operator:      its columns and function.
     model:         the loaded model that computes it, or on whose ranks it runs.
     shape:         prompts and mini-batches of the step or evaluation.
     mini_batches:  those that it works on.
     rank:          this rank.
-    examples:      of the prompts of ``shape``, for an operator that reads texts.
-    state:         numbers of the operator's controllers.
+    examples:      of the prompts of ``shape``, for an operator that reads them as text.
+    state:         values of the operator's controllers.
     """
 
     operator: Operator
@@ -65,7 +65,7 @@ class OperatorRun:
         return self._batch(store, names, self.operator.suffix, rows, device)
 
     def extra_batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
-        """Return the further texts of a train operator."""
+        """Return the columns that the extra loss of a train operator reads of ``rows``."""
         return self._batch(store, self.operator.extra_reads, f".{self.operator.extra_loss}", rows, device)
 
     def _batch(

@@ -1,6 +1,6 @@
-"""Flight record of a rank: its last instructions, what it waits for and where it is, written when it ends early.
+"""Flight record of a rank: its last instructions, its waits and its stack, written when it ends early.
 
-On a GPU, whose work is queued, an instant is when the device has come to it, by its events.
+On a GPU, whose work is queued, the device's events are the clock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeviceClock:
         self.seconds = time.time()
 
     def now(self) -> Instant:
-        """Return the instant behind what is queued now."""
+        """Return the instant behind the work that is queued now."""
         return _DeviceInstant(self)
 
 
@@ -144,6 +144,6 @@ def model_names(plan: Plan, rank: int) -> str:
 
 
 def main_stack() -> list[str]:
-    """Return where the main thread is, outermost call first."""
+    """Return the stack of the main thread, outermost call first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return [] if frame is None else [line.rstrip() for line in traceback.format_stack(frame)]

@@ -53,7 +53,7 @@ class LoadedModel:
     is_offloaded: bool = False
 
     def offload(self, keeps: bool = True) -> None:
-        """Move it to host memory. ``keeps``: False where a Sync overwrites all weights before they are read."""
+        """Move it to host memory. ``keeps``: False if a Sync overwrites all weights before they are read."""
         self.engine.offload(keeps)
         self.is_offloaded = True
 
@@ -111,7 +111,7 @@ def load_models(
 def load_model_on_rank(
     plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait, pad_token_id: int | None = None
 ) -> LoadedModel:
-    """Make the engine of ``model`` and check that this rank stores what is planned.
+    """Make the engine of ``model`` and check that this rank stores the planned parts.
 
     Raises UserError for a model that cannot be sharded as planned.
     """
@@ -167,7 +167,7 @@ def stage_ranks(
 
 
 def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:
-    """Return the planned shape; of an architecture that planning cannot read, the shape of what was loaded."""
+    """Return the planned shape; of an architecture that planning cannot read, the shape of the loaded weights."""
     planned = plan.shapes.get(model.role)
     if planned is None or parts_on(model, planned, rank).keys() != weights.keys():
         if model.split != "whole" or model.layout.tp * model.layout.pp > 1 or model.settings.lora is not None:
@@ -179,6 +179,6 @@ def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int
     for name, part in parts_on(model, planned, rank).items():
         stored = weights[name].numel()
         assert stored == part.num_elements, (
-            f"{model.name}: {name} has {stored} numbers here, planned {part.num_elements}"
+            f"{model.name}: {name} has {stored} elements here, planned {part.num_elements}"
         )
     return planned

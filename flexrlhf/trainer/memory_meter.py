@@ -22,7 +22,7 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start at what is allocated now on ``device``, that of this rank."""
+        """Start at the bytes that are allocated now on ``device``, of this rank."""
         self._device = device
         self._highest = self._unmapped = 0
         self.start = self._read("VmRSS", torch.accelerator.memory_allocated)

@@ -38,7 +38,7 @@ class ModelSaver:
             self._save(save, f"{save.model}-best", {"step": step, "metric": save.best, "value": value})
 
     def _name(self, save: Save, step: int) -> str:
-        """Return the directory's name: of an earlier step than the last one its own, where all are kept."""
+        """Return the name of the directory: one for each step before the last if all are kept."""
         spec = self._context.plan.spec
         return f"{save.model}-step-{step + 1:06d}" if spec.save.keep and step + 1 < spec.steps else save.model
 

@@ -16,7 +16,7 @@ from flexrlhf.trainer.results_writer import ResultsWriter
 from flexrlhf.trainer.samples import Samples
 
 VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}
-"""What a person reads of instructions that few steps have."""
+"""Words for instructions that few steps have."""
 
 
 def make_observers(
@@ -26,7 +26,7 @@ def make_observers(
     spec, debug = rank.plan.spec, rank.plan.spec.debug
     return (
         Display(rank.send, spec.name),
-        # responses of another run replace those of this one before anything is read of them
+        # responses of another run replace this one's before anything is read of them
         *([Replay(debug.replay)] if debug.replay is not None else []),
         # a report contains samples; controllers follow from the statistics that it sums over ranks
         Samples(spec.samples, spec.steps, rank.decode),
@@ -39,7 +39,7 @@ def make_observers(
         rank.flight,
         # a delay is a part of an operator's times
         Delay(debug.run_delay_seconds),
-        # times are counted once a span has ended, and before rank 0 reads those of a step
+        # the times of a step are counted once a span has ended, and before rank 0 reads them
         results.work,
         results,
         # a checkpoint is whole once the metrics of all steps before it are written
@@ -48,7 +48,7 @@ def make_observers(
 
 
 class Display(Observer):
-    """Sender of what this rank does to whatever displays it."""
+    """Sender of the instructions of this rank to a display."""
 
     def __init__(self, send: Send, run: str) -> None:
         self._send, self._run = send, run

@@ -35,17 +35,17 @@ from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.step_warnings import RareWarnings
 
 GRACE_SECONDS = 2.0
-"""Wait of a rank that found such a number for what the other ranks of the model find in the same pass."""
+"""Time in which a rank that found such a value waits for the other ranks of the model in the same pass."""
 
 
 @dataclass(frozen=True)
 class FiniteGuard:
-    """Rule of what follows from numbers that are not finite.
+    """Rule for values that are not finite.
 
     policy: stop the run, or skip the optimizer steps that they spoil.
-    store:  where ranks publish what they found.
+    store:  where ranks publish the values that they found.
     rank:   this rank.
-    warn:   reports what is skipped.
+    warn:   reports skipped steps.
     """
 
     policy: Literal["stop", "skip"]
@@ -56,11 +56,11 @@ class FiniteGuard:
     def check_columns(
         self, where: str, step: int, columns: Mapping[str, Tensor], rows: Tensor, ranks: RankGroup
     ) -> None:
-        """Raise RunStopped for a number in ``columns`` (n, ...) that is not finite; with ``skip`` report it.
+        """Raise RunStopped for a value in ``columns`` (n, ...) that is not finite; with ``skip`` report it.
 
         where: step, operator and model, in words.
         rows:  int64 (n,), numbers of the rows.
-        ranks: data-parallel group of the model; those that found such a number name the first row of all.
+        ranks: data-parallel group of the model; those that found such a value name the first row of all.
         """
         first = first_in_columns(columns, rows)
         if first is None:
@@ -75,8 +75,7 @@ class FiniteGuard:
         )
 
     def _over_ranks(self, where: str, own: NonFinite, ranks: Sequence[int]) -> NonFinite:
-        """Return the first row of those that ``ranks`` found. No rank waits where all is well, so this one waits a
-        little for the others."""
+        """Return the first row that ``ranks`` found. No rank waits if all is well, so this one waits a little."""
         keys = [f"{where}/{rank}" for rank in ranks]
         self.store.set(f"{where}/{self.rank}", json.dumps(asdict(own)))
         deadline = time.monotonic() + GRACE_SECONDS
@@ -89,7 +88,7 @@ class FiniteGuard:
         """Return the statistics of an optimizer step that was left out; with ``stop`` raise RunStopped.
 
         where:   step, operator, model and mini-batch, in words.
-        losses:  those of the step, whose statistics count for nothing.
+        losses:  of the step, whose statistics count for nothing.
         reports: whether this rank reports it.
         """
         cause = "though every loss is" if error.first is None else f"first in {error.first.text}"
@@ -105,7 +104,7 @@ class FiniteGuard:
         return {name: nothing for loss in losses for name in loss.statistics} | error.statistics
 
     def counted(self, statistics: Moments) -> Moments:
-        """Return the statistics of an optimizer step with whether it was skipped, where steps may be."""
+        """Return the statistics of an optimizer step with whether it was skipped, if steps may be."""
         if self.policy == "stop" or "skipped" in statistics:
             return statistics
         norm = statistics["grad_norm"]
@@ -144,7 +143,7 @@ class SampledCheck:
 
         All data-parallel ranks of the model call this, and raise RunStopped alike.
 
-        columns: what it has computed of ``batch``.
+        columns: that it has computed of ``batch``.
         """
         if model.placed.name not in self.models:
             return
@@ -157,7 +156,7 @@ class SampledCheck:
             self._compare(model, batch, mask, store.get(kept, rows), columns[name])
 
     def before_training(self, model: LoadedModel, batch: Batch) -> None:
-        """Compare the columns of both log-probs, where one copy has sampled the tokens and another is trained."""
+        """Compare the columns of both log-probs, if one copy has sampled the tokens and another is trained."""
         if {SAMPLED, COMPUTED} <= batch.columns.keys() and model.placed.name not in self.models:
             self._compare(model, batch, batch["loss_mask"], batch[SAMPLED], batch[COMPUTED])
 
@@ -192,7 +191,7 @@ def default_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = 
 
 
 def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> SampledCheck | None:
-    """Return the check of a run; None where nothing is sampled by transformers from the policy itself."""
+    """Return the check of a run; None unless transformers samples from the policy itself."""
     guards, algorithm = plan.spec.guards, plan.spec.algorithm
     if guards.sampled_logprobs == "off" or plan.spec.rollout.has_copy:
         return None

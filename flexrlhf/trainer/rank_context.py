@@ -1,4 +1,4 @@
-"""One rank of a run: its place among the others, its loaded models, and what it reports to."""
+"""One rank of a run: its place among the others, its loaded models, and its outlets."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class RankContext:
 
     plan:       of the run; every rank has the same.
     data:       examples of the run and its special tokens.
-    files:      of the run, where machines have directories of their own.
+    files:      of the run, on machines with directories of their own.
     world:      rank, device and store.
     flight:     record of the instructions of this rank, and its waits.
     meter:      counts its memory.
     stops:      requests to end the run before its last step.
-    send:       to whatever displays what this rank does.
+    send:       to the display of the run.
     groups:     process groups of the plan.
     models:     placed models that are loaded on this rank.
     scorers:    functions, services and rules that score responses.
@@ -69,7 +69,7 @@ class RankContext:
 
     @property
     def wait(self) -> Wait:
-        """Waits for communication, with a deadline and an error that names what was waited for."""
+        """Waits for communication, with a deadline and an error that names the ranks that are missing."""
         return self.flight.progress.wait
 
     def show(self, what: str, step: int | None = None) -> None:
@@ -89,7 +89,7 @@ class RankContext:
             return self.stops.follow(moment, spec.timeout_seconds * len(self.plan.schedule.instructions))
 
     def close(self) -> None:
-        """Free the models, what scores, and the process groups."""
+        """Free the models, the scorers, and the process groups."""
         for model in self.models.values():
             model.engine.close()
         self.models.clear()

@@ -85,7 +85,7 @@ class Recorder(Observer):
         kept["samples"] += report["samples"]
 
     def reports_from(self, step: int) -> dict[int, dict[str, Report]]:
-        """Return what this rank has published for ``step`` and later ones, by operator; earlier ones are forgotten."""
+        """Return the reports that this rank has published from ``step`` on, by operator; earlier ones are forgotten."""
         for old in [each for each in self._in_flight if each < step]:
             del self._in_flight[old]
         return dict(self._in_flight)

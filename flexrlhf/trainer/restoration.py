@@ -37,7 +37,7 @@ class StartingPoint:
     """Checkpoint that a run goes on from.
 
     checkpoint:  its directory.
-    manifest:    its numbers.
+    manifest:    its progress and files.
     """
 
     checkpoint: Path
@@ -55,7 +55,7 @@ def choose_start(
 
     All ranks call this with the same candidates. Rank 0 then prepares the run's directory, and every rank waits for it.
     A machine with directories of its own gets a copy of the checkpoint.
-    Raises RunStopped where all are damaged, and UserError where the data has changed since.
+    Raises RunStopped if all are damaged, and UserError if the data has changed since.
     """
     store = dist.PrefixStore(f"start/{plan.spec.name}", world.store)
     for candidate in candidates:
@@ -153,7 +153,7 @@ def _restore(model: LoadedModel, context: RankContext, start: StartingPoint) -> 
 def restore_trained(
     model: LoadedModel, reader: PieceReader, numbers: Mapping[str, float], rank: int, bucket_bytes: int
 ) -> None:
-    """Load weights, moments and numbers of a trained model on ``rank``. Raises UserError where the files lack some."""
+    """Load weights, moments and numbers of a trained model on ``rank``. Raises UserError if the files lack some."""
     parts = trained_parts(model.placed, model.shape, rank)
     _load_weights(model, reader, parts, bucket_bytes)
     for kind, tensors in model.engine.training_state().tensors.items():

@@ -42,7 +42,7 @@ class ResultsWriter(Observer):
         directory:  of the run.
         work:       time of all ranks.
         loggers:    of the run; on ranks other than 0 none.
-        send:       to whatever displays the run.
+        send:       to the display of the run.
         """
         self.recorder, self.work = recorder, work
         self.next_step = first_step
@@ -132,7 +132,7 @@ class ResultsWriter(Observer):
 
 
 def open_results(rank: RankContext, first_step: int) -> ResultsWriter:
-    """Return the writer of a run, with its loggers. Raises UserError where one is not installed or cannot begin."""
+    """Return the writer of a run, with its loggers. Raises UserError if one is not installed or cannot begin."""
     spec, world = rank.plan.spec, rank.world
     work = WorkTime(spec.name, world, rank.flight.timeline)
     if spec.loggers:

@@ -41,9 +41,9 @@ class OperatorContext:
     device:    of this rank.
     scorers:   functions, services and rules that score responses.
     decode:    tokens to text, special tokens included.
-    guard:     what follows from numbers that are not finite.
+    guard:     rule for values that are not finite.
     check:     comparison of the first step's log-probs; None: there is none.
-    encoders:  encoders of texts by role, for models with a tokenizer of their own.
+    encoders:  from text to tokens, by role, for models with a tokenizer of their own.
     """
 
     spec: Spec
@@ -88,7 +88,7 @@ def step_sampling(rank: RankContext) -> Sampling:
 
 
 def evaluation_sampling(plan: Plan, sampling: Sampling) -> Sampling:
-    """Return how evaluations sample: as training does, at ``eval.temperature`` where it is given."""
+    """Return how evaluations sample: as training does, at ``eval.temperature`` if it is given."""
     settings = plan.spec.eval
     if settings is not None and settings.temperature is not None:
         sampling = replace(sampling, temperature=settings.temperature)
@@ -205,7 +205,7 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
 def _optimizer_step(
     run: OperatorRun, parts: Sequence[tuple[Batch, Loss]], mini_batch: str, context: OperatorContext
 ) -> Moments:
-    """Make one optimizer step, or none where its gradient is not finite; return its statistics."""
+    """Make one optimizer step, or none if its gradient is not finite; return its statistics."""
     try:
         return context.guard.counted(run.model.engine.train(parts))
     except NonFiniteStep as error:

@@ -1,7 +1,7 @@
 """Samples for people to read, in ``samples.jsonl``: some responses of training and of evaluations, as text.
 
-Rows are chosen by their numbers, so that a run keeps the same ones under every placement. Operators that write texts or
-scores report them on the first rank of their model, and rank 0 puts the parts of a row together.
+Rows are chosen by their numbers, so that a run keeps the same ones under every placement. Operators that write
+responses or scores report them on the first rank of their model, and rank 0 puts the parts of a row together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Part = dict[str, Any]
 FIELDS = ("rows", "step", "row", "weights_version", "prompt", "response", "length", "finished", "score", "cost")
 """Fields of a line, in this order."""
 TEXTS = ("tokens", "attention_mask", "response_mask", "finished", "policy_version")
-"""Columns of a generate that texts are made of."""
+"""Columns of a generate that prompts and responses are decoded from."""
 SCORES = {"scores": "score", "scores.cost": "cost"}
 """Column of scores → field."""
 
@@ -41,7 +41,7 @@ class Samples(Observer):
         self._settings, self._last_step, self._decode = settings, steps - 1, decode
 
     def computed(self, execution: Execution) -> None:
-        """Collect what the operator has written of the sampled rows."""
+        """Collect the columns that the operator has written of the sampled rows."""
         step, kind = execution.step, ORDER[execution.inner is not None]
         if kind == "training" and step % self._settings.every and step != self._last_step:
             return
@@ -49,7 +49,7 @@ class Samples(Observer):
 
 
 def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
-    """Return ``count`` rows, or all where there are fewer, evenly spaced from the first one."""
+    """Return ``count`` rows, or all if there are fewer, evenly spaced from the first one."""
     count = min(count, shape.num_rows)
     return tuple(index * shape.num_rows // count for index in range(count))
 
@@ -57,7 +57,7 @@ def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
 def collect_samples(
     run: OperatorRun, store: RowStore, rows: Rows, count: int, decode: Callable[..., str]
 ) -> list[Part]:
-    """Return what ``run`` has written of the sampled rows: texts, or scores.
+    """Return what ``run`` has written of the sampled rows: responses, or scores.
 
     Every rank of the model calls this; the first one receives the parts, all others none.
     """

@@ -21,7 +21,7 @@ MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"
 
 
 class StepRows:
-    """Row stores of the steps under way on this rank, and the moves between those of ranks."""
+    """Row stores of the steps under way on this rank, and the moves to and from other ranks."""
 
     def __init__(self, rank: RankContext) -> None:
         self._plan, self._data, self._groups = rank.plan, rank.data, rank.groups
@@ -31,7 +31,7 @@ class StepRows:
         self._mover = ColumnMover(rank.rank, RowPacking(rank.plan.batch, rank.plan.lengths, self.device), rank.wait)
 
     def at(self, step: int) -> RowStore:
-        """Return the rows of a step; those of steps that no instruction works on any more are dropped."""
+        """Return the rows of a step; steps that no instruction works on any more are dropped."""
         if step not in self._stores:
             for old in [s for s in self._stores if s < step - self._plan.schedule.lag]:
                 self._stores.pop(old).finish()
@@ -57,7 +57,7 @@ class StepRows:
         return [data.examples[i] for i in mixed_indices(self._plan.spec.seed, step, number, data.shares)]
 
     def _put_inputs(self, step: int, store: RowStore) -> None:
-        """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, further texts."""
+        """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, pretraining texts."""
         shape, examples = self._plan.batch, self.examples(step)
         self._put(store, self._columns(examples, shape.samples_per_prompt))
         if MISMATCHED_TOKENS in self._plan.graph.inputs:
@@ -74,7 +74,7 @@ class StepRows:
         return input_columns(examples, self._input_rows, samples_per_prompt, self._plan.lengths, pad)
 
     def _put(self, store: RowStore, columns: Mapping[str, Tensor]) -> None:
-        """Put those of ``columns`` that the graph reads."""
+        """Put the ``columns`` that the graph reads."""
         for name in self._plan.graph.inputs:
             if name in columns:
                 store.put(name, self._input_rows, columns[name].to(self.device))

@@ -18,7 +18,7 @@ WINDOW, LEAST = 20, 5
 NATS = ("policy_loss", "nll", "ptx_nll", "pair_loss", "preference_loss")
 NORMS = tuple(f"{role}_grad_norm" for role in ("actor", "critic", "cost_critic", "reward"))
 FLOORS = {**dict.fromkeys((*NATS, *NORMS), 1.0), "value_loss": 0.0, "cost_value_loss": 0.0}
-"""Watched metrics, and what is no spike though the median may be almost 0: 1 nat or advantage, the default of
+"""Watched metrics, and values that are no spike though the median may be almost 0: 1 nat or advantage, the default of
 ``max_grad_norm``."""
 
 
@@ -71,7 +71,7 @@ class StepWarnings:
                 yield metric, f"{metric} {row[metric]:.4g} nats per token is beyond guards.{setting} {limit:g}"
 
     def _spikes(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield the losses and gradient norms that are far above those of the steps before."""
+        """Yield the losses and gradient norms that are far above their medians in the steps before."""
         for metric, before in self._before.items():
             if metric not in row:
                 continue
@@ -84,7 +84,7 @@ class StepWarnings:
                 yield metric, f"{metric} {row[metric]:.4g} is over {limit}"
 
     def _equal_scores(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield a line where no score differs from those that it is compared with, for so many steps in a row."""
+        """Yield a line if all scores that are compared are equal, for so many steps in a row."""
         equal, limit = _equal_scores(row, self._num_rows), self._guards.equal_scores
         self._equal_steps = self._equal_steps + 1 if equal else 0
         if equal and limit is not None and self._equal_steps >= limit:
@@ -92,7 +92,7 @@ class StepWarnings:
             yield "equal_scores", f"{equal}{steps}; {LOOK}"
 
     def _truncated(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield a line where more responses are truncated than is allowed."""
+        """Yield a line if more responses are truncated than is allowed."""
         share, limit = row.get("truncated", 0.0), self._guards.max_truncated
         if limit is not None and share > limit:
             number = "all responses" if share == 1 else f"{share:.0%} of the responses"
@@ -103,7 +103,7 @@ class StepWarnings:
 
 
 def _equal_scores(row: Mapping[str, float], num_rows: int) -> str:
-    """Return in words which scores of a step are all the same; an empty text where some differ, or there is one."""
+    """Return in words which scores of a step are all the same; an empty text if some differ, or there is one."""
     if num_rows > 1 and row.get("reward_std", 1.0) <= EQUAL * max(abs(row.get("reward_mean", 0.0)), EQUAL):
         meaning = "no gradient follows from it" if "group_alike" in row else "none is better than another"
         return f"all responses have the same score {row.get('reward_mean', 0.0):.4g}, so that {meaning}"

@@ -44,7 +44,7 @@ class StopRequests:
         return decided.decode() == STOP
 
     def follow(self, moment: str, timeout_seconds: float) -> bool:
-        """Return what the ranks that have work decide for ``moment``, by a rank that has none."""
+        """Return the decision for ``moment`` of the ranks that have work, to a rank that has none."""
         key = f"decision/{moment}"
         self.store.wait([key], timedelta(seconds=timeout_seconds))
         return self.store.get(key).decode() == STOP

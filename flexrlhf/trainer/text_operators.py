@@ -155,7 +155,7 @@ def _fill(tokens: Tensor, mask: Tensor, scores: Scores) -> None:
 
 
 def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> dict[str, TextEncoder]:
-    """Return the encoder for each role that operators on ``models``, those of this rank, encode texts for."""
+    """Return the encoder for each role that operators on ``models``, of this rank, encode responses for."""
     here = {model.placed.role for model in models.values()}
     operators = [each for each in (*plan.graph.operators, *plan.graph.evaluation) if each.kind == "retokenize"]
     return {role: text_encoder(plan, role) for role in {each.function for each in operators if each.role in here}}
@@ -164,7 +164,7 @@ def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> d
 def retokenized(
     operator: Operator, batch: Batch, examples: Sequence[Example], encoder: TextEncoder, decode: Callable[..., str]
 ) -> tuple[Columns, Moments]:
-    """Return the columns that ``operator`` writes, left-padded, and the share of texts that were cut off.
+    """Return the columns that ``operator`` writes, left-padded, and the share of sequences that were cut off.
 
     examples:  one for each row of ``batch``.
     decode:    tokens of the policy to text.

@@ -1,6 +1,6 @@
 """One rank of a run: walk the schedule and execute every instruction that names this rank.
 
-A round of the schedule is cut where training begins: ``generate_experience`` executes what comes before,
+A round of the schedule is cut where training begins: ``generate_experience`` executes the part before,
 ``train_rlhf`` the rest, the two calls of FlexRLHF's trainer (Fig. 5). What overlaps in a schedule (chunks, a lag,
 syncs) overlaps all the same, since the order of the list does not change.
 """
@@ -105,7 +105,7 @@ class Trainer:
         return Experiences(batch.turn, store, [row for work in works for row in work.rows], names)
 
     def train_rlhf(self, experiences: Experiences) -> None:
-        """Execute the rest of the round: training, and what follows it."""
+        """Execute the rest of the round, from its first training on."""
         self._calls.take(experiences.turn, "train_rlhf")
         _, after = cut_round(self.plan, self._rank.rank, experiences.turn)
         for execution in after:

@@ -21,7 +21,7 @@ from flexrlhf.trainer.execution import Execution
 
 
 def cut_round(plan: Plan, rank: int, turn: int) -> tuple[list[Execution], list[Execution]]:
-    """Return what ``rank`` executes in a round: before the first training of the list, and from there on."""
+    """Return the instructions of ``rank`` in a round: before the first training of the list, and from there on."""
     listed = plan.schedule.instructions
     first = next((index for index, each in enumerate(listed) if is_training(each)), len(listed))
     executions = [Execution(*each) for each in walk_round(plan.schedule, rank, plan.spec.steps, turn)]
@@ -110,12 +110,12 @@ class LoopCalls:
         self._due.pop(0)
 
     def end(self, turn: int) -> None:
-        """Raise UserError where a loop takes the next batch without all calls for this one."""
+        """Raise UserError if a loop takes the next batch without all calls for this one."""
         if self._due:
             raise UserError(f"algorithm.loop: no {self._due[0][1]} of batch {turn}; call both for each batch")
 
     def end_loop(self, loop: str | None) -> int:
-        """Return the first step that is not trained on. Raises UserError where ``loop`` leaves batches out."""
+        """Return the first step that is not trained on. Raises UserError if ``loop`` leaves batches out."""
         if self.next_step is None:
             raise UserError(f"algorithm.loop: {loop or 'the loop'} has ended before its batches have; train on each")
         return self.next_step

@@ -26,14 +26,14 @@ class WeightSyncs:
         self._channels = {sync.destination: make_channel(context, sync) for sync in mine}
         self._overlapped = [sync for sync in mine if sync.overlaps and sync.destination in context.models]
         self._is_early = context.world.backend == "gloo"
-        # copies that will have a Sync in this round, and what arrives for copies
+        # copies that will have a Sync in this round, and receipts of copies
         self._due: set[ModelName] = set()
         self._receipts: dict[ModelName, Receipt] = {}
         # copies with a Sync that is executed but not stored, and the step of its weights
         self._unstored: dict[ModelName, int] = {}
 
     def begin_round(self, turn: int) -> None:
-        """Begin to receive what this rank's copies are sent in a round of the list."""
+        """Begin to receive the weights of this rank's copies in a round of the list."""
         if self._is_early:
             self._due = {sync.destination for sync in self._overlapped if sync.due(turn - sync.lag, self._steps)}
             for name in sorted(self._due - self._receipts.keys()):
@@ -62,7 +62,7 @@ class WeightSyncs:
         return num_bytes
 
     def store_for(self, instruction: Instruction) -> None:
-        """Store what has arrived for copies that ``instruction`` uses, once all of it has.
+        """Store the weights of copies that ``instruction`` uses, once all have arrived.
 
         Ranks of a copy that send on to each other do so before the same instruction, so never before one that offloads
         it, which each does by itself.
@@ -74,7 +74,7 @@ class WeightSyncs:
                     self._store(name)
 
     def store_all(self) -> None:
-        """Store what has arrived for all copies."""
+        """Store the weights that have arrived for all copies."""
         for name in list(self._unstored):
             self._store(name)
 
@@ -115,7 +115,7 @@ def make_channel(context: RankContext, sync: Sync) -> SyncChannel:
 
 
 def _plan(context: RankContext, sync: Sync) -> SyncPlan:
-    # planning may be unable to read an architecture, so shapes are those of the loaded models
+    # planning may be unable to read an architecture, so the loaded models have the shapes
     loaded = context.models.get(sync.source) or context.models[sync.destination]
     source, destination = (context.plan.placement[name] for name in (sync.source, sync.destination))
     settings, node_of = context.plan.spec.sync, context.plan.cluster.node_of

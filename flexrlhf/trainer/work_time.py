@@ -30,7 +30,7 @@ def counter_of(instruction: Instruction) -> str:
 
 
 class WorkClock:
-    """Seconds of this rank by kind of work, from the spans of its timeline."""
+    """Time of this rank by kind of work, from the spans of its timeline."""
 
     def __init__(self, timeline: Timeline, now: float) -> None:
         """Start at ``now``, in seconds since the epoch."""
@@ -76,7 +76,7 @@ class WorkTime(Observer):
                 self._store.add(kind, round(1e6 * seconds))
 
     def since_last(self) -> dict[str, float]:
-        """Return the seconds of all ranks since the last call, by kind of work. Rank 0 alone calls this."""
+        """Return the time of all ranks since the last call, in seconds, by kind of work. Rank 0 alone calls this."""
         now = {kind: self._store.add(kind, 0) for kind in KINDS}
         before, self._before = self._before, now
         return {kind: (now[kind] - before[kind]) / 1e6 for kind in KINDS}
@@ -87,8 +87,8 @@ def time_statistics(
 ) -> dict[str, Triple]:
     """Return the statistics of the metrics of time.
 
-    work:      seconds of all ranks by kind
-    seconds:   of the step
+    work:      time of all ranks by kind, in seconds
+    seconds:   time of the step
     num_rows:  of the step
     total:     statistics of the step
     """
