@@ -12,18 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from flexrlhf.display.events import Doing, Event, Note, RunBegins, RunEnds, StepDone
-from flexrlhf.display.plain_lines import LONG, header_lines
-from flexrlhf.display.step_text import (
+from flexrlhf.display.plain_lines import (
+    LONG,
     WINDOW,
     duration,
     evaluation_text,
     fitting,
+    header_lines,
     problems_text,
     seconds_left,
+    shares_by_kind,
     shares_text,
     shown_metrics,
     throughput,
-    time_shares,
 )
 
 KEPT_LINES = 20
@@ -80,7 +81,7 @@ class LiveView:
         if self._begin is None or self._last is None:
             return Group(Text(""), doing)
         newest = [] if self._last.step == self._kept_step else [self._numbers(self._last)]
-        shares = shares_text(time_shares([*self._rows]))
+        shares = shares_text(shares_by_kind([*self._rows]))
         return Group(
             *newest,
             Text(""),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from flexrlhf.display.step_text import shares_text, throughput, time_shares
+from flexrlhf.display.plain_lines import shares_by_kind, shares_text, throughput
 from flexrlhf.metrics import METRICS, ends_of
 from flexrlhf.text import shortened
 
@@ -32,7 +32,7 @@ def format_summary(
     # the first step of a run warms everything up
     head = [f"{name}: {len(rows)} steps, {seconds:.1f} s", throughput(rows[1:] or rows, len(rows))]
     lines = [", ".join(filter(None, head)), f"  results in {directory}"]
-    if shares := time_shares(rows):
+    if shares := shares_by_kind(rows):
         lines += _wrapped_shares(shares, width)
     return "\n".join([*lines, *_metrics(rows, width), *_samples(samples, width)])
 

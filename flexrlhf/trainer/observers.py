@@ -38,7 +38,7 @@ def make_observers(
         PeakMemory(rank.meter, rank.models),
         rank.flight,
         # a delay is a part of an operator's times
-        Delay(debug.run_delay_seconds),
+        *([Delay(debug.run_delay_seconds)] if debug.run_delay_seconds else []),
         # the times of a step are counted once a span has ended, and before rank 0 reads them
         results.work,
         results,

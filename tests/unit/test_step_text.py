@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 
 from flexrlhf.display.events import Doing, EventFile, EventReader, Note, RunBegins, RunEnds, StepDone
-from flexrlhf.display.plain_lines import PlainLines, step_lines
-from flexrlhf.display.step_text import duration, fitting, rate, seconds_left, shares_text, throughput, time_shares
+from flexrlhf.display.plain_lines import (
+    PlainLines,
+    duration,
+    fitting,
+    rate,
+    seconds_left,
+    shares_by_kind,
+    shares_text,
+    step_lines,
+    throughput,
+)
 
 ROW = {
     "step": 4,
@@ -63,10 +72,10 @@ def test_shares_are_weighted_with_the_seconds_of_their_steps() -> None:
         {"seconds": 3.0, "time_generate": 0.2, "time_train": 0.798, "time_wait": 0.002},
         {"seconds": 9.0},
     ]
-    shares = time_shares(rows)
+    shares = shares_by_kind(rows)
     assert shares == pytest.approx({"generate": 0.4, "train": 0.5985})
     assert shares_text(shares) == "generate 40 %, train 60 %"
-    assert time_shares([{"seconds": 1.0}]) == {}
+    assert shares_by_kind([{"seconds": 1.0}]) == {}
 
 
 def test_as_many_parts_as_fit_are_kept_in_order() -> None:
