@@ -59,18 +59,15 @@ class OperatorRun:
         ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
-        """Return the columns that the operator reads of ``rows``, named without its suffix."""
-        names = [name for name in self.operator.reads if name not in self.operator.extra_reads]
-        return self._batch(store, names, self.operator.suffix, rows, device)
+    def batch(self, store: RowStore, rows: Sequence[int], device: torch.device, is_extra: bool = False) -> Batch:
+        """Return the columns that the operator reads of ``rows``, named without its suffix.
 
-    def extra_batch(self, store: RowStore, rows: Sequence[int], device: torch.device) -> Batch:
-        """Return the columns that the extra loss of a train operator reads of ``rows``."""
-        return self._batch(store, self.operator.extra_reads, f".{self.operator.extra_loss}", rows, device)
-
-    def _batch(
-        self, store: RowStore, names: Sequence[str], suffix: str, rows: Sequence[int], device: torch.device
-    ) -> Batch:
+        ``is_extra``: the columns that its extra loss reads, named without that loss.
+        """
+        operator, suffix = self.operator, self.operator.suffix
+        names = [name for name in operator.reads if (name in operator.extra_reads) == is_extra]
+        if is_extra:
+            suffix = f".{operator.extra_loss}"
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
         return Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), self.shape.samples_per_prompt)
 

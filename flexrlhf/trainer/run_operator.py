@@ -196,7 +196,7 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
             rows = run.rows_of(range(mini_batch, mini_batch + 1))
             parts: list[tuple[Batch, Loss]] = [(run.batch(store, rows, device), loss)]
             if extra_loss is not None:
-                parts.append((run.extra_batch(store, rows, device), extra_loss))
+                parts.append((run.batch(store, rows, device, is_extra=True), extra_loss))
             name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
             add_moments(statistics, _optimizer_step(run, parts, name, context))
     return statistics
