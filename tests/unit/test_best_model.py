@@ -1,4 +1,4 @@
-"""Which evaluation was the best: what ranks tell each other through the key-value store."""
+"""Which evaluation was the best: ranks agree through the key-value store."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def evaluate(recorder: Recorder, step: int, reward: float | None) -> None:
     assert isinstance(evaluation, Eval)
     for inner, each in enumerate(evaluation.instructions):
         if isinstance(each, Run):
-            told = each.operator.name == "held_out_scores" and reward is not None
-            statistics: dict[str, Triple] = {"eval_reward": (2.0, 2 * (reward or 0.0), 0.0)} if told else {}
+            is_scored = each.operator.name == "held_out_scores" and reward is not None
+            statistics: dict[str, Triple] = {"eval_reward": (2.0, 2 * (reward or 0.0), 0.0)} if is_scored else {}
             recorder.publish(step, step * len(instructions) + position, make_report(statistics), inner)
 
 

@@ -129,7 +129,7 @@ def test_training_names_what_was_wrong_first() -> None:
 
 
 def test_rows_are_searched_together_where_a_loss_compares_them() -> None:
-    """Else one by one: a pass may have some texts of a prompt."""
+    """Else one by one: a pass may have some responses to a prompt."""
     pair = replace(batch_of([4, 5]), samples_per_prompt=2)
     assert found_by(pair, Outputs(torch.ones(2, 2)), of_group) is None
     alone = pair.select(slice(1, 2))

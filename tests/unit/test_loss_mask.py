@@ -11,7 +11,7 @@ from flexrlhf.trainer.step_rows import input_columns
 
 
 def test_columns_have_the_mask_of_what_is_trained_on() -> None:
-    """Of texts all tokens; attention and ``response_mask`` have no gaps."""
+    """Of plain text all tokens; attention and ``response_mask`` have no gaps."""
     chat = Example((7,), ((3, 4, 5),), (True,), trained=((True, False, True),))
     text = Example((7, 8), ((3, 4),), (False,))
     columns = input_columns([chat, text], [0, 1], 1, Lengths(2, 4), pad_token_id=0)

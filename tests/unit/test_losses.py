@@ -133,7 +133,7 @@ def test_loss_gradient_and_statistics_add_up_over_any_parts(name: str, how: Loss
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_single_rows_add_up_unless_they_compare_two(name: str) -> None:
-    """A pass may have one response of a group for all losses but those of pairs."""
+    """A pass may have one response of a group for all losses but pairwise ones."""
     case, rows = case_of(name, "token-mean"), [slice(row, row + 1) for row in range(16)]
     if COMPARES[name]:
         with pytest.raises(RuntimeError):
@@ -363,7 +363,7 @@ def test_the_effective_sample_size_by_hand(level: str, share: float) -> None:
 @pytest.mark.parametrize("how", AGGREGATIONS)
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ONE_FORM])
 def test_responses_that_do_not_count_change_nothing_of_the_others(name: str, how: LossAggregation) -> None:
-    """Loss, gradient and statistics are those of a mini-batch without these rows, whatever models computed for them."""
+    """Loss, gradient and statistics equal a mini-batch's without these rows, whatever models computed for them."""
     case = case_of(name, how)
     left_out = torch.tensor([0, 5, 6, 15])
     kept = torch.tensor([row for row in range(16) if row not in left_out.tolist()])

@@ -1,4 +1,4 @@
-"""Texts of a step: durations, rates, time left, shares of time, and what fits into a line."""
+"""A step in words: durations, rates, time left, shares of time, and parts that fit into a line."""
 
 from __future__ import annotations
 
