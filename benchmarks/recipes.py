@@ -24,7 +24,7 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.simulation.pricing import TextLengths
+from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.pipeline import make_plan

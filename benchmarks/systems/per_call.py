@@ -24,7 +24,7 @@ from flexrlhf.guideline.search.problem import (
     SearchSync,
     SearchTask,
 )
-from flexrlhf.guideline.simulation.pricing import TextLengths
+from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Relation

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
-from flexrlhf.guideline.simulation.pass_counts import TextLayout
+from flexrlhf.guideline.simulation.calls import TextLayout
 from flexrlhf.measure.profiled_models import LengthSample, ProfiledModel, RowCounts
 from flexrlhf.measure.stopwatch import Stopwatch, TimedCall, Timing
 from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, shares_prompts

@@ -12,7 +12,8 @@ from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.simulation.pricing import Pricer, longest_lengths
+from flexrlhf.guideline.simulation.inputs import longest_lengths
+from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.metrics import METRICS, is_better
 from flexrlhf.operators.graph import EVALUATION_METRICS, evaluation_metrics
 from flexrlhf.placement.groups import Group

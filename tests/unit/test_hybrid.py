@@ -12,7 +12,9 @@ from flexrlhf.config.engines import facts_of
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.simulation.pricing import Pricer, engine_of, longest_lengths, reads_prompts_once
+from flexrlhf.guideline.simulation.calls import engine_of, reads_prompts_once
+from flexrlhf.guideline.simulation.inputs import longest_lengths
+from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.memory.budget import Phase
 from flexrlhf.placement.layout import received_share
 from flexrlhf.plan.plan import Plan

@@ -16,7 +16,7 @@ from small_runs import placed_model, plan_of
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.engines.deepspeed.config import deepspeed_config
-from flexrlhf.guideline.simulation.pass_counts import TextLayout
+from flexrlhf.guideline.simulation.calls import TextLayout
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, Start, rank_memory
 from flexrlhf.memory.engine_bytes import (

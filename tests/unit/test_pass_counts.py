@@ -10,7 +10,7 @@ import torch
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.micro_batch import PassSettings, micro_batches
 from flexrlhf.guideline.costs.cost_model import MeanPass
-from flexrlhf.guideline.simulation.pass_counts import MOST_TEXTS, TextLayout, all_passes, mean_pass, text_groups
+from flexrlhf.guideline.simulation.calls import MOST_TEXTS, TextLayout, all_passes, mean_pass, text_groups
 from flexrlhf.memory.packed_rows import TextGroup
 from flexrlhf.operators.columns import Lengths
 

@@ -10,7 +10,7 @@ from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Choice, DevicePool, LinkEnd
-from flexrlhf.guideline.simulation.pricing import TextLengths
+from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 DEVICE = DEVICE_CLASSES["A100-80G"]

@@ -14,7 +14,8 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.links import MeshSide, lacks_rows, rows_traffic
-from flexrlhf.guideline.simulation.pricing import Pricer, longest_lengths, side_of, synced_weights
+from flexrlhf.guideline.simulation.inputs import longest_lengths
+from flexrlhf.guideline.simulation.pricing import Pricer, side_of, synced_weights
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.plan.pipeline import make_plan

@@ -20,8 +20,8 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.simulation.compare import compare, read_run
-from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for
-from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
+from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
+from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps

@@ -27,8 +27,7 @@ from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
-from flexrlhf.guideline.simulation.inputs import costs_for
-from flexrlhf.guideline.simulation.pricing import TextLengths
+from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.strategies.syncs import syncs_overlap
 

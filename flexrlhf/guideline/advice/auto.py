@@ -21,8 +21,7 @@ from flexrlhf.plan.suggestions import fitted
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.advise import Advice
-    from flexrlhf.guideline.simulation.inputs import CostSource
-    from flexrlhf.guideline.simulation.pricing import TextLengths
+    from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
 
 LEFT_OUT_SECONDS = 3.0
 """Work of the search for a placement that is not written, in seconds that it takes on an ordinary core."""

@@ -16,8 +16,8 @@ from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
-from flexrlhf.guideline.simulation.pricing import CallMaker, row_patterns, side_of, source_section, texts_per_row
-from flexrlhf.guideline.simulation.scoring_time import model_free_cost
+from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns, texts_per_row
+from flexrlhf.guideline.simulation.pricing import model_free_cost, side_of, source_section
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import Operator, OperatorKind

@@ -33,7 +33,7 @@ from flexrlhf.guideline.search.problem import (
     SearchTask,
 )
 from flexrlhf.guideline.search.result import SearchResult
-from flexrlhf.guideline.simulation.pricing import TextLengths
+from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout

@@ -31,13 +31,9 @@ from flexrlhf.guideline.search.problem import (
     SearchSync,
     SearchTask,
 )
-from flexrlhf.guideline.simulation.pricing import (
-    UNKNOWN,
-    CallMaker,
-    TextLengths,
-    rows_bytes,
-    synced_weights,
-)
+from flexrlhf.guideline.simulation.calls import CallMaker
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.pricing import UNKNOWN, rows_bytes, synced_weights
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
 from flexrlhf.placement.devices import DeviceClass

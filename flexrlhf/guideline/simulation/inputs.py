@@ -19,8 +19,7 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES, FROM_MEASUREMENTS, Accuracy
-from flexrlhf.guideline.simulation.pricing import TextLengths, check_figures
-from flexrlhf.placement.cluster import make_cluster
+from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
@@ -34,6 +33,50 @@ PROFILE = "profile.json"
 """File in the directory of the runs that ``flexrlhf profile`` writes."""
 ORDINARY_CPU = Path(costs.__file__).with_name("ordinary_cpu.json")
 """Such a file of two cores with AVX-512, by the quick start's models."""
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """Tokens of the texts of a step.
+
+    prompt:      longest prompt, to which padded rows are as wide
+    responses:   a sample of response lengths
+    prompts:     a sample of prompt lengths; empty: all are as long as the longest
+    is_assumed:  whether nothing is known of responses but their limit
+    """
+
+    prompt: float
+    responses: tuple[float, ...]
+    prompts: tuple[float, ...] = ()
+    is_assumed: bool = False
+
+    @property
+    def mean_response(self) -> float:
+        return sum(self.responses) / len(self.responses)
+
+    @property
+    def assumption(self) -> str:
+        """Hint to print next to the mean of responses of which nothing is known."""
+        return " (assumed; --mean-response says it)" if self.is_assumed else ""
+
+    @property
+    def mean_prompt(self) -> float:
+        return sum(self.all_prompts) / len(self.all_prompts)
+
+    @property
+    def all_prompts(self) -> tuple[float, ...]:
+        """A sample of prompt lengths, which is never empty."""
+        return self.prompts or (self.prompt,)
+
+    @property
+    def width(self) -> float:
+        """Tokens of a padded row."""
+        return self.prompt + max(self.responses)
+
+
+def longest_lengths(plan: Plan) -> TextLengths:
+    """Return the maximum length of every prompt and response of ``plan``."""
+    return TextLengths(plan.lengths.prompt, (plan.lengths.response,))
 
 
 @dataclass(frozen=True)
@@ -65,6 +108,22 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
             f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
         )
     return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}", FROM_MEASUREMENTS)
+
+
+def check_figures(cluster: Cluster, device: str, profile: object) -> None:
+    """Raise UserError where the speed of the devices is unknown. ``profile``: file expected to have measurements."""
+    if device == "cpu":
+        raise UserError(_without_figures("cluster.device: cpu", profile))
+    for device_class in cluster.classes:
+        if cluster.figures(cluster.ranks_on(device_class)[0]) is None:
+            raise UserError(_without_figures(f"cluster: device class {device_class}", profile))
+
+
+def _without_figures(what: str, profile: object) -> str:
+    return (
+        f"{what} has no figures to compute seconds from: give cluster.nodes with a class such as A100-80G, or "
+        f"measure with `flexrlhf profile` first (no {profile})"
+    )
 
 
 def ordinary_cpu(spec: Spec) -> CostSource:
@@ -103,15 +162,11 @@ def lengths_in_data(plan: Plan) -> TextLengths:
     prompts, responses = prompt_lengths(plan), response_lengths(plan)
     if not prompts:
         return TextLengths(plan.lengths.prompt, responses or (plan.lengths.response,))
-    usual = () if responses else usual_responses(plan.lengths.response)
-    return TextLengths(max(prompts), responses or usual, prompts, is_assumed=not responses)
-
-
-def usual_responses(longest: float) -> tuple[float, ...]:
-    """Return a sample of lengths of which nothing is known but their limit: exponentially distributed, those above the
-    limit cut there."""
+    # of responses nothing is known but their limit: exponentially distributed, those above the limit cut there
+    longest = plan.lengths.response
     scale = max(USUAL_TOKENS, USUAL_SHARE * longest)
-    return tuple(min(longest, max(1.0, scale * quantile)) for quantile in _QUANTILES)
+    usual = tuple(min(longest, max(1.0, scale * quantile)) for quantile in _QUANTILES)
+    return TextLengths(max(prompts), responses or usual, prompts, is_assumed=not responses)
 
 
 def truncated_exponential(mean: float, longest: float) -> tuple[float, ...]:

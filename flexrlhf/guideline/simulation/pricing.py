@@ -7,26 +7,23 @@ slowest of the classes, each with its own rows. Replicas of equal share differ b
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 
+from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RewardSource, ServiceSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, MeanPass, Mesh, transformer_of
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
-from flexrlhf.guideline.simulation.pass_counts import TextLayout, all_passes, mean_pass
-from flexrlhf.guideline.simulation.scoring_time import RETOKENIZED, model_free_cost
-from flexrlhf.memory.budget import SequenceLengths
-from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
-from flexrlhf.memory.states import elements_on_rank, item_bytes
+from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.memory.states import elements_on_rank
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.graph import CallKind, Operator
-from flexrlhf.placement.cluster import Cluster
+from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.layout import BatchShape, Layout, common_range
+from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import relation_of
 from flexrlhf.plan.plan import Plan
@@ -42,7 +39,7 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
-from flexrlhf.weights.lora import is_merged, num_adapters_in_vllm, shape_of
+from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
 from flexrlhf.weights.shards import shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
@@ -50,147 +47,10 @@ from flexrlhf.weights.transfer_plan import NUM_BUCKETS
 
 UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s=1, host_gb_s=10, node_gb_s=1)
 """About a CPU: stands for a class without figures, where the cost model was measured on the device itself."""
-
-
-@dataclass(frozen=True)
-class TextLengths:
-    """Tokens of the texts of a step.
-
-    prompt:      longest prompt, to which padded rows are as wide
-    responses:   a sample of response lengths
-    prompts:     a sample of prompt lengths; empty: all are as long as the longest
-    is_assumed:  whether nothing is known of responses but their limit
-    """
-
-    prompt: float
-    responses: tuple[float, ...]
-    prompts: tuple[float, ...] = ()
-    is_assumed: bool = False
-
-    @property
-    def mean_response(self) -> float:
-        return sum(self.responses) / len(self.responses)
-
-    @property
-    def assumption(self) -> str:
-        """Hint to print next to the mean of responses of which nothing is known."""
-        return " (assumed; --mean-response says it)" if self.is_assumed else ""
-
-    @property
-    def mean_prompt(self) -> float:
-        return sum(self.all_prompts) / len(self.all_prompts)
-
-    @property
-    def all_prompts(self) -> tuple[float, ...]:
-        """A sample of prompt lengths, which is never empty."""
-        return self.prompts or (self.prompt,)
-
-    @property
-    def width(self) -> float:
-        """Tokens of a padded row."""
-        return self.prompt + max(self.responses)
-
-
-def longest_lengths(plan: Plan) -> TextLengths:
-    """Return the maximum length of every prompt and response of ``plan``."""
-    return TextLengths(plan.lengths.prompt, (plan.lengths.response,))
-
-
-def check_figures(cluster: Cluster, device: str, profile: object) -> None:
-    """Raise UserError where the speed of the devices is unknown. ``profile``: file expected to have measurements."""
-    if device == "cpu":
-        raise UserError(_without_figures("cluster.device: cpu", profile))
-    for device_class in cluster.classes:
-        if cluster.figures(cluster.ranks_on(device_class)[0]) is None:
-            raise UserError(_without_figures(f"cluster: device class {device_class}", profile))
-
-
-def _without_figures(what: str, profile: object) -> str:
-    return (
-        f"{what} has no figures to compute seconds from: give cluster.nodes with a class such as A100-80G, or "
-        f"measure with `flexrlhf profile` first (no {profile})"
-    )
-
-
-@dataclass(frozen=True)
-class CallMaker:
-    """Maker of the model calls of a plan.
-
-    batch:    rows of a step
-    longest:  maximum lengths, for which memory is reserved
-    lengths:  expected lengths
-    epochs:   passes of training over the rows
-    """
-
-    batch: BatchShape
-    longest: Lengths
-    lengths: TextLengths
-    epochs: int
-
-    def call(
-        self,
-        kind: CallKind,
-        model: PlacedModel,
-        shape: ModelShape,
-        rows: Sequence[Sequence[int]],
-        texts: int = 1,
-        compares: bool = False,
-    ) -> Call:
-        """Return the call of the fullest of some replicas.
-
-        rows:      rows of each replica, by mini-batch.
-        texts:     texts of a row, each in passes of its own.
-        compares:  whether all texts of a prompt are in one pass.
-        """
-        settings, trains = model.settings, kind == "train"
-        epochs = self.epochs if trains else 1
-        # replicas wait for each other at every update, else at the end
-        most = sum(map(max, zip(*rows, strict=True))) if trains else max(map(sum, rows))
-        at_once = max(map(max, rows)) if trains else most
-        return Call(
-            kind=kind,
-            model=transformer_of(shape, model.head, is_adapted=settings.lora is not None),
-            engine=engine_of(model),
-            rows=epochs * most * texts,
-            prompt=self.lengths.prompt,
-            responses=self.lengths.responses,
-            width=self.lengths.width,
-            updates=epochs * len(rows[0]),
-            decode_rows=max(1, self._reserved.rows_decoded(model, at_once)),
-            item=item_bytes(model),
-            cache_item=item_bytes(model),
-            recompute="full" if trains and settings.activation_checkpointing else "none",
-            offload_optimizer=settings.offload_optimizer,
-            passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts, compares),
-            adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
-            prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
-        )
-
-    def _passes(
-        self,
-        model: PlacedModel,
-        shape: ModelShape,
-        rows: Sequence[Sequence[int]],
-        trains: bool,
-        times: int,
-        compares: bool,
-    ) -> MeanPass:
-        """Return the passes of the fullest replica, ``times`` over. Every mini-batch is trained on by itself."""
-        settings, samples = model.settings, self.batch.samples_per_prompt
-        packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
-        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares)
-        most = map(max, zip(*rows, strict=True)) if trains else [max(map(sum, rows))]
-        prompts, responses = self.lengths.all_prompts, self.lengths.responses
-        return all_passes(
-            (times * number, mean_pass(prompts, responses, each // samples, samples, layout))
-            for each, number in Counter(most).items()
-            if each
-        )
-
-    @property
-    def _reserved(self) -> SequenceLengths:
-        """Lengths of a row in decoding, which reserves memory for responses of full length."""
-        return SequenceLengths(self.longest.prompt, self.longest.response)
+RETOKENIZED = "retokenized"
+"""Stands for a section where texts are encoded again."""
+SECONDS_PER_TOKEN = 3e-6
+"""Time to decode a token and encode it again, on one core: byte-level BPE of 4,000 and of 8,000 tokens on Alpaca."""
 
 
 @dataclass(frozen=True)
@@ -264,9 +124,10 @@ class Pricer:
         model = self.plan.placement[run.model]
         rows = replica_rows(self.plan.batch, model.layout, run.mini_batches)
         by_class: dict[DeviceClass, list[int]] = {}
-        for replica, ranks in enumerate(replica_ranks(model.layout)):
+        for replica, ranks in enumerate(model.layout.replica_sets):
             if any(rows[replica]):
-                by_class.setdefault(min((self.device(rank) for rank in ranks), key=_speed), []).append(replica)
+                slowest = min((self.device(rank) for rank in ranks), key=lambda device: device.tflops)
+                by_class.setdefault(slowest, []).append(replica)
         for device, replicas in by_class.items():
             class_rows = [rows[replica] for replica in replicas]
             kind, texts, compares = run.operator.call, texts_per_row(run.operator), run.operator.compares_responses
@@ -315,22 +176,17 @@ class Pricer:
         first, second = self.plan.placement[source], self.plan.placement[destination]
         relation = relation_of(first.ranks, second.ranks)
         links = self.links((*first.ranks, *second.ranks))
-        return ModelLink(self._side(first), self._side(second), relation, links, self.plan.cluster.num_nodes > 1)
-
-    def _side(self, model: PlacedModel) -> MeshSide:
-        return side_of(model, self._per_node(model))
+        side, other = (side_of(model, self._per_node(model)) for model in (first, second))
+        return ModelLink(side, other, relation, links, self.plan.cluster.num_nodes > 1)
 
     def _per_node(self, model: PlacedModel) -> int:
         """Return the most devices that ``model`` has in one node."""
         return max(Counter(self.plan.cluster.devices[rank].node for rank in model.ranks).values())
 
     def _sync(self, sync: Sync) -> Cost:
-        return self.model_link(sync.source, sync.destination).sync_cost(self.costs, self.sync_weights(sync))
-
-    def sync_weights(self, sync: Sync) -> SyncWeights:
-        """Return the weights that ``sync`` sends."""
         destination = self.plan.placement[sync.destination]
-        return synced_weights(destination, self.shape(destination), self.plan.spec, sync.overlaps)
+        weights = synced_weights(destination, self.shape(destination), self.plan.spec, sync.overlaps)
+        return self.model_link(sync.source, sync.destination).sync_cost(self.costs, weights)
 
     def _switch(self, instruction: Offload | Reload) -> Cost:
         """Return the seconds of the first rank of a stage, which has most where shards are uneven."""
@@ -364,63 +220,11 @@ class Pricer:
         return Cost(parts)
 
 
-def source_section(operator: Operator) -> str:
-    """Return the section of the YAML whose sources ``operator`` calls, ``RETOKENIZED`` where it encodes texts;
-    empty for another one."""
-    if operator.kind == "retokenize":
-        return RETOKENIZED
-    return operator.function if operator.kind == "score" else ""
-
-
-def texts_per_row(operator: Operator) -> int:
-    """Return the texts of a row; a pretraining text (``ptx``) is counted as long as the row."""
-    return 2 if operator.extra_loss else 1
-
-
 def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """Return the layout of ``model`` as one end of an exchange."""
     shards = max(map(len, model.gather_sets))
     layout = model.layout
     return MeshSide(len(model.ranks), per_node, layout.dp, layout.tp, model.settings.zero, shards, layout.pp)
-
-
-def engine_of(model: PlacedModel) -> str:
-    """Return the name of the engine profile that a call of ``model`` runs on."""
-    return model.engine if model.rollout is None else model.rollout.engine
-
-
-def reads_prompts_once(model: PlacedModel) -> bool:
-    """Whether generation reads a prompt once for all of its samples."""
-    rollout = model.rollout
-    return rollout.prefix_caching if rollout is not None and model.has_cache else model.settings.share_prompts
-
-
-def replica_ranks(layout: Layout) -> list[tuple[int, ...]]:
-    """Return the ranks of each replica."""
-    return list(layout.replica_sets)
-
-
-def replica_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapping[int, tuple[int, ...]]:
-    """Return each replica's rows of each of ``mini_batches``."""
-    return _replica_rows(batch, layout.dp, layout.row_shares, mini_batches)
-
-
-@lru_cache(maxsize=1024)
-def _replica_rows(
-    batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...], mini_batches: range
-) -> Mapping[int, tuple[int, ...]]:
-    layout = Layout(tuple(range(dp)), row_shares=row_shares)
-    samples = batch.samples_per_prompt
-    return {
-        replica: tuple(samples * len(layout.slice(batch.prompts(m), replica, turn=m)) for m in mini_batches)
-        for replica in range(layout.dp)
-    }
-
-
-@lru_cache(maxsize=1024)
-def row_patterns(batch: BatchShape, layout: Layout, mini_batches: range) -> tuple[tuple[int, ...], ...]:
-    """Return the distinct rows that replicas have of ``mini_batches``: ten thousand replicas differ by rounding."""
-    return tuple(dict.fromkeys(replica_rows(batch, layout, mini_batches).values()))
 
 
 def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Run, reader: Run) -> int:
@@ -444,5 +248,38 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, over
     return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)
 
 
-def _speed(device: DeviceClass) -> float:
-    return device.tflops
+def source_section(operator: Operator) -> str:
+    """Return the section of the YAML whose sources ``operator`` calls, ``RETOKENIZED`` where it encodes texts;
+    empty for another one."""
+    if operator.kind == "retokenize":
+        return RETOKENIZED
+    return operator.function if operator.kind == "score" else ""
+
+
+def model_free_cost(costs: CostModel, spec: Spec, section: str, rows: int, width: float) -> Cost:
+    """Return the seconds of a combine or a score on the ``rows`` of the fullest replica, each of ``width`` tokens.
+
+    ``section``: section of the YAML with the sources of a score; empty for a combine, which has none; ``RETOKENIZED``.
+    """
+    combined = costs.combine(rows, width)
+    if section == RETOKENIZED:
+        return Cost({**combined.parts, "encoding": rows * width * SECONDS_PER_TOKEN})
+    sources = {"": None, "reward": spec.reward, "cost": spec.cost}[section]
+    if not sources:
+        return combined
+    # all sources are called at once, so the slowest counts
+    called = (source for source in sources if not isinstance(source, ModelSource))
+    replies = max((_rounds(source, rows) * source.seconds for source in called), default=0.0)
+    return Cost({**combined.parts, "replies": replies})
+
+
+def _rounds(source: RewardSource, rows: int) -> int:
+    """Return the rounds of calls for ``rows`` responses; each round has as many calls as are made at a time."""
+    assert not isinstance(source, ModelSource), "a model is no call"
+    calls = -(-rows // source.batch_size)
+    match source:
+        case FunctionSource():
+            return -(-calls // source.workers)
+        case ServiceSource():
+            return -(-calls // source.concurrency)
+    return calls

@@ -16,21 +16,13 @@ from pathlib import Path
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
-from flexrlhf.guideline.simulation.inputs import costs_for
-from flexrlhf.guideline.simulation.pricing import Pricer, TextLengths, longest_lengths
+from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
+from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import (
-    Instruction,
-    Move,
-    Offload,
-    Release,
-    Reload,
-    Run,
-    Sync,
-)
+from flexrlhf.strategies.instructions import Instruction, Move, Offload, Release, Reload, Run, Sync
 from flexrlhf.timeline import Span, write_trace
 
 
@@ -175,9 +167,10 @@ def simulate(plan: Plan, costs: CostModel | None = None, lengths: TextLengths | 
     priced = tuple(PricedInstruction(each, pricer.price(each)) for each in plan.schedule.instructions)
     blocks = blocks_of(plan.schedule.instructions, plan.placement.num_ranks)
     timed = tuple(timed_instructions(pricer, priced, blocks))
-    regular = [item.instruction for item in priced if not item.is_rare]
-    computed = _computed(pricer, regular)
-    return Simulation(plan, lengths, priced, blocks, timed, _steady(pricer, priced, blocks), computed)
+    regular = [item for item in priced if not item.is_rare]
+    seconds = steady_seconds(timed_instructions(pricer, regular, blocks), len(blocks))
+    computed = _computed(pricer, (item.instruction for item in regular))
+    return Simulation(plan, lengths, priced, blocks, timed, seconds, computed)
 
 
 def _computed(pricer: Pricer, instructions: Iterable[Instruction]) -> float | None:
@@ -208,11 +201,6 @@ def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
 
-def _steady(pricer: Pricer, priced: Sequence[PricedInstruction], blocks: Sequence[tuple[int, ...]]) -> float:
-    regular = [item for item in priced if not item.is_rare]
-    return steady_seconds(timed_instructions(pricer, regular, blocks), len(blocks))
-
-
 def blocks_of(instructions: Sequence[Instruction], num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return groups of ranks that execute the same of ``instructions``; idle ranks are left out."""
     work: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -232,51 +220,38 @@ def timed_instructions(
     """Return ``priced`` as the walk takes them, at the same positions."""
     block_of = {rank: number for number, ranks in enumerate(blocks) for rank in ranks}
     runs = [(index, item.instruction) for index, item in enumerate(priced) if isinstance(item.instruction, Run)]
-    listed = [(index, run) for index, run in runs if isinstance(run, Run)]
-    copies = list(dict.fromkeys(each.destination for each in _overlapping(priced)))
-    timed = [_timed(pricer, item, block_of, listed) for item in priced]
-    return [_with_copies(each, item.instruction, listed, copies) for each, item in zip(timed, priced, strict=True)]
-
-
-def _overlapping(priced: Sequence[PricedInstruction]) -> Iterator[Sync]:
-    for item in priced:
-        if isinstance(item.instruction, Sync) and item.instruction.overlaps:
-            yield item.instruction
-
-
-def _with_copies(
-    timed: TimedInstruction, instruction: Instruction, runs: Sequence[tuple[int, Run]], copies: Sequence[ModelName]
-) -> TimedInstruction:
-    """Return ``timed`` with the copy that it fills in the background, after training, or those that it uses."""
-    if isinstance(instruction, Sync) and instruction.overlaps:
-        trained = [i for i, run in runs if run.model == instruction.source and run.operator.kind == "train"]
-        return replace(timed, fills=copies.index(instruction.destination), after=tuple(trained[-1:]))
-    used = [copies.index(name) for name in instruction.uses if name in copies]
-    return replace(timed, uses=tuple(used)) if used else timed
+    background = (item.instruction for item in priced if item.instruction.proceeds_in_background)
+    copies = list(dict.fromkeys(name for each in background for name in each.fills))
+    return [_timed(pricer, item, block_of, runs, copies) for item in priced]
 
 
 def _timed(
-    pricer: Pricer, item: PricedInstruction, block_of: Mapping[int, int], runs: Sequence[tuple[int, Run]]
+    pricer: Pricer,
+    item: PricedInstruction,
+    block_of: Mapping[int, int],
+    runs: Sequence[tuple[int, Run]],
+    copies: Sequence[ModelName],
 ) -> TimedInstruction:
     """Return ``item`` as the walk takes it. A Move is only its posting: a Run waits for its columns from the time that
-    they were written."""
+    they were written. ``copies``: those that are filled in the background."""
     it = item.instruction
-    plain = TimedInstruction(_blocks(it.ranks, block_of), item.cost.seconds, lag=it.lag, every=item.every)
+    used = tuple(copies.index(name) for name in it.uses if name in copies)
+    ours = tuple(sorted({block_of[rank] for rank in it.ranks}))
+    plain = TimedInstruction(ours, item.cost.seconds, lag=it.lag, every=item.every, uses=used)
     match it:
         case Run():
             awaited = {index: pricer.rows_cost(run, it).seconds for index, run in runs if it.reads_from(run)}
             return replace(plain, after=tuple(awaited), delays=tuple(awaited.values()))
         case Move():
             return replace(plain, blocking=False)
+        case Sync(overlaps=True):
+            trained = [index for index, run in runs if run.model == it.source and run.operator.kind == "train"]
+            return replace(plain, fills=copies.index(it.destination), after=tuple(trained[-1:]))
         case Sync():
             return replace(plain, together=not it.is_in_place or bool(it.gathers))
         case Offload() | Release() | Reload():
             return replace(plain, together=False)
     return plain
-
-
-def _blocks(ranks: Iterable[int], block_of: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(sorted({block_of[rank] for rank in ranks}))
 
 
 def flows_of(plan: Plan, instruction: Instruction) -> Iterator[Flow]:

@@ -1,0 +1,267 @@
+"""Model calls of a plan: the rows of replicas, and the passes over a sample of texts, by the engines' own function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import chain
+from math import gcd
+
+from flexrlhf.guideline.costs.cost_model import Call, MeanPass, transformer_of
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.memory.budget import SequenceLengths
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, Unit, packed, packs_texts, shares_prompts, units_of
+from flexrlhf.memory.states import item_bytes
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.graph import CallKind, Operator
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.lora import num_adapters_in_vllm
+from flexrlhf.weights.shapes import ModelShape
+
+MOST_TEXTS = 256
+"""Texts that are laid out for a price; of more, passes are in proportion."""
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """Settings by which an engine lays texts out (``engines/micro_batch.py``).
+
+    budget:    computed tokens of a pass
+    packs:     whether several texts are in a row
+    shares:    whether samples of a prompt share a copy of it
+    compares:  whether all texts of a prompt are in one pass, because a loss compares them
+    """
+
+    budget: int
+    packs: bool
+    shares: bool
+    compares: bool = False
+
+    def passes(self, groups: Sequence[TextGroup]) -> tuple[PackedPass, ...]:
+        """Return the passes over ``groups``, each of one prompt."""
+        return self.passes_of(tuple(chain(*map(self.units, groups))))
+
+    def units(self, group: TextGroup) -> tuple[Unit, ...]:
+        """Return the texts of a prompt in units, each of which is in one pass."""
+        return units_of(group, self.budget, self.packs and self.shares, self.compares)
+
+    def passes_of(self, units: Sequence[Unit]) -> tuple[PackedPass, ...]:
+        """Return the passes over ``units``."""
+        return packed(tuple(units), self.budget, self.packs)
+
+
+def text_groups(prompts: Sequence[float], responses: Sequence[float], count: int, samples: int) -> list[TextGroup]:
+    """Return ``count`` prompts with ``samples`` responses each, whose lengths are spread over the given samples.
+
+    As many prompts as there are lengths have each length once.
+    """
+    each_prompt, each_response = _spread(prompts, count), _spread(responses, count * samples)
+    mixed = _mixed(each_response)
+    return [
+        TextGroup(prompt, tuple(mixed[index * samples : (index + 1) * samples]))
+        for index, prompt in enumerate(each_prompt)
+    ]
+
+
+def _spread(lengths: Sequence[float], count: int) -> list[int]:
+    """Return ``count`` lengths in whole tokens: the middles of equal shares of the sorted ``lengths``."""
+    ordered = sorted(lengths)
+    places = ((2 * index + 1) * len(ordered) // (2 * count) for index in range(count))
+    return [max(1, round(ordered[place])) for place in places]
+
+
+def _mixed(lengths: Sequence[int]) -> list[int]:
+    """Return ``lengths`` in an order that has little to do with their size: every so many of them, a golden section."""
+    total = len(lengths)
+    stride = next(step for step in range(max(1, round(0.618 * total)), 2 * total + 1) if gcd(step, total) == 1)
+    return [lengths[index * stride % total] for index in range(total)]
+
+
+@lru_cache(maxsize=4096)
+def mean_pass(
+    prompts: tuple[float, ...], responses: tuple[float, ...], count: int, samples: int, layout: TextLayout
+) -> MeanPass:
+    """Return the passes over ``count`` prompts with ``samples`` responses each, whose lengths are like the given ones.
+
+    Where all have one length, in units of as many texts each, and of few texts, the number of passes is exact.
+    """
+    if len(set(prompts)) == len(set(responses)) == 1:
+        units = layout.units(TextGroup(round(prompts[0]), (round(responses[0]),) * samples))
+        if len(set(units)) == 1:
+            return _of_equal_units(units[0], count * len(units), layout)
+    most = max(1, min(count, MOST_TEXTS // samples))
+    groups = text_groups(prompts, responses, most, samples)
+    passes = layout.passes(groups)
+    return _mean(passes, groups, count / most, layout.budget)
+
+
+def _of_equal_units(unit: Unit, count: int, layout: TextLayout) -> MeanPass:
+    """Return the passes over ``unit``, ``count`` times: full ones and the rest."""
+    few = min(count, 1 + layout.budget // sum(group.tokens for group in unit))
+    first = layout.passes_of([unit] * few)[0]
+    at_once = len(first.units)
+    full, rest = divmod(count, at_once)
+    parts = [(full, _mean([first], unit * at_once))]
+    if rest:
+        parts.append((1, _mean(layout.passes_of([unit] * rest), unit * rest)))
+    return all_passes(parts)
+
+
+def _mean(passes: Sequence[PackedPass], groups: Sequence[TextGroup], scale: float = 1.0, budget: int = 0) -> MeanPass:
+    """Return the mean of ``passes`` over ``groups``, or of those over ``scale`` times as many texts: these are as full
+    as all but the last, and where there is but one, as ``budget`` allows."""
+    tokens = sum(each.tokens for each in passes)
+    pairs = sum(each.tokens * each.width for each in passes)
+    answered = sum(sum(group.responses) for group in groups)
+    real = answered + sum(len(group.responses) * group.prompt for group in groups)
+    count: float = len(passes)
+    if scale > 1:
+        full = [each.tokens for each in passes[:-1]] or [max(tokens, budget)]
+        count = max(1.0, scale * tokens / (sum(full) / len(full)))
+    width = pairs / tokens
+    return MeanPass(
+        count=count,
+        rows=scale * tokens / count / width,
+        width=width,
+        responses=scale * answered / count,
+        texts=scale * real,
+    )
+
+
+def all_passes(parts: Iterable[tuple[float, MeanPass]]) -> MeanPass:
+    """Return the passes of several mini-batches as one, each so many times."""
+    counted = list(parts)
+    count = sum(times * each.count for times, each in counted)
+    tokens = sum(times * each.tokens for times, each in counted)
+    width = sum(times * each.tokens * each.width for times, each in counted) / tokens
+    return MeanPass(
+        count=count,
+        rows=tokens / count / width,
+        width=width,
+        responses=sum(times * each.count * each.responses for times, each in counted) / count,
+        texts=sum(times * each.texts for times, each in counted),
+    )
+
+
+@dataclass(frozen=True)
+class CallMaker:
+    """Maker of the model calls of a plan.
+
+    batch:    rows of a step
+    longest:  maximum lengths, for which memory is reserved
+    lengths:  expected lengths
+    epochs:   passes of training over the rows
+    """
+
+    batch: BatchShape
+    longest: Lengths
+    lengths: TextLengths
+    epochs: int
+
+    def call(
+        self,
+        kind: CallKind,
+        model: PlacedModel,
+        shape: ModelShape,
+        rows: Sequence[Sequence[int]],
+        texts: int = 1,
+        compares: bool = False,
+    ) -> Call:
+        """Return the call of the fullest of some replicas.
+
+        rows:      rows of each replica, by mini-batch.
+        texts:     texts of a row, each in passes of its own.
+        compares:  whether all texts of a prompt are in one pass.
+        """
+        settings, trains = model.settings, kind == "train"
+        epochs = self.epochs if trains else 1
+        # replicas wait for each other at every update, else at the end
+        most = sum(map(max, zip(*rows, strict=True))) if trains else max(map(sum, rows))
+        at_once = max(map(max, rows)) if trains else most
+        return Call(
+            kind=kind,
+            model=transformer_of(shape, model.head, is_adapted=settings.lora is not None),
+            engine=engine_of(model),
+            rows=epochs * most * texts,
+            prompt=self.lengths.prompt,
+            responses=self.lengths.responses,
+            width=self.lengths.width,
+            updates=epochs * len(rows[0]),
+            decode_rows=max(1, self._reserved.rows_decoded(model, at_once)),
+            item=item_bytes(model),
+            cache_item=item_bytes(model),
+            recompute="full" if trains and settings.activation_checkpointing else "none",
+            offload_optimizer=settings.offload_optimizer,
+            passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts, compares),
+            adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
+            prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
+        )
+
+    def _passes(
+        self,
+        model: PlacedModel,
+        shape: ModelShape,
+        rows: Sequence[Sequence[int]],
+        trains: bool,
+        times: int,
+        compares: bool,
+    ) -> MeanPass:
+        """Return the passes of the fullest replica, ``times`` over. Every mini-batch is trained on by itself."""
+        settings, samples = model.settings, self.batch.samples_per_prompt
+        packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
+        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares)
+        most = map(max, zip(*rows, strict=True)) if trains else [max(map(sum, rows))]
+        prompts, responses = self.lengths.all_prompts, self.lengths.responses
+        return all_passes(
+            (times * number, mean_pass(prompts, responses, each // samples, samples, layout))
+            for each, number in Counter(most).items()
+            if each
+        )
+
+    @property
+    def _reserved(self) -> SequenceLengths:
+        """Lengths of a row in decoding, which reserves memory for responses of full length."""
+        return SequenceLengths(self.longest.prompt, self.longest.response)
+
+
+def engine_of(model: PlacedModel) -> str:
+    """Return the name of the engine profile that a call of ``model`` runs on."""
+    return model.engine if model.rollout is None else model.rollout.engine
+
+
+def reads_prompts_once(model: PlacedModel) -> bool:
+    """Whether generation reads a prompt once for all of its samples."""
+    rollout = model.rollout
+    return rollout.prefix_caching if rollout is not None and model.engine == "vllm" else model.settings.share_prompts
+
+
+def texts_per_row(operator: Operator) -> int:
+    """Return the texts of a row; a pretraining text (``ptx``) is counted as long as the row."""
+    return 2 if operator.extra_loss else 1
+
+
+def replica_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapping[int, tuple[int, ...]]:
+    """Return each replica's rows of each of ``mini_batches``."""
+    return _replica_rows(batch, layout.dp, layout.row_shares, mini_batches)
+
+
+@lru_cache(maxsize=1024)
+def _replica_rows(
+    batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...], mini_batches: range
+) -> Mapping[int, tuple[int, ...]]:
+    layout = Layout(tuple(range(dp)), row_shares=row_shares)
+    samples = batch.samples_per_prompt
+    return {
+        replica: tuple(samples * len(layout.slice(batch.prompts(m), replica, turn=m)) for m in mini_batches)
+        for replica in range(layout.dp)
+    }
+
+
+@lru_cache(maxsize=1024)
+def row_patterns(batch: BatchShape, layout: Layout, mini_batches: range) -> tuple[tuple[int, ...], ...]:
+    """Return the distinct rows that replicas have of ``mini_batches``: ten thousand replicas differ by rounding."""
+    return tuple(dict.fromkeys(replica_rows(batch, layout, mini_batches).values()))
