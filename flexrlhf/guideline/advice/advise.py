@@ -16,8 +16,16 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check, ranked
-from flexrlhf.guideline.advice.host_offload import is_short_of_memory, offload_sets, offloaded_spaces
+from flexrlhf.guideline.advice.candidates import (
+    Candidate,
+    FeasibleCandidate,
+    RejectedCandidate,
+    check,
+    is_short_of_memory,
+    offload_sets,
+    offloaded_spaces,
+    ranked,
+)
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
 from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
 from flexrlhf.guideline.advice.refusal import last_resort, refusal_text

@@ -1,17 +1,23 @@
-"""Placements to compare, timed by the search or planned and simulated; what does not fit has its reason."""
+"""Placements to compare, timed by the search or planned and simulated; what does not fit has its reason.
+
+Some are searched with idle models in host memory. A plan offloads models where a device would overflow, the one that is
+used farthest in the future first (``strategies/residency.py``). A search counts two transfers for each time that such a
+model is used, which is about as many or more, so its results are planned and simulated before they are compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.proposals import seconds_of, spec_of
+from flexrlhf.guideline.advice.proposals import fastest_options, seconds_of, spec_of
 from flexrlhf.guideline.advice.space import Space
-from flexrlhf.guideline.search.problem import Assignment, device_bytes
+from flexrlhf.guideline.search.evaluate import evaluate
+from flexrlhf.guideline.search.problem import Assignment, Choice, device_bytes
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -19,6 +25,8 @@ from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
 from flexrlhf.text import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
+OffloadSet = tuple[str, frozenset[str]]
+"""Name in tables, and the models that are in host memory while others compute."""
 
 
 @dataclass(frozen=True)
@@ -183,3 +191,44 @@ def _is_repeated(item: FeasibleCandidate, feasible: Sequence[FeasibleCandidate])
 
 def _settings(spec: Spec) -> tuple[object, ...]:
     return spec.placement, spec.models, spec.rollout, spec.schedule
+
+
+def offload_sets(space: Space) -> tuple[OffloadSet, ...]:
+    """Return the sets of models that are tried: those that are not trained; all but one that a rollout engine on the
+    same devices follows; all, so that this one and the engine are there together only while weights are sent."""
+    # a rollout engine has a sleep of its own
+    names = (name for name in space.names if not name.is_rollout)
+    idle = frozenset(name for name in names if any(space.sketch.switches(name)))
+    frozen = frozenset(name for name in idle if name not in space.roles.trained)
+    followed = frozenset() if space.has_shadows else frozenset(each.role for each in space.sketch.placement.followers)
+    sets: dict[frozenset[str], str] = {}
+    for name, members in (
+        ("frozen models offloaded", frozen),
+        ("idle models offloaded", idle - followed),
+        ("all models offloaded", idle),
+    ):
+        if members:
+            sets.setdefault(members, name)
+    return tuple((name, members) for members, name in sets.items())
+
+
+def offloaded_spaces(space: Space, sets: tuple[OffloadSet, ...]) -> Iterator[tuple[str, Space]]:
+    """Yield (label, space) with each of ``sets`` in host memory."""
+    for name, members in sets:
+        yield name, replace(space, offloaded=members)
+
+
+def is_short_of_memory(space: Space, best: Assignment, seconds: float, margin: float) -> bool:
+    """Whether a step with more memory, on the meshes of ``best`` or with all models on all devices, is shorter than
+    ``seconds``, and no tie with them.
+
+    ``margin``: share of the shorter step by which the other may be longer in a tie.
+    """
+    problem = space.problem
+    total = space.pool.num_devices
+    for meshes in (best, tuple(replace(choice, start=0, size=total) for choice in best)):
+        fastest = [fastest_options(problem, choice) for choice in meshes]
+        whole: tuple[Choice, ...] = tuple(choice for choice in fastest if choice is not None)
+        if len(whole) == len(best) and (1 + margin) * evaluate(problem, whole) < seconds:
+            return True
+    return False

@@ -8,22 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
-from flexrlhf.config.model_settings import Head, ModelSpec, ShadowSpec
+from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchModel
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
-from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns, texts_per_row
-from flexrlhf.guideline.simulation.pricing import model_free_cost, side_of, source_section
+from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
+from flexrlhf.guideline.simulation.pricing import model_free_cost, side_of
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
-from flexrlhf.operators.graph import Operator, OperatorKind
+from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Sizes
@@ -32,8 +33,6 @@ from flexrlhf.weights.sync_plan import sent_dtype
 
 T = TypeVar("T")
 
-PlacedCallKind = OperatorKind | Literal["switch"]
-"""OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
@@ -43,74 +42,6 @@ DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """All rows decoded together, half of them, a fourth ..."""
 CACHE_SHARES = DECODE_SHARES
 """All rows, half of them, ... for which a rollout engine's cache has room; it is allocated all the time."""
-
-
-@dataclass(frozen=True)
-class PlacedCall:
-    """One call of a placed model, with what its seconds depend on.
-
-    kind:          what it does.
-    mini_batches:  the mini-batches whose rows it computes.
-    score_source:  section of the YAML with the sources of a score.
-    texts:         texts in a row.
-    compares:      whether all texts of a prompt are in one pass.
-    """
-
-    kind: PlacedCallKind
-    mini_batches: range
-    score_source: str = ""
-    texts: int = 1
-    compares: bool = False
-
-    @classmethod
-    def of(cls, operator: Operator, mini_batches: range) -> Self:
-        """Return the call of ``operator``."""
-        texts, compares = texts_per_row(operator), operator.compares_responses
-        return cls(operator.kind, mini_batches, source_section(operator), texts, compares)
-
-
-@dataclass(frozen=True)
-class SearchModel:
-    """A placed model before it has a mesh.
-
-    name:     role and copy.
-    trained:  whether its weights are trained.
-    calls:    in schedule order.
-    head:     what it computes on top of the hidden states.
-    is_apart: whether its weights travel to or from another copy while both compute.
-    switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
-    """
-
-    name: ModelName
-    trained: bool
-    calls: tuple[PlacedCall, ...]
-    head: Head = "causal"
-    is_apart: bool = False
-    switches: tuple[int, ...] = ()
-
-    @property
-    def role(self) -> str:
-        return self.name.role
-
-    @property
-    def kinds(self) -> tuple[PlacedCallKind, ...]:
-        """Kinds of the calls that the model itself computes."""
-        return tuple(
-            dict.fromkeys(call.kind for call in self.calls if call.kind not in ("combine", "score", "retokenize"))
-        )
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether it is in host memory while other models compute."""
-        return "switch" in self.kinds
-
-    @property
-    def is_rollout(self) -> bool:
-        return self.name.is_rollout
-
-    @property
-    def is_shadow(self) -> bool:
-        return bool(self.name.copy)
 
 
 @dataclass(frozen=True)

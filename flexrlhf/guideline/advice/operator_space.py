@@ -17,8 +17,9 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
-from flexrlhf.guideline.advice.space import GAP, Space, make_space, name_of
+from flexrlhf.guideline.advice.model_options import OptionEnumerator
+from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel, name_of
+from flexrlhf.guideline.advice.space import GAP, Space, make_space
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import (
@@ -31,6 +32,7 @@ from flexrlhf.guideline.search.problem import (
     SearchProblem,
     SearchSync,
     SearchTask,
+    meshes_of,
 )
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -53,7 +55,7 @@ class OperatorSpace(Space):
     @cached_property
     def placed_operators(self) -> dict[str, Operator]:
         """Model calls of a step by name, those that train first: a part of the problem each."""
-        graph = self.whole_graph
+        graph = self.sketch.whole_graph
         calls = [each for each in graph.operators if each.call is not None and not each.is_rare]
         return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
 
@@ -69,12 +71,12 @@ class OperatorSpace(Space):
     def problem(self) -> SearchProblem:
         """The space as a search problem."""
         parts = tuple(SearchPart(name, partial(self._options_of, name)) for name in self.placed_operators)
-        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
+        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), meshes_of(self.cluster))
 
     @cached_property
     def _models_by_part(self) -> dict[str, SearchModel]:
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
-        for run in self.runs:
+        for run in self.sketch.runs:
             calls[self.part_of(run.operator)].append(PlacedCall.of(run.operator, run.mini_batches))
         return {
             name: SearchModel(
@@ -87,8 +89,7 @@ class OperatorSpace(Space):
         """Return the options of an operator on a mesh; the memory of a further copy is that of its calls."""
         if len(shape.kinds) > 1:
             return ()
-        kind, model = shape.kinds[0], self._models_by_part[part]
-        mesh = UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+        model, mesh = self._models_by_part[part], self._mesh(shape)
         options = [each for variant in self._variants_of(part) for each in variant.options(model, mesh)]
         if part == self.own_part(model.role):
             return tuple(options)
@@ -124,9 +125,9 @@ class OperatorSpace(Space):
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
         """Tasks in the order of the strategy; copies are filled as soon as their weights are trained."""
-        for run in self.runs:
+        for run in self.sketch.runs:
             name, role = name_of(run), run.operator.role
-            yield SearchTask(name, self.part_of(run.operator), tuple(map(name_of, self._writers(run))))
+            yield SearchTask(name, self.part_of(run.operator), tuple(map(name_of, self.sketch.writers(run))))
             if name == self.own_part(role):
                 for other, operator in self.placed_operators.items():
                     if operator.role == role and other != name:
@@ -142,7 +143,7 @@ class OperatorSpace(Space):
     def spec_of(self, assignment: Assignment) -> Spec:
         """Return the spec with the placement of ``assignment``."""
         entries = {choice.part: self._entry(choice) for choice in assignment}
-        names = [operator.name for operator in self.whole_graph.operators if operator.name in entries]
+        names = [operator.name for operator in self.sketch.whole_graph.operators if operator.name in entries]
         placement = PlacementMap.model_validate({"operators": {name: entries[name] for name in names}})
         return self.spec.model_copy(update={"placement": placement})
 

@@ -11,7 +11,7 @@ from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import ClusterSpec, PlacementEntry, PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.model_options import SearchModel
+from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem, device_bytes

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.guideline.advice.candidates import Candidate
-from flexrlhf.guideline.advice.host_offload import offload_sets, offloaded_spaces
-from flexrlhf.guideline.advice.model_options import SearchModel
+from flexrlhf.guideline.advice.candidates import Candidate, offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.proposals import (
     TOO_LARGE,
     Allowed,
@@ -24,10 +22,11 @@ from flexrlhf.guideline.advice.proposals import (
     vector_ranks,
 )
 from flexrlhf.guideline.advice.request import PPO_ROLES
-from flexrlhf.guideline.advice.space import UNLIMITED, Space, is_allowed, on_all_devices
+from flexrlhf.guideline.advice.sketch import SearchModel
+from flexrlhf.guideline.advice.space import Space, is_allowed, on_all_devices
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment
+from flexrlhf.guideline.search.problem import UNLIMITED, Assignment
 from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.shapes import DTYPE_BYTES, count_elements

@@ -11,10 +11,15 @@ from time import perf_counter
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, either
-from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check
-from flexrlhf.guideline.advice.host_offload import offload_sets, offloaded_spaces
+from flexrlhf.guideline.advice.candidates import (
+    Candidate,
+    FeasibleCandidate,
+    RejectedCandidate,
+    check,
+    offload_sets,
+    offloaded_spaces,
+)
 from flexrlhf.guideline.advice.space import (
-    UNLIMITED,
     Space,
     is_allowed,
     make_space,
@@ -24,7 +29,7 @@ from flexrlhf.guideline.advice.space import (
 )
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.guideline.search.problem import MeshShape, SearchProblem
+from flexrlhf.guideline.search.problem import UNLIMITED, MeshShape, SearchProblem
 from flexrlhf.plan.changes import (
     Changes,
     RequestChange,

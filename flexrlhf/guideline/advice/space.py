@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import gcd
 from pathlib import Path
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import MAX_PLANNED, Spec
 from flexrlhf.errors import UserError, either
-from flexrlhf.guideline.advice.model_options import OptionEnumerator, PlacedCall, SearchModel, UniformMesh
+from flexrlhf.guideline.advice.model_options import OptionEnumerator, UniformMesh
+from flexrlhf.guideline.advice.sketch import SearchModel, Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.search.problem import (
@@ -30,6 +30,7 @@ from flexrlhf.guideline.search.problem import (
     SearchProblem,
     SearchSync,
     SearchTask,
+    meshes_of,
 )
 from flexrlhf.guideline.simulation.calls import CallMaker
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -38,25 +39,21 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.ratios import Roles
-from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
-from flexrlhf.plan.pipeline import resolve, run_graph
-from flexrlhf.strategies.instructions import Instruction, Run, Sync
-from flexrlhf.strategies.residency import sleepers
-from flexrlhf.strategies.strategy import DISAGGREGATED, STRATEGIES
+from flexrlhf.plan.pipeline import resolve
+from flexrlhf.strategies.instructions import Run, Sync
+from flexrlhf.strategies.strategy import DISAGGREGATED
 from flexrlhf.weights.shapes import ModelShape
 
 FORBIDDEN = 1e9
 """Seconds of a forbidden transfer; with a lag they may be spread over some steps."""
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
-UNLIMITED = 1e15
-"""Bytes of a device whose memory is not given."""
 USABLE = 0.98
 """Share of a device's usable memory that the result of a search may take, whose bytes a plan counts more exactly."""
 GAP = 0.01
@@ -125,98 +122,18 @@ class Space:
         return bool(self.offloaded) and self.usable < 1
 
     @cached_property
-    def names(self) -> tuple[ModelName, ...]:
-        """Names of the placed models, in vector order."""
-        if self.has_shadows:
-            return self.roles.with_shadows
-        engine = () if self.roles.rollout is None else (ModelName.of(self.roles.rollout, ROLLOUT),)
-        return self.roles.without_shadows + engine
-
-    @cached_property
-    def sketch(self) -> Placement:
-        """Placement that the order of calls follows from: each model on a rank of its own.
-
-        Without shadows a rollout engine has the rank of the trained copy.
-        """
-        rank_of = {name: number for number, name in enumerate(self.names)}
-        if not self.has_shadows and self.roles.rollout is not None:
-            rank_of[ModelName.of(self.roles.rollout, ROLLOUT)] = rank_of[ModelName(self.roles.rollout)]
-        return Placement(tuple(self._sketched(name, rank_of[name]) for name in self.names), len(self.names))
-
-    def _sketched(self, name: ModelName, rank: int) -> PlacedModel:
-        settings = self.spec.models.of(name.role)
-        assert settings is not None, f"{name.role} is resolved"
-        rollout = self.spec.rollout if name.is_rollout else None
-        own = settings.of_shadow if name.is_shadow else settings
-        if rollout is not None:
-            lora = own_adapters(settings, rollout)
-            own = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype, lora=lora)
-        return PlacedModel(name, Layout((rank,)), name in self.roles.trained, own, rollout, self._head(name))
-
-    def _head(self, name: ModelName) -> Head:
-        """Head of a placed model; a rollout engine only generates."""
-        return "causal" if name.is_rollout else self.roles.heads[name.role]
-
-    @cached_property
-    def whole_graph(self) -> Graph:
-        """Graph that runs, with the operators of the rollout engine."""
-        return run_graph(self.graph, self.spec, self.sketch)
-
-    @cached_property
-    def instructions(self) -> tuple[Instruction, ...]:
-        """Instructions of a usual step as the strategy orders them for the sketch, with a prompt in each mini-batch."""
-        strategy = next(each for each in STRATEGIES.values() if each.matches(self.sketch))
-        batch = replace(self.batch, num_prompts=self.batch.num_mini_batches, samples_per_prompt=1)
-        ordered = strategy.order(self.whole_graph, self.sketch, batch, self.spec)
-        return tuple(each for each in ordered if not each.is_rare)
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        return tuple(each for each in self.instructions if isinstance(each, Run))
+    def sketch(self) -> Sketch:
+        return Sketch(self.spec, self.graph, self.roles, self.has_shadows)
 
     @property
-    def offloaded_engine(self) -> str | None:
-        """Rollout engine on the ranks of the trained copy, if it is offloaded after its last call until weights are
-        sent."""
-        return next(iter(sleepers(self.sketch)), None)
+    def names(self) -> tuple[ModelName, ...]:
+        """Names of the placed models, in vector order."""
+        return self.sketch.names
 
     @cached_property
     def models(self) -> tuple[SearchModel, ...]:
         """Placed models with their calls, in vector order."""
-        calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
-        for run in self.runs:
-            calls[run.model].append(PlacedCall.of(run.operator, run.mini_batches))
-        if self.offloaded_engine is not None:
-            calls[self.offloaded_engine] += [PlacedCall("switch", self.batch.mini_batches)] * 2
-        travelling = {
-            name for each in self.instructions if isinstance(each, Sync) and each.overlaps for name in each.touches
-        }
-        return tuple(
-            SearchModel(
-                name,
-                name in self.roles.trained,
-                tuple(calls[name]),
-                self._head(name),
-                name in travelling,
-                self.switches(name) if name in self.offloaded else (),
-            )
-            for name in self.names
-        )
-
-    def switches(self, name: str) -> tuple[int, ...]:
-        """Transfers to or from host memory next to each call of a model that is offloaded while others compute.
-
-        Those at a weight sync are counted next to the last call before it.
-        """
-        listed = [each for each in self.instructions if isinstance(each, Run | Sync)]
-        counts: list[int] = []
-        for index, each in enumerate(listed):
-            if isinstance(each, Run) and each.model == name:
-                counts.append(0)
-            if name in each.touches and counts:
-                neighbours = listed[index - 1], listed[(index + 1) % len(listed)]
-                counts[-1] += sum(name not in other.touches for other in neighbours)
-        return tuple(counts)
+        return tuple(self.sketch.models(self.offloaded))
 
     @cached_property
     def devices(self) -> dict[str, DeviceClass]:
@@ -227,7 +144,7 @@ class Space:
     def problem(self) -> SearchProblem:
         """The space as a search problem."""
         parts = tuple(SearchPart(model.name, partial(self._options, model)) for model in self.models)
-        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), self.meshes)
+        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), meshes_of(self.cluster))
 
     @cached_property
     def node_sizes(self) -> dict[str, int]:
@@ -239,38 +156,11 @@ class Space:
             sizes[name] = max(sizes.get(name, 0), len(ranks))
         return sizes
 
-    @property
-    def _communicators(self) -> int:
-        return max(facts_of(model.engine).communicators for _, model in self.spec.models if model is not None)
-
     @cached_property
     def pool(self) -> DevicePool:
-        """Devices in nodes of one size: a larger node counts as several."""
-        memory: dict[str, float] = {}
-        for device in self.cluster.devices:
-            size = self.cluster.memory_bytes(device.rank, self._communicators)
-            usable = self.usable * (UNLIMITED if size is None else size)
-            memory[device.device_class] = min(usable, memory.get(device.device_class, usable))
-        ranks = [self.cluster.ranks_on_node(node) for node in range(self.cluster.num_nodes)]
-        unit = gcd(*map(len, ranks))
-        kinds = [self.cluster.devices[mine[at]].device_class for mine in ranks for at in range(0, len(mine), unit)]
-        return DevicePool(tuple(kinds), unit, memory)
-
-    @cached_property
-    def meshes(self) -> Meshes:
-        """Usual meshes; where nodes differ in size, powers of two inside a node and runs of whole nodes."""
-        nodes = [self.cluster.ranks_on_node(node) for node in range(self.cluster.num_nodes)]
-        if len(set(map(len, nodes))) == 1:
-            return Meshes((), ())
-        inside = [
-            (ranks[0] + at, size)
-            for ranks in nodes
-            for size in (1 << bit for bit in range((len(ranks) - 1).bit_length()))
-            for at in range(0, len(ranks) - size + 1, size)
-        ]
-        starts = [ranks[0] for ranks in nodes] + [len(self.cluster.devices)]
-        runs = [(first, last - first) for i, first in enumerate(starts) for last in starts[i + 1 :]]
-        return Meshes((), (*inside, *runs), "powers of two inside a node, runs of whole nodes")
+        """Devices in nodes of one size."""
+        communicators = (facts_of(model.engine).communicators for _, model in self.spec.models if model is not None)
+        return DevicePool.of_cluster(self.cluster, self.usable, max(communicators))
 
     def _options(self, model: SearchModel, shape: MeshShape) -> tuple[Option, ...]:
         """Options of a model on a mesh; none on devices of several classes."""
@@ -301,62 +191,31 @@ class Space:
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
         """Tasks and syncs in the order of the trainer's list, and the switches of an engine that sleeps."""
-        engine = self.offloaded_engine
+        sketch, engine = self.sketch, self.sketch.sleeper
         # after the last of its calls: it may have two
-        last = next((run for run in reversed(self.runs) if run.model == engine), None)
-        for each in self.instructions:
+        last = next((run for run in reversed(sketch.runs) if run.model == engine), None)
+        for each in sketch.instructions:
             match each:
                 case Run():
-                    reads = tuple(name_of(writer) for writer in (*self._writers(each), *self._separate(each)))
+                    reads = tuple(name_of(writer) for writer in (*sketch.writers(each), *sketch.separate(each)))
                     yield SearchTask(name_of(each), each.model, reads, each.lag)
                     if each is last:
                         yield SearchTask("offload", each.model)
                 case Sync():
                     if each.destination == engine:
                         yield SearchTask("reload", each.destination)
-                    seconds = partial(self._sync_seconds, each)
-                    yield SearchSync(self._trained(each.source), each.destination, seconds, each.every, each.overlaps)
-
-    def _trained(self, model: ModelName) -> str:
-        """Return the task that ends the training of ``model``."""
-        return [name_of(run) for run in self.runs if run.model == model and run.operator.kind == "train"][-1]
-
-    def _writers(self, reader: Run) -> list[Run]:
-        """Return the runs whose columns ``reader`` reads."""
-        return [run for run in self.runs if reader.reads_from(run)]
+                    trained, seconds = sketch.last_training(each.source), partial(self._sync_seconds, each)
+                    yield SearchSync(trained, each.destination, seconds, each.every, each.overlaps)
 
     def _rows(self) -> Iterator[RowTransfer]:
         """Yield transfers of columns, and waits between models that must not share a device."""
-        for reader in self.runs:
-            for writer in self._writers(reader):
+        for reader in self.sketch.runs:
+            for writer in self.sketch.writers(reader):
                 size = rows_bytes(self.batch, self.spec.lengths, writer, reader)
-                seconds = partial(self._rows_seconds, size, self._must_be_disjoint(writer.model, reader.model))
+                seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
                 yield RowTransfer(name_of(writer), name_of(reader), seconds)
-            for writer in self._separate(reader):
+            for writer in self.sketch.separate(reader):
                 yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds)
-
-    def _separate(self, reader: Run) -> Iterator[Run]:
-        """Yield ancestors of ``reader`` on models that must not share a device with its own: one of each such model.
-
-        Only models that send it no rows. With shadows training waits for all inference: advantages follow from it.
-        """
-        if not self.has_shadows or reader.operator.kind != "train":
-            return
-        writers = {run.model for run in self._writers(reader)}
-        others = {run.model: run for run in self._ancestors[name_of(reader)].values()}
-        for name, run in others.items():
-            if name not in writers and self._must_be_disjoint(name, reader.model):
-                yield run
-
-    @cached_property
-    def _ancestors(self) -> dict[str, dict[str, Run]]:
-        """Task → all runs that it waits for, by name."""
-        ancestors: dict[str, dict[str, Run]] = {}
-        for run in self.runs:
-            mine = ancestors[name_of(run)] = {}
-            for writer in self._writers(run):
-                mine |= ancestors[name_of(writer)] | {name_of(writer): writer}
-        return ancestors
 
     @staticmethod
     def _border_seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
@@ -374,14 +233,10 @@ class Space:
             key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
         )
 
-    def _must_be_disjoint(self, first: ModelName, second: ModelName) -> bool:
-        """Whether two models must not share a device: with shadows, one for training and one for inference."""
-        return self.has_shadows and (first in self.roles.trained) != (second in self.roles.trained)
-
     def _sync_seconds(self, sync: Sync, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if relation != ("disjoint" if self.has_shadows else "same"):
             return FORBIDDEN
-        weights = self._weights(self.sketch[sync.destination], to, sync.overlaps)
+        weights = self._weights(self.sketch.placement[sync.destination], to, sync.overlaps)
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
     def _weights(self, follower: PlacedModel, to: LinkEnd, overlaps: bool = False) -> SyncWeights:
@@ -433,11 +288,6 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
     mini_batches, most = space.spec.algorithm.num_mini_batches, MAX_PLANNED // space.pool.num_devices
     tried = CHUNKS if space.has_shadows else CHUNKS[:1]
     return tuple(number for number in tried if mini_batches % number == 0 and number <= max(1, most))
-
-
-def name_of(run: Run) -> str:
-    """Return the name of a run in the search problem."""
-    return run.operator.name if run.chunk is None else f"{run.operator.name}.{run.chunk}"
 
 
 def side_of(end: LinkEnd) -> MeshSide:

@@ -14,13 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.routes import Relation
 
 CONTIGUOUS_NODES = 16
 """Largest number of nodes for which every run of adjacent nodes is a mesh; beyond, only aligned powers of two and a few
 splits."""
+
+UNLIMITED = 1e15
+"""Bytes of a device whose memory is not given."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,22 @@ class DevicePool:
             raise ValueError(f"{num_devices} devices are not whole nodes of {per_node}")
         return DevicePool((kind,) * (num_devices // per_node), per_node, {kind: memory})
 
+    @staticmethod
+    def of_cluster(cluster: Cluster, usable: float, communicators: int) -> DevicePool:
+        """Return the devices of ``cluster`` in nodes of one size: a larger node counts as several.
+
+        ``usable``: share of a device's memory that may be used, next to that of its ``communicators``.
+        """
+        memory: dict[str, float] = {}
+        for device in cluster.devices:
+            size = cluster.memory_bytes(device.rank, communicators)
+            mine = usable * (UNLIMITED if size is None else size)
+            memory[device.device_class] = min(mine, memory.get(device.device_class, mine))
+        ranks = [cluster.ranks_on_node(node) for node in range(cluster.num_nodes)]
+        unit = gcd(*map(len, ranks))
+        kinds = [cluster.devices[node[at]].device_class for node in ranks for at in range(0, len(node), unit)]
+        return DevicePool(tuple(kinds), unit, memory)
+
     @property
     def num_devices(self) -> int:
         return len(self.nodes) * self.per_node
@@ -169,6 +189,22 @@ class Meshes:
     blocks: tuple[int, ...]
     listed: tuple[tuple[int, int], ...]
     about: str = ""
+
+
+def meshes_of(cluster: Cluster) -> Meshes:
+    """Return the meshes of ``cluster`` if its nodes differ in size, else none, which stands for the usual ones."""
+    nodes = [cluster.ranks_on_node(node) for node in range(cluster.num_nodes)]
+    if len(set(map(len, nodes))) == 1:
+        return Meshes((), ())
+    inside = [
+        (ranks[0] + at, size)
+        for ranks in nodes
+        for size in (1 << bit for bit in range((len(ranks) - 1).bit_length()))
+        for at in range(0, len(ranks) - size + 1, size)
+    ]
+    starts = [ranks[0] for ranks in nodes] + [len(cluster.devices)]
+    runs = [(first, last - first) for i, first in enumerate(starts) for last in starts[i + 1 :]]
+    return Meshes((), (*inside, *runs), "powers of two inside a node, runs of whole nodes")
 
 
 def usual_meshes(pool: DevicePool) -> Meshes:

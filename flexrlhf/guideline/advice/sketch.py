@@ -1,0 +1,235 @@
+"""Order of a step before models have devices: the strategy's own schedule, with each model on a rank of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Self
+
+from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.guideline.simulation.calls import texts_per_row
+from flexrlhf.guideline.simulation.pricing import source_section
+from flexrlhf.operators.graph import Graph, Operator, OperatorKind
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
+from flexrlhf.placement.ratios import Roles
+from flexrlhf.placement.rollout import own_adapters
+from flexrlhf.plan.pipeline import run_graph
+from flexrlhf.strategies.instructions import Instruction, Run, Sync
+from flexrlhf.strategies.residency import sleepers
+from flexrlhf.strategies.strategy import STRATEGIES
+
+PlacedCallKind = OperatorKind | Literal["switch"]
+"""OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
+
+
+@dataclass(frozen=True)
+class PlacedCall:
+    """One call of a placed model, with what its seconds depend on.
+
+    kind:          what it does.
+    mini_batches:  the mini-batches whose rows it computes.
+    score_source:  section of the YAML with the sources of a score.
+    texts:         texts in a row.
+    compares:      whether all texts of a prompt are in one pass.
+    """
+
+    kind: PlacedCallKind
+    mini_batches: range
+    score_source: str = ""
+    texts: int = 1
+    compares: bool = False
+
+    @classmethod
+    def of(cls, operator: Operator, mini_batches: range) -> Self:
+        """Return the call of ``operator``."""
+        texts, compares = texts_per_row(operator), operator.compares_responses
+        return cls(operator.kind, mini_batches, source_section(operator), texts, compares)
+
+
+@dataclass(frozen=True)
+class SearchModel:
+    """A placed model before it has a mesh.
+
+    name:     role and copy.
+    trained:  whether its weights are trained.
+    calls:    in schedule order.
+    head:     what it computes on top of the hidden states.
+    is_apart: whether its weights travel to or from another copy while both compute.
+    switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
+    """
+
+    name: ModelName
+    trained: bool
+    calls: tuple[PlacedCall, ...]
+    head: Head = "causal"
+    is_apart: bool = False
+    switches: tuple[int, ...] = ()
+
+    @property
+    def role(self) -> str:
+        return self.name.role
+
+    @property
+    def kinds(self) -> tuple[PlacedCallKind, ...]:
+        """Kinds of the calls that the model itself computes."""
+        return tuple(
+            dict.fromkeys(call.kind for call in self.calls if call.kind not in ("combine", "score", "retokenize"))
+        )
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it is in host memory while other models compute."""
+        return "switch" in self.kinds
+
+    @property
+    def is_rollout(self) -> bool:
+        return self.name.is_rollout
+
+    @property
+    def is_shadow(self) -> bool:
+        return bool(self.name.copy)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Step of ``spec`` on a placement that has no devices yet.
+
+    spec:         the spec, its models resolved.
+    graph:        operators of the algorithm.
+    roles:        its roles, in vector order.
+    has_shadows:  whether inference has copies of its own.
+    """
+
+    spec: Spec
+    graph: Graph
+    roles: Roles
+    has_shadows: bool
+
+    @cached_property
+    def names(self) -> tuple[ModelName, ...]:
+        """Names of the placed models, in vector order."""
+        if self.has_shadows:
+            return self.roles.with_shadows
+        engine = () if self.roles.rollout is None else (ModelName.of(self.roles.rollout, ROLLOUT),)
+        return self.roles.without_shadows + engine
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Placement that the order of calls follows from: each model on a rank of its own.
+
+        Without shadows a rollout engine has the rank of the trained copy.
+        """
+        rank_of = {name: number for number, name in enumerate(self.names)}
+        if not self.has_shadows and self.roles.rollout is not None:
+            rank_of[ModelName.of(self.roles.rollout, ROLLOUT)] = rank_of[ModelName(self.roles.rollout)]
+        return Placement(tuple(self._sketched(name, rank_of[name]) for name in self.names), len(self.names))
+
+    def _sketched(self, name: ModelName, rank: int) -> PlacedModel:
+        settings = self.spec.models.of(name.role)
+        assert settings is not None, f"{name.role} is resolved"
+        rollout = self.spec.rollout if name.is_rollout else None
+        own = settings.of_shadow if name.is_shadow else settings
+        if rollout is not None:
+            lora = own_adapters(settings, rollout)
+            own = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype, lora=lora)
+        return PlacedModel(name, Layout((rank,)), name in self.roles.trained, own, rollout, self.head(name))
+
+    def head(self, name: ModelName) -> Head:
+        """Head of a placed model; a rollout engine only generates."""
+        return "causal" if name.is_rollout else self.roles.heads[name.role]
+
+    @cached_property
+    def whole_graph(self) -> Graph:
+        """Graph that runs, with the operators of the rollout engine."""
+        return run_graph(self.graph, self.spec, self.placement)
+
+    @cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """Instructions of a usual step as the strategy orders them for the sketch, with a prompt in each mini-batch."""
+        strategy = next(each for each in STRATEGIES.values() if each.matches(self.placement))
+        batch = BatchShape.of(self.spec)
+        batch = replace(batch, num_prompts=batch.num_mini_batches, samples_per_prompt=1)
+        ordered = strategy.order(self.whole_graph, self.placement, batch, self.spec)
+        return tuple(each for each in ordered if not each.is_rare)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(each for each in self.instructions if isinstance(each, Run))
+
+    @property
+    def sleeper(self) -> str | None:
+        """Rollout engine on the ranks of the trained copy, if it is offloaded after its last call until weights are
+        sent."""
+        return next(iter(sleepers(self.placement)), None)
+
+    def models(self, offloaded: Collection[str]) -> Iterator[SearchModel]:
+        """Yield the placed models with their calls, in vector order. ``offloaded``: those in host memory when idle."""
+        calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
+        for run in self.runs:
+            calls[run.model].append(PlacedCall.of(run.operator, run.mini_batches))
+        if self.sleeper is not None:
+            calls[self.sleeper] += [PlacedCall("switch", BatchShape.of(self.spec).mini_batches)] * 2
+        syncs = [each for each in self.instructions if isinstance(each, Sync)]
+        travelling = {name for each in syncs if each.proceeds_in_background for name in each.touches}
+        for name in self.names:
+            switches = self.switches(name) if name in offloaded else ()
+            trained, head = name in self.roles.trained, self.head(name)
+            yield SearchModel(name, trained, tuple(calls[name]), head, name in travelling, switches)
+
+    def last_training(self, model: ModelName) -> str:
+        """Return the task that ends the training of ``model``."""
+        return [name_of(run) for run in self.runs if run.model == model and run.operator.kind == "train"][-1]
+
+    def writers(self, reader: Run) -> list[Run]:
+        """Return the runs whose columns ``reader`` reads."""
+        return [run for run in self.runs if reader.reads_from(run)]
+
+    def separate(self, reader: Run) -> Iterator[Run]:
+        """Yield ancestors of ``reader`` on models that must not share a device with its own: one of each such model.
+
+        Only models that send it no rows. With shadows training waits for all inference: advantages follow from it.
+        """
+        if not self.has_shadows or reader.operator.kind != "train":
+            return
+        writers = {run.model for run in self.writers(reader)}
+        others = {run.model: run for run in self._ancestors[name_of(reader)].values()}
+        for name, run in others.items():
+            if name not in writers and self.must_be_disjoint(name, reader.model):
+                yield run
+
+    @cached_property
+    def _ancestors(self) -> dict[str, dict[str, Run]]:
+        """Task → all runs that it waits for, by name."""
+        ancestors: dict[str, dict[str, Run]] = {}
+        for run in self.runs:
+            mine = ancestors[name_of(run)] = {}
+            for writer in self.writers(run):
+                mine |= ancestors[name_of(writer)] | {name_of(writer): writer}
+        return ancestors
+
+    def must_be_disjoint(self, first: ModelName, second: ModelName) -> bool:
+        """Whether two models must not share a device: with shadows, one for training and one for inference."""
+        return self.has_shadows and (first in self.roles.trained) != (second in self.roles.trained)
+
+    def switches(self, name: str) -> tuple[int, ...]:
+        """Transfers to or from host memory next to each call of a model that is offloaded while others compute.
+
+        Those at a weight sync are counted next to the last call before it.
+        """
+        listed = [each for each in self.instructions if isinstance(each, Run | Sync)]
+        counts: list[int] = []
+        for index, each in enumerate(listed):
+            if isinstance(each, Run) and each.model == name:
+                counts.append(0)
+            if name in each.touches and counts:
+                neighbours = listed[index - 1], listed[(index + 1) % len(listed)]
+                counts[-1] += sum(name not in other.touches for other in neighbours)
+        return tuple(counts)
+
+
+def name_of(run: Run) -> str:
+    """Return the name of a run in the search problem."""
+    return run.operator.name if run.chunk is None else f"{run.operator.name}.{run.chunk}"
