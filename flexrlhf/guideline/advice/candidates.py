@@ -1,4 +1,4 @@
-"""Placements to compare, timed by the search or planned and simulated; what does not fit has its reason.
+"""Placements to compare, timed by the search or planned and simulated; a misfit has its reason.
 
 Some are searched with idle models in host memory. A plan offloads models where a device would overflow, the one that is
 used farthest in the future first (``strategies/residency.py``). A search counts two transfers for each time that such a
@@ -34,7 +34,7 @@ class Candidate:
     """A placement to compare.
 
     method:      where it comes from.
-    name:        unique among those of its method.
+    name:        unique within its method.
     space:       the space that it is a placement of.
     assignment:  its meshes and settings; None where nothing is possible.
     reason:      why nothing is possible.

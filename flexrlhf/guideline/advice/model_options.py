@@ -1,4 +1,4 @@
-"""Options of one placed model on a mesh: its settings, each with the seconds of its calls and its bytes.
+"""Options of one placed model on a mesh: its settings, each with the time of its calls and its bytes.
 
 Bytes are those that ``memory.budget`` counts for a plan, so ``flexrlhf plan`` accepts the result of a search.
 """
@@ -90,7 +90,7 @@ class OptionEnumerator:
         return self._options[model, mesh]
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
-        """Option of a model with ``settings``, which are those of an option with other calls."""
+        """Option of a model with ``settings``, taken from an option with other calls."""
         layout = _layout(mesh.size, settings.tp, settings.pp)
         rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
         return self._option(model, mesh, _on(model, mesh, layout, settings, rollout))
@@ -328,7 +328,7 @@ class OptionEnumerator:
             yield kind, seconds, size
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned the first time for ``key``: settings share most of what they cost."""
+        """Return the first result of ``make`` for ``key``: settings share most of their costs."""
         value: T | None = self._cache.get(key)
         if value is None:
             value = self._cache[key] = make()

@@ -3,7 +3,7 @@
 Every model call of a step is a part of the search problem, with a mesh, degrees and a ZeRO stage of its own. The copy
 that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is the copy
 that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low. Batch
-sizes and recomputation are those of the YAML.
+sizes and recomputation are as in the YAML.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class OperatorSpace(Space):
         return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)
 
     def _variants_of(self, part: str) -> Iterator[OptionEnumerator]:
-        """Yield what enumerates the options of an operator: with another engine where that of its role does not serve
+        """Yield enumerators of the options of an operator: with another engine if the engine of its role does not serve
         it, and also in the ZeRO stages of the copy that trains, which it may share.
         """
         operator = self.placed_operators[part]
@@ -135,7 +135,7 @@ class OperatorSpace(Space):
                         yield SearchSync(name, other, partial(self._refill_seconds, copy))
 
     def _refill_seconds(self, copy: PlacedModel, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
-        """Return the seconds of filling ``copy``; 0 where it is the copy that trains."""
+        """Return the time of filling ``copy``; 0 where it is the copy that trains."""
         if relation == "same" and source.layout == to.layout:
             return 0.0
         return self._between(source, to, relation).sync_cost(self.costs, self._weights(copy, to)).seconds

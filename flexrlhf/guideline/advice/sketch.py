@@ -27,9 +27,9 @@ PlacedCallKind = OperatorKind | Literal["switch"]
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """One call of a placed model, with what its seconds depend on.
+    """One call of a placed model, with all that its time depends on.
 
-    kind:          what it does.
+    kind:          kind of work.
     mini_batches:  the mini-batches whose rows it computes.
     score_source:  section of the YAML with the sources of a score.
     texts:         texts in a row.
@@ -56,7 +56,7 @@ class SearchModel:
     name:     role and copy.
     trained:  whether its weights are trained.
     calls:    in schedule order.
-    head:     what it computes on top of the hidden states.
+    head:     its computation on top of the hidden states.
     is_apart: whether its weights travel to or from another copy while both compute.
     switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
     """

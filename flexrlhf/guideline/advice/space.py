@@ -67,7 +67,7 @@ def is_allowed(seconds: float) -> bool:
 
 @dataclass(frozen=True)
 class Space:
-    """Placements of ``spec`` with or without shadows, for one number of chunks and one lag (those of the spec).
+    """Placements of ``spec`` with or without shadows, for one number of chunks and one lag, as in the spec.
 
     spec:            the spec, its models resolved.
     graph:           operators of the algorithm.
@@ -172,7 +172,7 @@ class Space:
         return tuple(replace(each, active=each.active + more) for each in options) if more else options
 
     def option(self, model: SearchModel, shape: MeshShape, settings: ModelSpec) -> Option:
-        """Option of a model on a mesh of one class. ``settings``: those of an option there with other calls."""
+        """Option of a model on a mesh of one class. ``settings``: of an option there with other calls."""
         mesh = self._mesh(shape)
         found = self.enumerator.option(model, mesh, settings)
         return replace(found, active=found.active + self._bytes_of_source(model, mesh))

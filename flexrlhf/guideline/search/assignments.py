@@ -1,4 +1,4 @@
-"""Many assignments at once, one a row: the bytes that they need, and the seconds of a step."""
+"""Many assignments at once, one a row: the bytes that they need, and the time of a step."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def fits(tables: Tables, over: Floats) -> Bools:
 
 
 def assignment_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
-    """Return the seconds of a settled step of each row, (n,), whether or not it fits. The arguments are (n, parts)."""
+    """Return the time of a settled step of each row, (n,), whether or not it fits. The arguments are (n, parts)."""
     sizes = np.stack([part.size[options[:, p]] for p, part in enumerate(tables.parts)], axis=1)
     overlaps = pairwise(starts, sizes, range(len(tables.parts)))
     graph, zeros = tables.graph, np.zeros(len(options))
@@ -125,13 +125,13 @@ def assignment_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
 def clock(
     graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int
 ) -> Floats:
-    """Return the seconds of a settled step of each row, (rows,): the walk of the simulation, of many lists at once.
+    """Return the time of a settled step of each row, (rows,): the walk of the simulation for many lists at once.
 
     It has the state of ``simulation.walk``, with parts in place of blocks: a call occupies all that share a device with
     its own.
 
     seconds:   of each call, (rows,).
-    delays:    seconds of each link, (rows,).
+    delays:    time of each link, (rows,).
     overlaps:  which parts share a device.
     """
     steady = SteadySteps.of(graph.lags, graph.every)

@@ -1,4 +1,4 @@
-"""Lower bounds on the seconds of any completion of assignments of which only some parts are decided.
+"""Lower bounds on the time of any completion of assignments of which only some parts are decided.
 
 A step cannot be shorter than any cycle of waits that comes back to where it began one step later: calls in list order
 that share devices or read each other. It cannot be shorter than the work of all calls spread over all devices either,
@@ -80,9 +80,9 @@ def cycle_bound(
     rows: int,
     areas: Mapping[Window, Floats | float],
 ) -> Floats:
-    """Lower bound on the seconds of a step of each row, (rows,): the longest cycle of waits over the steps it spans.
+    """Lower bound on the time of a step of each row, (rows,): the longest cycle of waits over the steps it spans.
 
-    ``areas``: window → device seconds of the calls in between, over the number of devices.
+    ``areas``: window → device time of the calls in between, over the number of devices.
     """
     waits = _Waits(graph, seconds, delays, _waits_of(graph, overlaps), rows)
     reached: dict[int, Paths] = {}
@@ -100,8 +100,8 @@ def cycle_bound(
 
 
 def _waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
-    """Return the wait of each call for each other: where they share a device, and for weights in the background by what
-    uses them and by the next ones on their link."""
+    """Return the wait of each call for each other: where they share a device, and for weights in the background by the
+    calls that use them and by the next ones on their link."""
     waits = [[wait_of(parts, others, overlaps) for others in graph.parts] for parts in graph.parts]
     for other, filled in enumerate(graph.fills):
         for call, parts in enumerate(graph.parts):
@@ -116,7 +116,7 @@ class _Waits:
 
     graph:    the calls.
     seconds:  of each call.
-    delays:   seconds of each link.
+    delays:   time of each link.
     waits:    wait of each call for each other call.
     rows:     number of rows.
     """
@@ -149,7 +149,7 @@ class _Waits:
         return now
 
     def long_cycle(self, paths: Paths, first: int) -> Floats:
-        """Longest path from ``first`` back to it ``lag`` + 1 turns later, over those turns: through what it reads of
+        """Longest path from ``first`` back to it ``lag`` + 1 turns later, over those turns: through its reads of
         earlier turns."""
         before = paths
         for _ in range(self.graph.lag):
@@ -163,9 +163,9 @@ class Floors:
     """Least figures of each part over the shapes that are still allowed: bounds for parts without a mesh.
 
     allowed:     shapes that each part may have, (parts, shapes).
-    seconds:     least seconds of each task, by part.
+    seconds:     least time of each task, by part.
     size:        least number of devices, by part.
-    areas:       window → device seconds of its calls, (parts, shapes).
+    areas:       window → device time of its calls, (parts, shapes).
     least_area:  window → the least of them over the shapes, (parts,).
     """
 
@@ -177,7 +177,7 @@ class Floors:
 
 
 def areas_of(tables: Tables) -> dict[Window, Floats]:
-    """Window → device seconds of its calls, (parts, shapes); infinite where a part has no option."""
+    """Window → device time of its calls, (parts, shapes); infinite where a part has no option."""
     areas = {}
     for window in (WHOLE, *windows_of(tables.graph)):
         areas[window] = np.full((len(tables.parts), len(tables.shapes)), np.inf)
@@ -236,7 +236,7 @@ class PartialAssignments:
 
 
 def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, is_anywhere: bool = False) -> Floats:
-    """Lower bound on the seconds of any completion of each row, (n,); infinite where a part has no option that fits.
+    """Lower bound on the time of any completion of each row, (n,); infinite where a part has no option that fits.
 
     ``is_anywhere``: the rows have a single part, and hold wherever it is placed.
     """
@@ -261,7 +261,7 @@ def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, i
 
 
 def _part_seconds(tables: Tables, partial: PartialAssignments, sizes: Ints, is_anywhere: bool) -> dict[int, Floats]:
-    """Decided part → least seconds of each of its tasks, (n, tasks), with the memory that the others leave."""
+    """Decided part → least time of each of its tasks, (n, tasks), with the memory that the others leave."""
     if is_anywhere:
         room = np.full(partial.starts.shape, tables.most_memory)
     else:
@@ -277,7 +277,7 @@ def _part_seconds(tables: Tables, partial: PartialAssignments, sizes: Ints, is_a
 def _link_bounds(
     tables: Tables, column: dict[int, int], starts: Ints, shapes: Ints, seconds: list[Floats | float]
 ) -> list[Floats | float]:
-    """Least delay of each row transfer, 0 where one end is undecided. Least seconds of syncs go into ``seconds``."""
+    """Least delay of each row transfer, 0 where one end is undecided. The least time of syncs goes into ``seconds``."""
     delays: list[Floats | float] = [0.0] * len(tables.links)
     for index, table in enumerate(tables.links):
         if table.link.source not in column or table.link.to not in column:
@@ -314,7 +314,7 @@ def _area(
     of_part: dict[int, Floats],
     sizes: Ints,
 ) -> Floats:
-    """Device seconds of the calls in ``window``, (n,). ``of_part``: decided part → its seconds."""
+    """Device time of the calls in ``window``, (n,). ``of_part``: decided part → its seconds."""
     area = np.zeros(len(partial))
     for part, by_shape in enumerate(floors.areas[window]):
         if part not in partial.parts:

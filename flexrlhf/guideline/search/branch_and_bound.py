@@ -97,7 +97,7 @@ class _Branch:
     number:   running number.
     bound:    the least of ``bounds``.
     partial:  the partial assignments.
-    bounds:   lower bound on the seconds of each.
+    bounds:   lower bound on the time of each.
     """
 
     rank: int
@@ -135,7 +135,7 @@ class _MeshSearch:
         return bool(missed.max() > MISSED * self.state.best)
 
     def run(self) -> float:
-        """Search until nothing is left. Returns the least bound of what is left at the limit, else infinite."""
+        """Search until nothing is left. Returns the least bound of the rest at the limit, else infinite."""
         if self.floors is None:
             return np.inf
         least = self.floors.least_area[WHOLE]
@@ -151,7 +151,7 @@ class _MeshSearch:
         return np.inf
 
     def _step(self, branch: _Branch) -> float:
-        """Expand a branch. Returns the least bound of what is left of it at the limit, else infinite."""
+        """Expand a branch. Returns the least bound of its rest at the limit, else infinite."""
         kept = self.state.below_goal(branch.bounds)
         partial = branch.partial.rows(kept)
         if not len(kept):
@@ -236,7 +236,7 @@ class _MeshSearch:
     def _finish(self, partial: PartialAssignments, bounds: Floats) -> float:
         """Search the options of rows with all meshes decided, the most promising first.
 
-        Returns the least bound of what is left at the limit, else infinite.
+        Returns the least bound of the rest at the limit, else infinite.
         """
         columns = np.argsort(self.order)
         starts, shapes, options = partial.starts[:, columns], partial.shapes[:, columns], partial.options[:, columns]

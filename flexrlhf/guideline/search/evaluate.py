@@ -124,7 +124,7 @@ def _edges(problem: SearchProblem, calls: dict[str, int], lags: list[int]) -> li
 
 
 def evaluate(problem: SearchProblem, assignment: Assignment) -> float:
-    """Return the seconds of a settled step, by the walk of the simulation."""
+    """Return the time of a settled step, by the walk of the simulation."""
     graph, blocks = call_graph(problem), _blocks(assignment)
     links = [link_seconds(problem, link, assignment) for link in graph.links]
     seconds = call_seconds(graph, assignment, links)
@@ -150,7 +150,7 @@ def _timed(
 
 
 def call_seconds(graph: CallGraph, assignment: Assignment, links: Sequence[float]) -> list[float]:
-    """Return the seconds of each call. ``links``: seconds of each link."""
+    """Return the time of each call. ``links``: time of each link."""
     seconds = [
         assignment[parts[0]].option.seconds[column] if column >= 0 else 0.0
         for parts, column in zip(graph.parts, graph.column, strict=True)
@@ -162,7 +162,7 @@ def call_seconds(graph: CallGraph, assignment: Assignment, links: Sequence[float
 
 
 def link_seconds(problem: SearchProblem, link: Link, assignment: Assignment) -> float:
-    """Return the seconds of ``link`` between the meshes of ``assignment``."""
+    """Return the time of ``link`` between the meshes of ``assignment``."""
     source, to = assignment[link.source], assignment[link.to]
     relation = mesh_relation(source.start, source.size, to.start, to.size)
     first, second = (LinkEnd(problem.shape_of(each.start, each.size), each.option.layout) for each in (source, to))

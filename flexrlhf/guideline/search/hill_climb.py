@@ -133,7 +133,7 @@ def best_of_part(state: SearchState, meshes: DistinctMeshes, spots: Sequence[Spo
 
 
 def spots_of_part(tables: Tables, meshes: DistinctMeshes, spots: Sequence[Spot], part: int) -> tuple[Ints, Ints]:
-    """(starts, options) of all spots of a part, given those of the others."""
+    """Return (starts, options) of all spots of a part, given the other parts' spots."""
     ends = []
     for other, (start, option) in enumerate(spots):
         if other != part:

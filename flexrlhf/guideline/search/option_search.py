@@ -36,7 +36,7 @@ class OptionSearch:
         self.sets = [np.arange(each.start, each.stop) for each in stated]
 
     def run(self, options: Sequence[int]) -> float:
-        """Store the best assignments. Returns the least bound of what is left at the limit, else infinite.
+        """Store the best assignments. Returns the least bound of the rest at the limit, else infinite.
 
         ``options``: option of each part, or ``UNDECIDED``.
         """
@@ -116,7 +116,7 @@ class OptionSearch:
         return fitting
 
     def _bound(self, chosen: Sequence[int], rows: Ints) -> Floats:
-        """Return a lower bound on the seconds of any completion of each row, (n,)."""
+        """Return a lower bound on the time of any completion of each row, (n,)."""
         seconds, delays = self._seconds(chosen, rows)
         return cycle_bound(self.tables.graph, seconds, delays, self.overlaps, len(rows), {})
 
@@ -129,7 +129,7 @@ class OptionSearch:
         self.state.accept(values, np.tile(np.array(self.starts), (len(rows), 1)), rows)
 
     def _seconds(self, chosen: Sequence[int], rows: Ints) -> tuple[list[Floats | float], list[Floats | float]]:
-        """Return the seconds of each call and the delay of each link, the least where a part is undecided."""
+        """Return the time of each call and the delay of each link, the least where a part is undecided."""
         graph = self.tables.graph
         seconds: list[Floats | float] = [0.0] * graph.num_calls
         for call, (parts, column) in enumerate(zip(graph.parts, graph.column, strict=True)):
@@ -148,7 +148,7 @@ class OptionSearch:
         return seconds, delays
 
     def _link(self, table: LinkTable, relation: Ints, chosen: Sequence[int], rows: Ints) -> Floats:
-        """Return the seconds of a link, the least over the options of an end that is undecided, (n,) or (1,)."""
+        """Return the time of a link, the least over the options of an end that is undecided, (n,) or (1,)."""
         a, b = table.link.source, table.link.to
         if a in chosen and b in chosen:
             return table.seconds(table.source.end[rows[:, a]], table.to.end[rows[:, b]], relation)

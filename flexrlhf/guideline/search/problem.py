@@ -47,7 +47,7 @@ class Option:
     seconds:   of each task of the part, in the problem's order.
     resting:   bytes that are allocated on each device of the mesh all the time.
     active:    the most bytes on a device that one of its tasks needs in addition.
-    layout:    what the seconds of syncs and of row transfers depend on, such as (dp, tp, pp).
+    layout:    layout that syncs and row transfers depend on, such as (dp, tp, pp).
     settings:  the settings that the option stands for; the search does not read them.
     """
 
@@ -99,9 +99,9 @@ class SearchSync:
 
     task:      the task that has trained them.
     to:        the part that receives them.
-    seconds:   what it takes, by both ends.
+    seconds:   its duration, by both ends.
     every:     batches from one to the next.
-    overlaps:  whether it proceeds while both parts do what comes next, until ``to`` is used.
+    overlaps:  whether it proceeds while both parts go on, until ``to`` is used.
     """
 
     task: str

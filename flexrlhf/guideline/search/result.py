@@ -29,7 +29,7 @@ CALL_SECONDS = 0.4e-6
 
 @dataclass(frozen=True)
 class TimedAssignment:
-    """An assignment that fits, and the seconds of a settled step under it."""
+    """An assignment that fits, and the time of a settled step under it."""
 
     seconds: float
     assignment: Assignment
@@ -209,7 +209,7 @@ class SearchState:
             self.stored.discard(heapq.heappop(heap)[1])
 
     def result(self, bound: float, began: float, is_finished: bool) -> SearchResult:
-        """Return the result. ``bound``: least bound of what was not searched. ``began``: by ``perf_counter``."""
+        """Return the result. ``bound``: of the sets that were not searched. ``began``: by ``perf_counter``."""
         best = [
             TimedAssignment(-value, assignment_of(self.tables, *key))
             for value, key in sorted(self.fastest, reverse=True)

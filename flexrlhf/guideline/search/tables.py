@@ -1,4 +1,4 @@
-"""The problem as arrays: the fronts of options by part and shape, seconds of links by pairs of ends."""
+"""The problem as arrays: the fronts of options by part and shape, the time of links by pairs of ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY_ROUNDING = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class SecondsByMemory:
-    """The least seconds of each task among the options of a shape that need at most a given memory.
+    """The least time of each task among the options of a shape that need at most a given memory.
 
     keys:     shape and memory of each option in one number, sorted.
     first:    first position of each shape among ``keys``.
@@ -38,7 +38,7 @@ class SecondsByMemory:
     scale: float
 
     def least(self, shapes: Ints, room: Floats) -> Floats:
-        """Return the least seconds of ``shapes`` within ``room`` bytes, (n, tasks); infinite where no option fits."""
+        """Return the least time of ``shapes`` within ``room`` bytes, (n, tasks); infinite where no option fits."""
         limit = np.clip(room / self.scale + MEMORY_ROUNDING, -1.0, 1.5)
         position = np.searchsorted(self.keys, shapes * SHAPE_STEP + limit, side="right")
         seconds: Floats = self.seconds[np.maximum(position - 1, 0)]
@@ -47,13 +47,13 @@ class SecondsByMemory:
 
 @dataclass(frozen=True, eq=False)
 class PartTable:
-    """All options of a part in a row, by shape: ``options[first[s]:first[s + 1]]`` are those of shape ``s``.
+    """All options of a part in a row, by shape: shape ``s`` has ``options[first[s]:first[s + 1]]``.
 
     options:        the options on the fronts of their shapes.
     first:          first option of each shape.
     shape:          shape of each option.
     size:           devices of each option.
-    seconds:        seconds of each option, (n, tasks).
+    seconds:        time of each option, (n, tasks).
     resting:        bytes of each option all the time.
     active:         bytes that a task of each option needs in addition.
     end:            index of (shape, layout) of each option in ``ends``.
@@ -268,9 +268,9 @@ def undominated(rows: Floats) -> Ints:
 
 
 def pareto(options: Sequence[Option], has_links: bool) -> list[Option]:
-    """Return the Pareto front of (seconds of each task, resting, active) among options on one mesh.
+    """Return the Pareto front of (time of each task, resting, active) among options on one mesh.
 
-    Where seconds of links depend on the layout, an option is compared with those of its own layout alone.
+    Where the time of links depends on the layout, an option is compared with others of its own layout alone.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, option in enumerate(options):

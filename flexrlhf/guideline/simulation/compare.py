@@ -1,7 +1,7 @@
-"""Comparison of a simulation with the timeline of a run: measured and predicted seconds of each instruction.
+"""Comparison of a simulation with the timeline of a run: measured and predicted time of each instruction.
 
 Both are spans as the trainer records them, so both include waiting for other ranks. A Move's span is its posting; its
-duration shows in what Runs wait.
+duration shows in the waiting of Runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Comparison:
     """A run compared with its simulation.
 
     lines:    comparison by kind and label
-    step:     seconds of a step
+    step:     time of a step
     steps:    steps that are compared
     missing:  predicted spans that were not measured
     extra:    measured spans that were not predicted
@@ -110,7 +110,7 @@ def compare(simulation: Simulation, measured: Sequence[Span]) -> Comparison:
 
 
 def step_seconds(spans: Sequence[Span], steps: range) -> float:
-    """Return the mean seconds of ``steps``: from the end of the step before them (or the start of the run) to the end
+    """Return the mean time of ``steps``: from the end of the step before them (or the start of the run) to the end
     of the last."""
     ends: dict[int, float] = defaultdict(float)
     for span in spans:

@@ -64,7 +64,7 @@ class Pricer:
     _model_links: dict[tuple[str, str], ModelLink] = field(default_factory=dict)
 
     def price(self, instruction: Instruction) -> Cost:
-        """Return the seconds of one execution of ``instruction``."""
+        """Return the time of one execution of ``instruction``."""
         match instruction:
             case Run():
                 return self._operator(instruction.operator, self.plan.placement[instruction.model], instruction)
@@ -154,7 +154,7 @@ class Pricer:
         )
 
     def _move(self, move: Move) -> Cost:
-        """Return the seconds of the source and destination that take longest."""
+        """Return the time of the source and destination that take longest."""
         batch, lengths = self.plan.batch, self.plan.lengths
         chunks = 1 if move.chunk is None else batch.num_chunks
         size = batch.num_rows // chunks * sum(map(lengths.row_bytes, move.columns))
@@ -162,7 +162,7 @@ class Pricer:
         return max((pair.rows_cost(self.costs, size) for pair in pairs), key=lambda cost: cost.seconds)
 
     def rows_cost(self, writer: Run, reader: Run) -> Cost:
-        """Return the seconds in which what ``reader`` reads of ``writer`` moves from the one's ranks to the other's."""
+        """Return the time in which the columns of ``writer`` that ``reader`` reads move to its ranks."""
         size = rows_bytes(self.plan.batch, self.plan.lengths, writer, reader)
         return self.model_link(writer.model, reader.model).rows_cost(self.costs, size)
 
@@ -189,7 +189,7 @@ class Pricer:
         return self.model_link(sync.source, sync.destination).sync_cost(self.costs, weights)
 
     def _switch(self, instruction: Offload | Reload) -> Cost:
-        """Return the seconds of the first rank of a stage, which has most where shards are uneven."""
+        """Return the time of the first rank of a stage, which has most where shards are uneven."""
         if instruction.is_refilled:
             return self.costs.switch(0, self.device(instruction.ranks[0]))
         model = self.plan.placement[instruction.model]
@@ -198,7 +198,7 @@ class Pricer:
         return self.costs.switch(max(0 if state is None else state.offloaded for state in states), slowest)
 
     def _copy(self, instruction: Checkpoint) -> Cost:
-        """Return the seconds of the first rank of a model's stage that copies most to host memory; files are written
+        """Return the time of the first rank of a model's stage that copies most to host memory; files are written
         meanwhile."""
         models = [self.plan.placement[name] for name in instruction.models]
         sizes: dict[int, int] = defaultdict(int)
@@ -210,7 +210,7 @@ class Pricer:
         return self.costs.switch(max(sizes.values()), slowest)
 
     def _eval(self, instruction: Eval) -> Cost:
-        """Return the seconds of one batch, one operator after the other; the number of evaluation prompts is not known
+        """Return the time of one batch, one operator after the other; the number of evaluation prompts is not known
         without the data."""
         inner = replace(self, plan=replace(self.plan, batch=instruction.batch))
         parts: dict[str, float] = {}
@@ -236,7 +236,7 @@ def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Run, reader: Run) ->
 
 
 def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, overlaps: bool = False) -> SyncWeights:
-    """Return what a Sync sends to ``destination``; adapters that are merged there are gathered in
+    """Return the weights that a Sync sends to ``destination``; adapters that are merged there are gathered in
     float32."""
     sent = shape_of(destination, shape).trained
     # where shards are uneven the first rank of a stage has most
@@ -257,7 +257,7 @@ def source_section(operator: Operator) -> str:
 
 
 def model_free_cost(costs: CostModel, spec: Spec, section: str, rows: int, width: float) -> Cost:
-    """Return the seconds of a combine or a score on the ``rows`` of the fullest replica, each of ``width`` tokens.
+    """Return the time of a combine or a score on the ``rows`` of the fullest replica, each of ``width`` tokens.
 
     ``section``: section of the YAML with the sources of a score; empty for a combine, which has none; ``RETOKENIZED``.
     """

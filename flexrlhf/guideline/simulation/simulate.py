@@ -1,8 +1,8 @@
-"""Simulation of a run: the seconds of a plan's instructions, walked as the trainer walks them.
+"""Simulation of a run: the time of a plan's instructions, walked as the trainer walks them.
 
-``seconds`` of a Simulation are those of a step of a settled run. Instructions that most steps do not have (Save, Eval,
+``seconds`` of a Simulation is the time of a settled step. Instructions that most steps do not have (Save, Eval,
 a gate that is not due) are priced separately, in ``rare``. Not simulated: that a child process decodes the next chunk
-while its rank does something else, and that vLLM samples rows of a later chunk along with those of an earlier one.
+while its rank does something else, and that vLLM samples rows of a later chunk along with rows of an earlier one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Simulation:
     priced:        its instructions with their costs
     blocks:        ranks that execute the same instructions
     instructions:  ``priced`` as the walk takes them
-    seconds:       seconds of a settled step
+    seconds:       time of a settled step
     computed:      tokens that forward and training passes compute for each token of their texts; None without passes
     """
 
@@ -94,7 +94,7 @@ class Simulation:
         return tuple(self._shares_of(ranks[0]) for ranks in self.blocks)
 
     def _shares_of(self, rank: int) -> TimeShares:
-        """Shares of one rank; what proceeds in the background does not count."""
+        """Shares of one rank; instructions in the background do not count."""
         busy = {True: 0.0, False: 0.0}
         for item in self.regular:
             if rank in item.instruction.ranks and not item.instruction.proceeds_in_background:
@@ -128,7 +128,7 @@ class Simulation:
 
     @cached_property
     def node_bytes(self) -> Mapping[int, NodeBytes]:
-        """Bytes of a step by node, of moves and syncs; what engines exchange inside a call is not included."""
+        """Bytes of a step by node, of moves and syncs; exchanges inside a call are not included."""
         return bytes_by_node(self._flows(), self.plan.cluster)
 
     def _flows(self) -> Iterator[tuple[Flow, float]]:
@@ -154,9 +154,9 @@ class Simulation:
 
 
 def simulate(plan: Plan, costs: CostModel | None = None, lengths: TextLengths | None = None) -> Simulation:
-    """Price every instruction of ``plan`` and walk them; ``seconds`` of the result are those of a step.
+    """Price every instruction of ``plan`` and walk them; ``seconds`` of the result is the time of a step.
 
-    costs:    seconds of calls and transfers; None: figures of the device classes, else this machine's profile.
+    costs:    time of calls and transfers; None: figures of the device classes, else this machine's profile.
     lengths:  tokens of prompts and responses; None: the longest.
 
     Raises UserError where the costs of a device are not known.

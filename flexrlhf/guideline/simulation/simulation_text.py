@@ -20,7 +20,7 @@ NUM_KEYS = 5
 
 
 def format_simulation(simulation: Simulation, source: CostSource) -> str:
-    """Return the text of a simulation. ``source``: what the seconds are from."""
+    """Return the text of a simulation. ``source``: origin of the predicted time."""
     plan = simulation.plan
     sections = [
         _head(simulation, source),
@@ -76,7 +76,7 @@ def _instructions(simulation: Simulation) -> Iterator[str]:
 
 
 def _notes(plan: Plan, items: list[PricedInstruction], total: Cost) -> list[str]:
-    """Return the part that takes longest, bytes, period and number of chunks; empty strings for what there is not."""
+    """Return the part that takes longest, bytes, period and number of chunks, each empty if there is none."""
     first = items[0].instruction
     if isinstance(first, Move | Sync):
         what = first.primitive if isinstance(first, Move) else _largest(total)

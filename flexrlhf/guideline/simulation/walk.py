@@ -1,8 +1,8 @@
 """The trainer's loop on a clock: when every instruction begins and ends, if each takes a given time.
 
 Ranks with the same models do the same at the same time, so they are one *block*. The simulator walks the instructions
-of a plan, the search those of a candidate. Not simulated is back-pressure: that a sender waits before the third Move on
-an edge whose first has not arrived.
+of a plan, the search the calls of a candidate. Not simulated is back-pressure: that a sender waits before the third
+Move on an edge whose first has not arrived.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PERIODS = 3
 
 @dataclass(frozen=True)
 class SteadySteps:
-    """Batches of a run on which the seconds of a settled step are measured.
+    """Batches of a run on which the time of a settled step is measured.
 
     With a lag long and short steps may alternate for ever, since the cycle of waits goes through as many batches as are
     in flight: that many periods are measured.
 
     lag:     steps by which some instructions run behind others
-    period:  steps after which what is due repeats
+    period:  steps after which the same instructions are due again
     """
 
     lag: int
@@ -59,12 +59,12 @@ class TimedInstruction:
     seconds:   its duration
     after:     positions of instructions of the same batch whose results it reads
     together:  whether its blocks begin at the same time
-    blocking:  False for a Move, which proceeds while its blocks do what comes next
+    blocking:  False for a Move, which proceeds while its blocks go on
     lag:       steps by which it runs behind generation
     every:     steps from one time that it is due to the next
     delays:    seconds that the result of each of ``after`` takes to arrive; empty: none
-    fills:     number of a copy whose weights it brings while its blocks do what comes next; -1: of none
-    uses:      numbers of copies, whose weights must have come before it begins
+    fills:     number of a copy whose weights it brings while its blocks go on; -1: of none
+    uses:      copies by number, whose weights must have come before it begins
     """
 
     blocks: tuple[int, ...]
@@ -117,7 +117,7 @@ Due = Callable[[int, int], bool]
 class _Clock:
     """State of a walk.
 
-    free:    when each block has ended what it does
+    free:    when each block has ended its last instruction
     done:    when results of (step, position) are there
     filled:  when the newest weights of each copy are there that come in the background
     link:    when the last weights have come so; they share a link
@@ -204,7 +204,7 @@ def walk_steps(
 
 
 def steady_seconds(instructions: Sequence[TimedInstruction], num_blocks: int) -> float:
-    """Return the seconds of one step of a settled run."""
+    """Return the time of one step of a settled run."""
     steady = SteadySteps.of((each.lag for each in instructions), (each.every for each in instructions))
     ends = walk_steps(instructions, num_blocks, steady.walked).ends
     return (ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured
