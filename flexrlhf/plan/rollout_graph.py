@@ -138,7 +138,8 @@ def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, of_copy: bool) ->
             on_trained=True,
         )
     )
-    return replace(graph, operators=_before_training(operators))
+    in_order = sorted(operators, key=lambda operator: operator.kind == "train")  # training last, as one reads it
+    return replace(graph, operators=tuple(in_order))
 
 
 def _corrected(operator: Operator) -> Operator:
@@ -173,8 +174,3 @@ def _after_late_forwards(graph: Graph, is_alone: bool) -> Graph:
 def _role_of(graph: Graph) -> str:
     assert graph.generated is not None, "a rollout engine needs an operator that generates"
     return graph.generated
-
-
-def _before_training(operators: list[Operator]) -> tuple[Operator, ...]:
-    """Return ``operators`` in reading order: training last."""
-    return tuple(sorted(operators, key=lambda operator: operator.kind == "train"))
