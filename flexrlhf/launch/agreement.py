@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from flexrlhf.comm.store import Notice, await_keys
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.shared_directories import DirectoryFacts, probed_directories
-from flexrlhf.launch.terms import Sides, Terms, compare_machine, dump_terms, load_terms
+from flexrlhf.launch.terms import JOB_TERMS, Sides, Terms, compare_machine
 from flexrlhf.plan.plan import Plan
 
 LAST_WORD_SECONDS = 10.0
@@ -82,7 +82,7 @@ def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Term
     with probed_directories(plans, makes_probes=True) as directories:
         store.set("host", member.host)
         store.set("directories", _DIRECTORIES.dump_json(tuple(directories)).decode())
-        store.set("terms", dump_terms(terms))
+        store.set("terms", JOB_TERMS.dump_json(terms).decode())
         notice = Notice(f"{member.name} compares settings, versions and files")
         await_keys(store, {f"verdict/{each}": f"{member.noun} {each}" for each in others}, seconds, notice)
     unwritable = [f"runs: {each.place} cannot be written ({each.problem})" for each in directories if each.problem]
@@ -113,7 +113,7 @@ def _compare(
         await_keys(store, first, seconds, Notice(f"{member.name} waits for the terms of {member.first}"))
         sides = Sides(f"{member.first} (host {store.get('host').decode()})", member.name)
         directories = _DIRECTORIES.validate_json(store.get("directories"))
-        sharing = compare_machine(load_terms(store.get("terms")), terms, sides, directories, member.number)
+        sharing = compare_machine(JOB_TERMS.validate_json(store.get("terms")), terms, sides, directories, member.number)
         own, shares = sharing.problem, sharing.shares
         if not own and not shares:
             with probed_directories(plans, makes_probes=True) as mine:

@@ -26,7 +26,7 @@ from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode, RayPlace
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import HANDLED, SAVING, STOPPED
-from flexrlhf.launch.terms import Terms, dump_terms
+from flexrlhf.launch.terms import JOB_TERMS, Terms
 from flexrlhf.runs.resume import ORDERS
 from flexrlhf.text import ranks_text
 
@@ -157,7 +157,7 @@ def _compare_machines(nodes: Sequence[PlannedNode], job: Job, terms: Terms) -> N
         for each in directories:
             if each.problem:
                 raise UserError(f"runs: {each.place} cannot be written ({each.problem})")
-        shared = (ORDERS.dump_json(job.orders).decode(), dump_terms(terms), tuple(directories))
+        shared = (ORDERS.dump_json(job.orders).decode(), JOB_TERMS.dump_json(terms).decode(), tuple(directories))
         calls = {_name(node): node.actor.compare.remote(*shared, node.number, driver) for node in nodes}
         sentence = next(filter(None, _results(calls, COMPARE_SECONDS)), "")
     if sentence:

@@ -28,7 +28,7 @@ from typing import IO, Literal
 from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.lifetime import LAUNCHER, end_with_launcher, quiet_torch
 from flexrlhf.launch.shared_directories import DirectoryFacts
-from flexrlhf.launch.terms import Sides, compare_machine, load_terms, terms_of
+from flexrlhf.launch.terms import JOB_TERMS, Sides, compare_machine, terms_of
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.runs.resume import ORDERS
 
@@ -114,7 +114,7 @@ class RayNode:
         node:           number of the planned node.
         first:          name of the driver, for the sentence.
         """
-        own, expected = ORDERS.validate_json(orders), load_terms(terms)
+        own, expected = ORDERS.validate_json(orders), JOB_TERMS.validate_json(terms)
         sides = Sides(first, f"node {node} (host {socket.gethostname()})")
         try:
             plans = make_plans([order.spec for order in own])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from flexrlhf.errors import shown
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes
 from flexrlhf.placement.hosts import with_device
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.fingerprints import input_digests, needed_versions
+from flexrlhf.runs.fingerprints import file_digest, input_digests, needed_versions
 from flexrlhf.text import counted
 
 MOST_NAMED = 3
@@ -51,35 +50,21 @@ class Terms:
         return replace(self, sources=sources, specs=() if self.specs == first.specs else self.specs)
 
 
-_TERMS = TypeAdapter(Terms)
+JOB_TERMS = TypeAdapter(Terms)
+"""JSON of terms."""
 
 
 def terms_of(plans: Sequence[Plan], device: str, nodes: int, restarts: int = 0) -> Terms:
     """Return the terms of this machine. ``device``: of its ranks."""
+    files = sorted(_PACKAGE.rglob("*.py"))
     return Terms(
         nodes=nodes,
         restarts=restarts,
         specs=tuple(dump_spec(with_device(plan.spec, device)) for plan in plans),
         versions=needed_versions(plans),
-        sources=source_digests(_PACKAGE),
+        sources={str(file.relative_to(_PACKAGE)): file_digest(file) for file in files},
         inputs=input_digests(plans),
     )
-
-
-def dump_terms(terms: Terms) -> str:
-    """Return terms as JSON."""
-    return _TERMS.dump_json(terms).decode()
-
-
-def load_terms(text: str | bytes) -> Terms:
-    """Return terms from JSON."""
-    return _TERMS.validate_json(text)
-
-
-def source_digests(package: Path) -> dict[str, str]:
-    """Return a digest of each source file, by its path in the package."""
-    files = sorted(package.rglob("*.py"))
-    return {str(file.relative_to(package)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
 
 
 @dataclass(frozen=True)

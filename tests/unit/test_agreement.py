@@ -16,7 +16,7 @@ from flexrlhf.launch import shared_directories, terms
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob
 from flexrlhf.launch.shared_directories import Sharing
-from flexrlhf.launch.terms import Sides, Terms, difference, dump_terms, load_terms
+from flexrlhf.launch.terms import JOB_TERMS, Sides, Terms, difference
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
 from flexrlhf.runs.resume import RunOrder
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None
 
 
 def test_equal_parts_of_terms_travel_once() -> None:
-    assert load_terms(dump_terms(TERMS)) == TERMS
+    assert JOB_TERMS.validate_json(JOB_TERMS.dump_json(TERMS)) == TERMS
     short = TERMS.without_equals(TERMS)
     assert short.specs == () and short.sources == {}
     assert difference(TERMS, short, Sides("a", "b")) == ""
