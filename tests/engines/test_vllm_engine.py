@@ -39,7 +39,7 @@ from vllm_models import (  # noqa: E402
     sampling,
 )
 
-from flexrlhf.config.spec import LoraSpec  # noqa: E402
+from flexrlhf.config.model_settings import LoraSpec  # noqa: E402
 from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
 from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402

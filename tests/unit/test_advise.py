@@ -31,8 +31,8 @@ from flexrlhf.guideline.advice.request import (
     SETTINGS,
     AdviceOptions,
     AdviceRequest,
-    equal_nodes,
     find_class,
+    nodes_of_eight,
     read_nodes,
 )
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
@@ -58,7 +58,7 @@ SCHEDULES = ((False, 1, 0), (True, 1, 0), (True, 2, 0), (True, 4, 0), (True, 1, 
 
 
 def spec_for(gpus: int, model: str = "llama-7b", overrides: tuple[str, ...] = (), **changes: object) -> Spec:
-    plain = AdviceRequest(dict.fromkeys(ROLES, model), equal_nodes(gpus, "A100-80G"), prompts=64, mini_batches=4)
+    plain = AdviceRequest(dict.fromkeys(ROLES, model), nodes_of_eight(gpus, "A100-80G"), prompts=64, mini_batches=4)
     return replace(plain, **changes).spec(overrides)
 
 
@@ -574,7 +574,7 @@ def test_an_option_is_a_setting_of_a_config_or_refused() -> None:
 @pytest.mark.parametrize(("model", "response"), [("qwen2.5-32b", 8192), ("qwen2.5-7b", 28672)])
 def test_groups_that_no_device_has_memory_for_are_advised_on(model: str, response: int) -> None:
     """GRPO with 16 responses of 8k or 28k tokens on 64 H100: a pass has some of a prompt's responses."""
-    request = AdviceRequest(dict.fromkeys(ROLES, model), equal_nodes(64, "H100-80G"), prompts=64, samples=16)
+    request = AdviceRequest(dict.fromkeys(ROLES, model), nodes_of_eight(64, "H100-80G"), prompts=64, samples=16)
     spec = replace(request, response_tokens=response).spec(("algorithm.name=grpo",))
     found = advise(spec, AnalyticCosts(), seconds_limit=1.0)
     plan = make_plan(found.best.candidate.spec)

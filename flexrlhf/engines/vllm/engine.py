@@ -25,7 +25,7 @@ from flexrlhf.engines.vllm.requests import (
     PartialResponse,
     RequestKey,
     add_output,
-    new_requests,
+    new_prompts,
     request_keys,
     response_columns,
     sampling_params,
@@ -156,12 +156,12 @@ class VllmEngine(Engine):
 
     def _submit(self, batch: Batch, sampling: Sampling) -> None:
         """Add the rows of ``batch`` that are not submitted yet to vLLM's requests."""
-        for request in new_requests(batch, sampling, self._responses):
+        for key, prompt in new_prompts(batch, sampling, self._responses).items():
             name = str(self.num_requests + len(self._running))
-            self._responses[request.key] = PartialResponse(sampling)
-            params = sampling_params(request.key, self._lengths, self.config.vocab_size, self._is_exact)
-            self._engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
-            self._running[name] = request.key
+            self._responses[key] = PartialResponse(sampling)
+            params = sampling_params(key, self._lengths, self.config.vocab_size, self._is_exact)
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            self._running[name] = key
 
     def _step(self) -> None:
         """Generate one token of every request in vLLM's batch, and record them."""

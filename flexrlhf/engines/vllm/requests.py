@@ -36,29 +36,21 @@ class PartialResponse:
     done: bool = False
 
 
-@dataclass(frozen=True)
-class NewRequest:
-    """Row that is not submitted to vLLM yet. ``prompt``: its tokens without padding."""
-
-    key: RequestKey
-    prompt: list[int]
-
-
 def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
     """Return the key of each row."""
     hashable = replace(sampling, decode=None)
     return [(hashable, row) for row in batch.rows.tolist()]
 
 
-def new_requests(batch: Batch, sampling: Sampling, submitted: Container[RequestKey]) -> list[NewRequest]:
-    """Return requests for the rows of ``batch`` that are not in ``submitted``."""
+def new_prompts(batch: Batch, sampling: Sampling, submitted: Container[RequestKey]) -> dict[RequestKey, list[int]]:
+    """Return the prompts, without padding, of the rows of ``batch`` that are not in ``submitted``."""
     prompts, masks = batch["prompts"].tolist(), batch["prompt_mask"].tolist()
     rows = zip(request_keys(batch, sampling), prompts, masks, strict=True)
-    return [
-        NewRequest(key, [token for token, real in zip(prompt, mask, strict=True) if real])
+    return {
+        key: [token for token, real in zip(prompt, mask, strict=True) if real]
         for key, prompt, mask in rows
         if key not in submitted
-    ]
+    }
 
 
 def sampling_params(key: RequestKey, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
