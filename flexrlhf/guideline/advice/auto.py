@@ -1,4 +1,4 @@
-"""Placements that a command searches for: of ``placement: auto``, and of a YAML that says nothing of a placement.
+"""Placements that a command searches for: of ``placement: auto``, and of a YAML without a placement.
 
 The search is limited by its work, so every machine of a job finds the same.
 """
@@ -15,9 +15,11 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.placement.hosts import Hosts, has_nvidia_driver
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.changes import OF_MODELS
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import fitted
+from flexrlhf.strategies.strategy import COLOCATED
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.advise import Advice
@@ -25,17 +27,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT_SECONDS = 3.0
 """Work of the search for a placement that is not written, in seconds that it takes on an ordinary core."""
-SETTINGS = (
-    "engine",
-    "zero",
-    "shard",
-    "tp",
-    "pp",
-    "micro_batch_tokens",
-    "generate_tokens",
-    "activation_checkpointing",
-    "offload_optimizer",
-)
+SETTINGS = ("engine", *OF_MODELS)
 """Settings of models that a search chooses."""
 
 
@@ -43,7 +35,7 @@ def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
     """Plan the runs of a command, and choose settings that their YAMLs leave out: each plan with a text on the choice
     for the first rank to print, which is empty if nothing is chosen and on other ranks.
 
-    Raises UserError as ``make_plans``, and where ``placement: auto`` finds nothing that fits.
+    Raises UserError as ``make_plans``, and if ``placement: auto`` finds nothing that fits.
     """
     chosen: list[tuple[Spec, str]] = []
 
@@ -99,7 +91,7 @@ def _is_on_cpu(spec: Spec) -> bool:
 def _searched(
     spec: Spec, source: CostSource, lengths: TextLengths | None, pending: Mapping[Path, ModelSpec], obstacle: str
 ) -> Advice:
-    """Search for placements and settings of ``spec``; what is written stays. ``lengths``: None: the longest."""
+    """Search for placements and settings of ``spec``; written settings stay. ``lengths``: None: the longest."""
     from flexrlhf.guideline.advice.advise import SECONDS, advise
 
     is_written = spec.placement == "auto"
@@ -129,8 +121,6 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
 
 def _next_to(advice: Advice) -> str:
     """Return the time of a step with every model on all devices, if that is another placement."""
-    from flexrlhf.strategies.strategy import COLOCATED
-
     seconds = [item.seconds for item in advice.feasible if item.candidate.name == COLOCATED]
     is_other = advice.best.candidate.strategy != COLOCATED
     return f", {seconds[0]:.3g} with every model on all devices" if seconds and is_other else ""
