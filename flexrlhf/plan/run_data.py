@@ -26,11 +26,10 @@ from flexrlhf.plan.run_tokenizer import (
     end_tokens,
     load_run_tokenizer,
     load_tokenizer,
-    tokenizer_key,
-    tokenizer_path,
+    named_tokenizer,
     trusts_tokenizer,
 )
-from flexrlhf.plan.tokenizers import tokenizer_of
+from flexrlhf.plan.tokenizers import tokenizer_of, tokenizer_source
 
 PLANNED_ROWS = 2000
 """Most rows of a file that planning counts."""
@@ -64,10 +63,10 @@ class RunData:
 
 def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
-    path, chat = tokenizer_path(plan), chat_format(plan)
+    (key, path), chat = named_tokenizer(plan), chat_format(plan)
     tokenizer = load_run_tokenizer(plan)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{tokenizer_key(plan)} {path}: it has no end-of-sequence token")
+        raise UserError(f"{key} {path}: it has no end-of-sequence token")
     sources = data_sources(plan)
     reads = any(operator.reads_texts for operator in (*plan.graph.operators, *plan.graph.evaluation))
     long_prompts = plan.spec.data.long_prompts
@@ -141,9 +140,10 @@ def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[D
 def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
     """Return the run whose tokenizer a run has: its own, or of the earlier one that will write its model; None if
     that does not exist."""
-    if plan.spec.data.tokenizer is None and all(plan.model(role).path is None for role in plan.graph.roles):
+    source = tokenizer_source(plan.spec, plan.graph)
+    if source is None:
         return None
-    path = Path(realpath(tokenizer_path(plan)))
+    path = Path(realpath(source[1]))
     for index, other in enumerate(earlier):
         if path in other.outputs:
             return tokenizer_run(other, earlier[:index])

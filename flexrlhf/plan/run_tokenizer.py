@@ -13,7 +13,7 @@ from flexrlhf.data.chat import ChatFormat, ChatTemplate, own_template, read_chat
 from flexrlhf.data.files import json_type
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.tokenizers import has_tokenizer
+from flexrlhf.plan.tokenizers import has_tokenizer, tokenizer_source
 from flexrlhf.weights.loading import one_sentence_errors, quiet
 from flexrlhf.weights.model_files import base_model, check_regular
 
@@ -22,26 +22,22 @@ GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinj
 
 
 def tokenizer_path(plan: Plan) -> str:
-    """Return the directory in ``data.tokenizer``, else that of the first model with a path."""
-    if plan.spec.data.tokenizer is not None:
-        return plan.spec.data.tokenizer
-    paths = [path for role in plan.graph.roles if (path := plan.model(role).path) is not None]
-    if not paths:
+    """Return the directory of a run's tokenizer. Raises UserError if no setting names one."""
+    return named_tokenizer(plan)[1]
+
+
+def named_tokenizer(plan: Plan) -> tuple[str, str]:
+    """Return the setting that names a run's tokenizer, and its directory. Raises UserError if there is none."""
+    source = tokenizer_source(plan.spec, plan.graph)
+    if source is None:
         raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
-    return paths[0]
-
-
-def tokenizer_key(plan: Plan) -> str:
-    """Return the setting that names the directory of ``tokenizer_path``."""
-    if plan.spec.data.tokenizer is not None:
-        return "data.tokenizer"
-    role = next((role for role in plan.graph.roles if plan.model(role).path is not None), None)
-    return "data.tokenizer" if role is None else f"models.{role}.path"
+    return source
 
 
 def load_run_tokenizer(plan: Plan) -> Any:
     """Return the Hugging Face tokenizer of a run. Raises UserError with the setting that names it."""
-    return load_tokenizer(tokenizer_path(plan), trusts_tokenizer(plan), tokenizer_key(plan))
+    key, path = named_tokenizer(plan)
+    return load_tokenizer(path, trusts_tokenizer(plan), key)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:
@@ -92,7 +88,7 @@ def chat_format(plan: Plan) -> ChatFormat:
 
 
 def end_tokens(tokenizer: Any, template: str | None, policy: ModelSpec | None) -> tuple[int, ...]:
-    """Return the ids of all tokens that end a response, that of the tokenizer's eos first.
+    """Return the ids of all tokens that end a response, the tokenizer's eos first.
 
     template: the run's chat template; None: the tokenizer's, if it has one.
     policy:   the model that generates; None: there is none.

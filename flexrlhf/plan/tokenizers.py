@@ -122,16 +122,16 @@ def _entries(added: Any) -> Iterator[tuple[str, int]]:
             yield token, number
 
 
-def run_tokenizer(spec: Spec, graph: Graph) -> tuple[str, str] | None:
-    """Return how messages name the tokenizer of a run, and its directory; None if nothing names one.
+def tokenizer_source(spec: Spec, graph: Graph) -> tuple[str, str] | None:
+    """Return the setting that names the tokenizer of a run, and its directory; None if nothing names one.
 
-    It is ``data.tokenizer``, else that of the first model with a path.
+    It is ``data.tokenizer``, else the path of the first model that has one.
     """
     if spec.data.tokenizer is not None:
-        return f"data.tokenizer {spec.data.tokenizer}", spec.data.tokenizer
+        return "data.tokenizer", spec.data.tokenizer
     models = ((role, spec.models.of(role)) for role in graph.roles)
     paths = ((role, model.path) for role, model in models if model is not None and model.path is not None)
-    return next(((f"models.{role}", path) for role, path in paths), None)
+    return next(((f"models.{role}.path", path) for role, path in paths), None)
 
 
 def tokenizer_of(role: str, model: ModelSpec) -> Path | None:
@@ -144,7 +144,7 @@ def check_tokenizers(spec: Spec, graph: Graph, pending: Collection[Path]) -> Non
     """Raise UserError for a role that reads other texts in the ids of the run's tokenizer, and for one that has none to
     retokenize with. ``pending``: directories that an earlier run of the command is to write.
     """
-    owner = run_tokenizer(spec, graph)
+    owner = tokenizer_source(spec, graph)
     if owner is not None and (Path(realpath(owner[1])) in pending or not Path(owner[1]).is_dir()):
         owner = None
     for role in origins_first(graph):
@@ -162,8 +162,9 @@ def check_tokenizers(spec: Spec, graph: Graph, pending: Collection[Path]) -> Non
 
 
 def _check_role(role: str, model: ModelSpec, owner: tuple[str, str], may_retokenize: bool) -> None:
-    """Compare a role with the tokenizer of the run, ``owner``: its name and directory."""
-    (name, path), own = owner, tokenizer_of(role, model)
+    """Compare a role with the tokenizer of the run, ``owner``: its setting and directory."""
+    (key, path), own = owner, tokenizer_of(role, model)
+    name = key.removesuffix(".path") if key.endswith(".path") else f"{key} {path}"
     whole = tokenizer_of("", ModelSpec(path=path)) or Path(path)
     if own is not None and (realpath(own) == realpath(whole) or _is_same(own / WHOLE, whole / WHOLE)):
         return
