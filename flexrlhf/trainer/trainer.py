@@ -100,9 +100,7 @@ class Trainer:
             self._walk(execution)
         due = [(each.step, each.instruction) for each in after if is_training(each.instruction)]
         works = [self._work(run, step) for step, run in due]
-        store = self._rows.at(due[0][0]) if due else None
-        names = [name for work in works for name in work.operator.reads]
-        return Experiences(batch.turn, store, [row for work in works for row in work.rows], names)
+        return Experiences(batch.turn, self._rows.at(due[0][0]) if due else None, works)
 
     def train_rlhf(self, experiences: Experiences) -> None:
         """Execute the rest of the round, from its first training on."""

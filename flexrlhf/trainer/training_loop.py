@@ -5,7 +5,7 @@ A round is cut where training begins. A loop receives a batch of prompts and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -17,7 +17,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Run
 from flexrlhf.strategies.schedule import walk_round
-from flexrlhf.trainer.execution import Execution
+from flexrlhf.trainer.execution import Execution, OperatorRun
 
 
 def cut_round(plan: Plan, rank: int, turn: int) -> tuple[list[Execution], list[Execution]]:
@@ -59,10 +59,11 @@ class Experiences(Mapping[str, Tensor]):
     rows:  numbers of the rows in the step's batch.
     """
 
-    def __init__(self, turn: int, store: RowStore | None, rows: Iterable[int], names: Iterable[str]) -> None:
-        self.turn = turn
-        self.rows, self._names = tuple(dict.fromkeys(rows)), tuple(dict.fromkeys(names))
-        self._store = store
+    def __init__(self, turn: int, store: RowStore | None, works: Sequence[OperatorRun]) -> None:
+        """``works``: trainings of this rank in the round. ``store``: their rows; None without any."""
+        self.turn, self._store = turn, store
+        self.rows = tuple(dict.fromkeys(row for work in works for row in work.rows))
+        self._names = tuple(dict.fromkeys(name for work in works for name in work.operator.reads))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._checked(name).get(name, self.rows)
