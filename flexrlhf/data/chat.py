@@ -40,20 +40,6 @@ class ChatFormat:
 DEFAULT_CHAT = ChatFormat()
 
 
-@dataclass(frozen=True)
-class RenderedResponse:
-    """A prompt and a response to it as one text.
-
-    text:    both
-    prompt:  characters of the prompt
-    spans:   ranges of characters behind the prompt that the assistant has written, in order
-    """
-
-    text: str
-    prompt: int
-    spans: tuple[tuple[int, int], ...]
-
-
 def chat_row(row: TextExample, use: ChatUse) -> TextExample:
     """Return ``row`` as a chat where the template renders it. Raises UserError for a chat that must not be rendered."""
     if (row.turns or row.completions) and use == "never":
@@ -82,8 +68,11 @@ class ChatTemplate:
         is_continued = is_assistant(turns[-1])
         return self._render(turns, generation=not is_continued, continued=is_continued)
 
-    def response(self, turns: Sequence[Message], completion: Sequence[Message]) -> RenderedResponse:
-        """Return ``turns`` and ``completion`` as one text, with the assistant's spans in the latter."""
+    def response(
+        self, turns: Sequence[Message], completion: Sequence[Message]
+    ) -> tuple[str, int, tuple[tuple[int, int], ...]]:
+        """Return ``turns`` and ``completion`` as one text; the characters of ``turns``; and the ranges of characters
+        behind them that the assistant has written, in order."""
         _check_turns(turns)
         if not any(map(is_assistant, completion)):
             raise UserError("the response has no assistant turn")
@@ -95,7 +84,7 @@ class ChatTemplate:
             spans = tuple(self._prefix_spans(text, turns, completion))
         if not spans:
             raise UserError("the chat template marks no text of the response with {% generation %}")
-        return RenderedResponse(text, prompt, spans)
+        return text, prompt, spans
 
     def chat(self, turns: Sequence[Message]) -> str:
         """Return a whole chat as text."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flexrlhf.data.chat import ChatFormat, ChatTemplate, RenderedResponse, chat_row, encode_with_cuts
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, chat_row, encode_with_cuts
 from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Chat
 from flexrlhf.errors import UserError
@@ -107,13 +107,16 @@ class RowEncoder:
             text = template.prompt(row.turns)
             return EncodedRow(text, tuple(self._ids(text)), (), row.turns)
         rendered = [template.response(row.turns, completion) for completion in row.completions]
-        prompts, responses = zip(*(self._encode_rendered(each) for each in rendered), strict=True)
-        return EncodedRow(rendered[0].text[: rendered[0].prompt], prompts[0], responses, row.turns)
+        prompts, responses = zip(*(self._encode_rendered(*each) for each in rendered), strict=True)
+        text, prompt, _ = rendered[0]
+        return EncodedRow(text[:prompt], prompts[0], responses, row.turns)
 
-    def _encode_rendered(self, rendered: RenderedResponse) -> tuple[tuple[int, ...], EncodedResponse]:
+    def _encode_rendered(
+        self, text: str, prompt: int, spans: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, ...], EncodedResponse]:
         """Return prompt and response, of which the spans are trained on."""
-        cuts = [rendered.prompt, *(place for span in rendered.spans for place in span)]
-        ids, (start, *bounds) = encode_with_cuts(rendered.text, cuts, self._ids)
+        cuts = [prompt, *(place for span in spans for place in span)]
+        ids, (start, *bounds) = encode_with_cuts(text, cuts, self._ids)
         is_trained = [False] * len(ids)
         for first, last in zip(bounds[::2], bounds[1::2], strict=True):
             is_trained[first:last] = [True] * (last - first)

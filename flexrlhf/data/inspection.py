@@ -19,14 +19,6 @@ NUM_SAMPLES = 3
 
 
 @dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used. ``number``: from 1. ``sentence``: why."""
-
-    number: int
-    sentence: str
-
-
-@dataclass(frozen=True)
 class Duplicates:
     """Rows that an earlier row makes superfluous.
 
@@ -45,13 +37,13 @@ class Inspection:
     """Contents of a data file.
 
     counts:      lengths of the rows that can be used
-    bad:         the others
+    bad:         why the others cannot be used, by their numbers from 1
     duplicates:  among the rows that can be used
     samples:     some rows as a run has them, truncated, by their numbers from 1
     """
 
     counts: DataCounts
-    bad: tuple[BadRow, ...]
+    bad: dict[int, str]
     duplicates: Duplicates
     samples: tuple[tuple[int, EncodedRow], ...]
 
@@ -75,17 +67,17 @@ def inspect_rows(
     form = found_form(path, rows, form, needs, layout)
     encoder = RowEncoder(tokenizer, chat, sys.maxsize)
     encoded: dict[int, EncodedRow] = {}
-    bad: list[BadRow] = []
+    bad: dict[int, str] = {}
     for index in spaced(len(rows), len(rows) if max_rows is None else max_rows):
         try:
             encoded[index + 1] = encoder.encode(needed_text(rows[index], form, needs, layout))
         except UserError as error:
-            bad.append(BadRow(index + 1, str(error)))
+            bad[index + 1] = str(error)
     lengths = [tuple(response.length for response in row.responses) for row in encoded.values()]
     prompts = tuple(len(row.prompt) for row in encoded.values())
     counts = DataCounts(form, len(rows), prompts, tuple(lengths), limits)
     samples = _samples(encoded, limits, next(iter(bos_in_front(tokenizer)), None))
-    return Inspection(counts, tuple(bad), find_duplicates(list(encoded.values())), samples)
+    return Inspection(counts, bad, find_duplicates(list(encoded.values())), samples)
 
 
 def find_duplicates(rows: Sequence[EncodedRow]) -> Duplicates:

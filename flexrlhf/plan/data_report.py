@@ -92,8 +92,8 @@ def _bad_rows(found: Inspection) -> Iterator[str]:
     if not found.bad:
         yield "rows that cannot be read: 0"
         return
-    first = found.bad[0]
-    yield one_line(f"rows that cannot be read: {len(found.bad)}; the first is row {first.number}: {first.sentence}")
+    first, sentence = next(iter(found.bad.items()))
+    yield one_line(f"rows that cannot be read: {len(found.bad)}; the first is row {first}: {sentence}")
 
 
 def _duplicates(found: Inspection) -> Iterator[str]:

@@ -168,9 +168,9 @@ def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int
 def check_inspection(source: DataSource, found: Inspection) -> None:
     """Raise UserError for a file with which ``run`` would stop: bad rows, or prompts over the limit that is one."""
     if found.bad:
-        first, counts = found.bad[0], found.counts
-        number = f"; {len(found.bad)} of {counts.num_rows} rows cannot be read" if len(found.bad) > 1 else ""
-        raise UserError(f"{source.path}, row {first.number}: {first.sentence}{number}")
+        first, sentence = next(iter(found.bad.items()))
+        number = f"; {len(found.bad)} of {found.counts.num_rows} rows cannot be read" if len(found.bad) > 1 else ""
+        raise UserError(f"{source.path}, row {first}: {sentence}{number}")
     counts, limits = found.counts, found.counts.limits
     if counts.num_long and (limits.long_prompts == "error" or limits.drops and counts.num_long == len(counts.prompts)):
         raise UserError(

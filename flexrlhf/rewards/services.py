@@ -30,7 +30,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -52,22 +52,6 @@ class RequestFailed(Exception):
     def __init__(self, failure: ScoreFailure) -> None:
         super().__init__(failure.text)
         self.failure = failure
-
-
-@dataclass(frozen=True)
-class _StepRequests:
-    """Shared state of the requests of one step.
-
-    client:       keeps the connections
-    concurrency:  limits the batches that are under way
-    deadline:     of the step
-    breaker:      ends the step's batches after several timeouts
-    """
-
-    client: httpx.AsyncClient
-    concurrency: asyncio.Semaphore
-    deadline: Deadline
-    breaker: CircuitBreaker
 
 
 class HttpService:
@@ -98,33 +82,33 @@ class HttpService:
         """Do nothing: connections live as long as one ``score``."""
 
     async def _replies(self, batches: Sequence[ScoreBatch], deadline: Deadline) -> list[Reply]:
-        concurrency = asyncio.Semaphore(self._source.concurrency)
+        """Return one reply a batch, each sent once fewer than ``concurrency`` others are under way."""
+        concurrency, breaker = asyncio.Semaphore(self._source.concurrency), CircuitBreaker(deadline)
         limits = httpx.Limits(max_connections=self._source.concurrency)
+
+        async def reply(client: httpx.AsyncClient, batch: ScoreBatch, turn: int) -> Reply:
+            async with concurrency:
+                failure = breaker.failure()
+                found = failed_reply(batch, failure) if failure else await self._send(client, batch, turn, deadline)
+                breaker.record(found)
+                return found
+
         async with httpx.AsyncClient(headers=self._headers(), timeout=None, limits=limits) as client:
-            step = _StepRequests(client, concurrency, deadline, CircuitBreaker(deadline))
-            return await asyncio.gather(*(self._reply(step, batch, next(self._turns)) for batch in batches))
+            return await asyncio.gather(*(reply(client, batch, next(self._turns)) for batch in batches))
 
-    async def _reply(self, step: _StepRequests, batch: ScoreBatch, turn: int) -> Reply:
-        """Return the reply to one batch, sent once fewer than ``concurrency`` others are under way."""
-        async with step.concurrency:
-            failure = step.breaker.failure()
-            reply = failed_reply(batch, failure) if failure else await self._send(step, batch, turn)
-            step.breaker.record(reply)
-            return reply
-
-    async def _send(self, step: _StepRequests, batch: ScoreBatch, turn: int) -> Reply:
+    async def _send(self, client: httpx.AsyncClient, batch: ScoreBatch, turn: int, deadline: Deadline) -> Reply:
         """Return the reply to one batch, after as many requests as it takes."""
         failures: list[ScoreFailure] = []
         content = self._content(batch)
-        limit = min(self._source.deadline_seconds, step.deadline.left())
+        limit = min(self._source.deadline_seconds, deadline.left())
         try:
             async with asyncio.timeout(limit):
-                return await self._retrying()(self._request, step.client, batch, content, turn, failures)
+                return await self._retrying()(self._request, client, batch, content, turn, failures)
         except RequestFailed as error:
             return failed_reply(batch, error.failure)
         except TimeoutError:
             late = ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
-            late = step.deadline.failure() if limit < self._source.deadline_seconds else late
+            late = deadline.failure() if limit < self._source.deadline_seconds else late
             further = f"; last {failures[-1].text}" if failures else ""
             return failed_reply(batch, replace(late, text=late.text + further))
 

@@ -88,7 +88,7 @@ def test_some_rows_stand_for_a_large_file(tmp_path: Path) -> None:
 def test_every_bad_row_is_counted_and_the_first_is_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[0], {"prompt": 3}, {"prompt": "a"}, ROWS[0])
     found = inspect(path)
-    assert [(row.number, row.sentence) for row in found.bad] == [
+    assert list(found.bad.items()) == [
         (2, "'prompt' must be a string, found a number"),
         (3, "needs the column 'response', but has the keys 'prompt'"),
     ]
