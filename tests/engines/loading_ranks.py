@@ -91,7 +91,7 @@ def peak_bytes(work: Callable[[], Engine]) -> tuple[Engine, int]:
 
 
 def run_case(directory: Path, name: str, world: World, groups: Groups) -> dict[str, Any]:
-    """Names whose numbers differ from those of the whole model; bytes that were read, allocated, and are stored."""
+    """Names whose values differ from the whole model's; bytes that were read, allocated, and are stored."""
     model = placed_case(directory, name, tuple(range(world.size)))
     whole = {each: parameter.detach() for each, parameter in load_model(model, SEED).named_parameters()}
     shape = ModelShape(tuple((each, tuple(tensor.shape)) for each, tensor in sorted(whole.items())))
@@ -115,7 +115,7 @@ def run_case(directory: Path, name: str, world: World, groups: Groups) -> dict[s
 
 
 def differing(engine: Engine, whole: Mapping[str, Tensor], parts: Parts) -> list[str]:
-    """Weights, and float32 weights of a trained model, that are not those of the whole model."""
+    """Weights, and float32 weights of a trained model, that differ from the whole model's."""
     live = {(name, parts[name]): tensor for name, tensor in engine.weights().items()}
     if any(parameter.requires_grad for parameter in engine._model.parameters()):  # type: ignore[attr-defined]
         live |= {

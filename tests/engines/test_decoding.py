@@ -1,4 +1,4 @@
-"""Decoding: responses are those of a plain loop whatever other rows are in the batch, and ended rows stop costing."""
+"""Decoding: responses equal a plain loop's whatever other rows are in the batch, and ended rows stop costing."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_one_rank_has_the_weights_buffers_and_config_of_transformers(model: str,
 
 
 def test_adapters_are_loaded_merged_and_what_cannot_be_read_in_parts_whole(directory: Path, tmp_path: Path) -> None:
-    """The weights of adapters are not those of files; GPT-2 stores its matrices transposed."""
+    """Weights under adapters differ from the files'; GPT-2 stores its matrices transposed."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -136,7 +136,7 @@ def test_pairs_stay_in_one_pass() -> None:
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_families_that_do_not_pack_compute_rows_apart(family: str) -> None:
-    """Their numbers are those of one row at a time, whose logits are cut off before the response."""
+    """Their values equal the ones computed one row at a time, whose logits are cut off before the response."""
     expected = results(engine_with(family, "causal", "apart", micro_batch_tokens=1), "causal")
     assert_equal(results(engine_with(family, "causal", "shared"), "causal"), expected, 2e-5)
 

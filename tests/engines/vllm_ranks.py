@@ -21,8 +21,8 @@ SECONDS = 200
 def run_rank(directory: Path, world: World) -> None:
     """Ranks 2 and 3 split layers, while 0 and 1 add numbers; then these have a stage each; then all have both."""
     pairs, everyone = ((0, 1), (2, 3)), (0, 1, 2, 3)
-    asked = [*(Group("tp actor.rollout", pair) for pair in pairs), Group("replica actor.rollout", everyone)]
-    groups = world.make_groups(asked, SECONDS)
+    groups_of_plan = [*(Group("tp actor.rollout", pair) for pair in pairs), Group("replica actor.rollout", everyone)]
+    groups = world.make_groups(groups_of_plan, SECONDS)
     mine = pairs[world.rank // 2]
     group = groups.get("tp actor.rollout", mine)
     pair = RankGroup(group, mine, wait)

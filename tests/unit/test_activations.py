@@ -62,7 +62,7 @@ def inputs(rows: int, width: int) -> dict[str, Tensor]:
 
 
 def saved_bytes(model: PreTrainedModel, rows: int, width: int) -> int:
-    """Bytes of the storages that autograd keeps of the blocks, without those of parameters and buffers."""
+    """Bytes of the storages that autograd keeps of the blocks, without parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):

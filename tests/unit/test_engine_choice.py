@@ -103,7 +103,7 @@ def test_vllm_generates_where_all_devices_compute_in_bfloat16_and_nothing_else_i
 
 
 def test_a_choice_stays_where_ranks_plan_again() -> None:
-    """Their devices are those of the machine, and some ranks read the settings from a YAML."""
+    """Their devices are the machine's, and some ranks read the settings from a YAML."""
     for overrides, engine in (((A100,), "vllm"), ((A100, *CUT), "transformers")):
         spec = with_device(plan_of(None, 2, *overrides).spec, "cpu")
         for each in (spec, parse_spec(read_yaml(dump_spec(spec)))):

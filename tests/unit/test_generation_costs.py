@@ -119,7 +119,7 @@ def test_more_places_are_never_slower_where_rows_enter_as_others_end(engine: str
 
 
 def test_of_the_same_lengths_every_batching_takes_the_same() -> None:
-    """And that is steps times the seconds of one, beside the prefill."""
+    """And that is steps times the time of one, in addition to the prefill."""
     for batching in ("refill", "group", "static"):
         phases = list(decode_phases(batching, 64, 32, (101.0,)))
         assert sum(phase.steps for phase in phases) == pytest.approx(200)

@@ -171,7 +171,7 @@ def test_a_merged_model_has_the_parameters_of_the_plain_one(
 
 
 def test_of_a_merged_model_the_weights_change_that_adapters_stand_beside() -> None:
-    """Neither their biases, nor what no adapter stands beside."""
+    """Neither their biases, nor weights without an adapter."""
     shape = adapted("actor", SMALL | {"model_type": "qwen2"}, targets=("k_proj", "up_proj"))
     changed = [name for name, _ in with_adapters_merged(shape).trained]
     paths = [f"model.layers.{layer}.{path}" for layer in (0, 1) for path in ("mlp.up_proj", "self_attn.k_proj")]

@@ -69,8 +69,8 @@ def call(kind: Any, rows: int, **changes: Any) -> Call:
     return replace(Call(kind, MODEL, "torch", rows, PROMPT, (10.0,), WIDTH, micro_rows=rows, item=4), **changes)
 
 
-def seconds(asked: Call, mesh: Mesh = MESH, costs: MeasuredCosts = COSTS) -> float:
-    return costs.call(asked, mesh).seconds
+def seconds(call: Call, mesh: Mesh = MESH, costs: MeasuredCosts = COSTS) -> float:
+    return costs.call(call, mesh).seconds
 
 
 def test_what_crosses_between_nodes_takes_as_long_as_their_network() -> None:

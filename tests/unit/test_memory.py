@@ -185,7 +185,7 @@ def compared(row: dict[str, str]) -> tuple[float, float, float]:
         case "vllm-paper", _:
             opt = Sizes(40, 5120, 20480, 40, 40, 128, 50272, family="opt")
             return Blocks(opt, 2).kv_bytes_per_token(), float(value), 0
-    raise AssertionError(f"{row['id']}: no formula of ours stands beside it")
+    raise AssertionError(f"{row['id']}: no formula of ours for it")
 
 
 def deepspeed_estimate(row: str) -> tuple[float, float, float]:
@@ -856,7 +856,7 @@ def test_to_copy_in_place_takes_no_buffer() -> None:
 
 
 def test_adapters_are_merged_in_float32_region_by_region() -> None:
-    """q k v o of 8 x 8, gate up down of 8 x 16, and A and B of rank 2 beside each."""
+    """q k v o of 8 x 8, gate up down of 8 x 16, and A and B of rank 2 next to each."""
     plan = plan_of([0.5] * 6, 2, "rollout={engine: vllm, dtype: bfloat16}", "models.actor.lora={rank: 2}")
     actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
     sender, receiver = (

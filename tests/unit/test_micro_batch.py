@@ -117,7 +117,7 @@ def test_one_text_in_each_row_needs_no_mask() -> None:
 
 
 def test_other_prompts_are_not_shared() -> None:
-    """Whole texts of another tokenizer end at the prompt's last place, and those of a unit differ."""
+    """Whole texts of another tokenizer end at the prompt's last place, and differ within a unit."""
     (piece,) = micro_batches(batch_of([(3, 1), (3, 1)], 2), SHARED)
     assert texts_of(piece) == [[1, 2, 3, 4], [101, 102, 103, 104]]
     (piece,) = micro_batches(batch_of([(3, 1), (2, 1)], 2, same_prompts=True), SHARED)

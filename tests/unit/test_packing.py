@@ -14,7 +14,7 @@ BUDGET = 8192
 
 
 def uneven(count: int, seed: int = 0) -> tuple[tuple[TextGroup, ...], ...]:
-    """Texts as those of people: prompts of 129 tokens in the mean and up to 512, responses of 40."""
+    """Sequences as people write them: prompts of 129 tokens in the mean and up to 512, responses of 40."""
     rng = random.Random(seed)
     prompts = [min(512, max(8, int(rng.lognormvariate(4.6, 0.75)))) for _ in range(count)]
     return tuple((TextGroup(prompt, (max(1, int(rng.expovariate(1 / 40))),)),) for prompt in prompts)

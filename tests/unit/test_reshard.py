@@ -186,7 +186,7 @@ def test_the_ranks_that_hold_all_weights_save_them(settings: tuple[str, ...], ra
 VLLM = "rollout.engine=vllm"
 TINY_ALL = TINY_CUT + TINY_WHOLE
 TINY_LINEAR = 4 * 8 * 8 + 3 * 8 * 16
-"""Of the tiny actor what adapters stand beside."""
+"""Layers of the tiny actor that have adapters."""
 
 
 def engine_sync(placement: object, devices: int, *overrides: str) -> tuple[Plan, Sync]:

@@ -1,4 +1,4 @@
-"""The type of a saved model: that of its files, unless something else is asked for."""
+"""Type of a saved model: its files', unless another is set."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_tensor_parallel_comes_before_shards() -> None:
         ("lm_head.weight", (33, 8), None),
         ("score.weight", (1, 8), None),
         ("weight", (8, 8), None),
-        # the outputs of a layer that is split along them are those of B, the inputs of another those of A
+        # a layer that is split along its outputs has B split so, one along its inputs A
         ("model.layers.0.self_attn.q_proj.base_layer.weight", (8, 8), 0),
         ("model.layers.0.self_attn.q_proj.base_layer.bias", (8,), 0),
         ("model.layers.0.self_attn.q_proj.lora_A.default.weight", (2, 8), None),
