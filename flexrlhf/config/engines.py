@@ -59,15 +59,15 @@ class EngineFacts:
 
     How it stores and computes:
 
-    own_modules:          whether a model is transformers' own, so that kernels of attention, Liger's and compiled
-                          layers can be chosen, and all such engines decode alike.
-    fused_layers:         whether a trained model has query, key and value in one linear layer, gate and up in another.
-    splits:               how replicas store weights by ZeRO stage; whole at others.
-    vocabulary_multiple:  tensor-parallel ranks split the vocabulary, padded to a multiple of so many rows; 0: all have
-                          the whole embedding.
-    loads_whole:          whether every rank loads all of a model, in float32, before it is sharded.
-    exposes_masters:      whether it exposes float32 master weights of weights of 16 bits.
-    averages_gradients:   whether its library takes the mean over ranks, which is multiplied back and so rounds more.
+    transformers_modules:  whether its models are made of transformers' modules: kernels of attention, Liger's and
+                           compiled layers can be chosen, and all such engines decode alike.
+    fused_layers:          whether a trained model has query, key and value in one linear layer, gate and up in another.
+    splits:                how replicas store weights by ZeRO stage; whole at others.
+    vocabulary_multiple:   tensor-parallel ranks split the vocabulary, padded to a multiple of so many rows; 0: all have
+                           the whole embedding.
+    loads_whole:           whether every rank loads all of a model, in float32, before it is sharded.
+    exposes_masters:       whether it exposes the float32 master weights of a model in 16 bits.
+    averages_gradients:    whether its library takes the mean over ranks, which is multiplied back and so rounds more.
 
     As ``rollout.engine``:
 
@@ -104,7 +104,7 @@ class EngineFacts:
     cpu_head_dims: tuple[int, ...] = ()
     cpu_module: str = ""
 
-    own_modules: bool = False
+    transformers_modules: bool = False
     fused_layers: bool = False
     splits: Mapping[int, Split] = field(default_factory=lambda: MappingProxyType({}))
     vocabulary_multiple: int = 0
@@ -133,7 +133,7 @@ TORCH = EngineFacts(
     zero=(0, 2, 3),
     node=True,
     tp=True,
-    own_modules=True,
+    transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),
     on_trained_ranks=True,
@@ -147,7 +147,7 @@ DEEPSPEED = EngineFacts(
     offload=True,
     config=True,
     cpu_float16=False,
-    own_modules=True,
+    transformers_modules=True,
     splits=MappingProxyType({3: "flat"}),
     exposes_masters=False,
     averages_gradients=True,
@@ -167,7 +167,6 @@ MEGATRON = EngineFacts(
     both_heads=False,
     sequence_parallel=True,
     cpu_module="megatron_cpu",
-    own_modules=False,
     fused_layers=True,
     vocabulary_multiple=1,
     groups_of_one=True,
@@ -184,7 +183,6 @@ VLLM = EngineFacts(
     config=True,
     # of vLLM 0.32
     cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-    own_modules=False,
     vocabulary_multiple=64,
     loads_whole=True,
     rollout_settings=(

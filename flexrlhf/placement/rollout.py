@@ -63,7 +63,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
         dtype=rollout.dtype or model.dtype,
         generate_tokens=min(tokens, row * _most_rows(layout, spec)),
     )
-    return settings.model_copy(update=_kept(model)) if facts.own_modules else settings
+    return settings.model_copy(update=_kept(model)) if facts.transformers_modules else settings
 
 
 def own_adapters(model: ModelSpec, rollout: RolloutSpec) -> LoraSpec | None:

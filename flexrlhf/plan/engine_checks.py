@@ -179,16 +179,16 @@ def _check_computation(model: PlacedModel) -> None:
             f"{model.key('dtype')}: {model.engine} computes in bfloat16 and float32 here, found float16; use bfloat16"
             + _or_engines(lambda other: other.float16)
         )
-    if settings.attention != "sdpa" and not facts.own_modules:
+    if settings.attention != "sdpa" and not facts.transformers_modules:
         raise UserError(
             f"{model.key('attention')}: engine {model.engine} has sdpa alone, found {settings.attention}; use sdpa"
-            + _or_engines(lambda other: other.own_modules)
+            + _or_engines(lambda other: other.transformers_modules)
         )
     for name in ("liger", "compile"):
-        if getattr(settings, name) and not facts.own_modules:
+        if getattr(settings, name) and not facts.transformers_modules:
             raise UserError(
                 f"{model.key(name)}: engine {model.engine} has none, found true; use false"
-                + _or_engines(lambda other: other.own_modules)
+                + _or_engines(lambda other: other.transformers_modules)
             )
     optimizers = facts.sharded_optimizers
     if model.trained and settings.zero and optimizers and settings.optimizer.name not in optimizers:

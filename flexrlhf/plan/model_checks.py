@@ -23,7 +23,7 @@ ON_GPUS = ("flash_attention_2", "flex_attention")
 """Kernels of attention that have a backward pass on GPUs alone."""
 MAPPED_ROPES = ("default", "linear", "llama3")
 MAPPED_ACTIVATION = "silu"
-"""Rotary angles and activation that engines with modules of their own compute; others compute them as transformers."""
+"""Rotary angles and activation that engines without transformers' modules compute."""
 
 
 def check_models(
@@ -36,13 +36,13 @@ def check_models(
     for model in sorted(placement.models, key=lambda model: model.follows):
         _check_dtype(model, cluster)
         shape = shapes.get(model.role)
-        if model.rollout is not None and not model.facts.own_modules:
+        if model.rollout is not None and not model.facts.transformers_modules:
             _check_served(model, shape)
         if model.head == "both":
             _check_shared_trunk(model, shape)
         if model.settings.liger and model.rollout is None:
             _check_liger(model, shape)
-        if model.rollout is None and not model.facts.own_modules:
+        if model.rollout is None and not model.facts.transformers_modules:
             _check_mapped(model, shape, 0 if lengths is None else lengths.of_role(model.role).total)
         if shape is None:
             _check_unknown_shape(model)
@@ -67,11 +67,11 @@ def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
 
 
 def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) -> None:
-    """Raise UserError for a model that an engine with modules of its own does not compute.
+    """Raise UserError for a model that an engine without transformers' modules does not compute.
 
     ``longest``: tokens of a text that it reads.
     """
-    others = engines_with(lambda other: other.own_modules)
+    others = engines_with(lambda other: other.transformers_modules)
     found = _other_family(shape)
     if shape is None or found is not None:
         raise UserError(

@@ -127,7 +127,7 @@ def test_the_copy_computes_as_the_actor_does() -> None:
     plan = plan_of(None, 2, HYBRID, "models.actor.attention=eager", "models.actor.share_prompts=false")
     copy = plan.placement["actor.rollout"]
     assert (copy.settings.attention, reads_prompts_once(copy)) == ("eager", False)
-    assert facts_of(engine_of(copy)).own_modules
+    assert facts_of(engine_of(copy)).transformers_modules
 
 
 CUDA = "cluster={nodes: [{count: 1, devices: 4, class: A100-80G}]}"

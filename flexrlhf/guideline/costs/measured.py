@@ -262,7 +262,7 @@ class MeasuredCosts:
 def _has_times(times: ModelTimes, call: Call) -> bool:
     match call.kind:
         case "generate":
-            decode_alike = facts_of(times.engine).own_modules and facts_of(call.engine).own_modules
+            decode_alike = facts_of(times.engine).transformers_modules and facts_of(call.engine).transformers_modules
             return bool(times.step) and (times.engine == call.engine or decode_alike)
         case "forward":
             return bool(times.forward) and times.engine == call.engine
