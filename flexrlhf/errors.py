@@ -58,7 +58,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the ``known`` name that ``name`` is a misspelling or a part of; None where no name is really near.
+    """Return the ``known`` name that ``name`` is a misspelling or a part of; None if no name is really near.
 
     Paths are compared by their last parts without endings: common folders and endings would make all similar.
     """

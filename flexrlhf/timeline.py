@@ -11,9 +11,11 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from pydantic import TypeAdapter
 
 
 @dataclass
@@ -46,6 +48,10 @@ class Span:
         """Start now: the columns have arrived, and the time until now was waiting."""
         now = time.time()
         self.waited, self.start = now - self.start, now
+
+
+SPANS = TypeAdapter(list[Span])
+"""JSON of spans, by which ranks report them."""
 
 
 class Instant(Protocol):
@@ -139,21 +145,11 @@ class Timeline:
             self._unsettled.popleft().settle()
 
 
-def dump_spans(spans: Iterable[Span]) -> str:
-    """Return spans as JSON, which ``load_spans`` reads."""
-    return json.dumps([asdict(span) for span in spans])
-
-
-def load_spans(text: str) -> list[Span]:
-    """Return the spans of ``dump_spans``."""
-    return [Span(**item) for item in json.loads(text)]
-
-
 def saved_spans(folder: Path) -> Iterator[Span]:
     """Yield the spans that ``append_spans`` has written, by this process and those that the run goes on from."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
-            yield from load_spans(json.loads(line)["spans"])
+            yield from SPANS.validate_json(json.loads(line)["spans"])
 
 
 def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> None:

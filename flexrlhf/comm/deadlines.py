@@ -16,7 +16,7 @@ _SIGNS: dict[Cause, tuple[str, ...]] = {
     "expired": ("timed out", "timeout"),
     "closed": ("connection closed", "connection reset", "broken pipe", "connection was closed", "failed to recv"),
 }
-"""Words of torch's messages, by what they mean."""
+"""Words of torch's messages, by their meaning."""
 _MOST_NAMED = 8
 
 
@@ -33,7 +33,7 @@ class DeadlineError(RunStopped):
 
 @contextmanager
 def deadline(what: str, explain: Callable[[Cause], str]) -> Iterator[None]:
-    """Raise DeadlineError for a failed wait: ``what`` waited, and ``explain`` returns for whom, or what has closed."""
+    """Raise DeadlineError for a failed wait: ``what`` waited, and ``explain`` returns for whom, or what closed."""
     try:
         yield
     except dist.DistNetworkError as error:
@@ -46,7 +46,7 @@ def deadline(what: str, explain: Callable[[Cause], str]) -> Iterator[None]:
 
 
 def _explanation(cause: Cause, explain: Callable[[Cause], str]) -> str:
-    """Return what ``explain`` does, unless the store that it reads is gone, too."""
+    """Return the text of ``explain``, unless the store that it reads is gone, too."""
     try:
         return explain(cause)
     except RuntimeError:
@@ -60,5 +60,5 @@ def listed(items: Sequence[str]) -> str:
 
 
 def _cause(text: str) -> Cause | None:
-    """Return what torch's message means when a wait failed; None for any other error."""
+    """Return the cause of a failed wait by torch's message; None for any other error."""
     return next((cause for cause, signs in _SIGNS.items() if any(sign in text for sign in signs)), None)

@@ -1,4 +1,4 @@
-"""Execute a Move: pack the planned rows into bytes, send them by the planned primitive, unpack them on arrival.
+"""Execution of a Move: pack the planned rows into bytes, send them by the planned primitive, unpack them on arrival.
 
 Receives are posted when the Move is reached and awaited when a column is first read. A send is awaited before the
 second next one of the same edge, which bounds the memory in flight to two buffers per edge.
@@ -83,7 +83,7 @@ class MoveInFlight:
 
 
 Started = tuple[MoveInFlight, Callable[[], None]]
-"""A Move that is posted, and a function that unpacks what has arrived."""
+"""A Move that is posted, and a function that unpacks the rows that have arrived."""
 
 
 class ColumnMover:

@@ -1,4 +1,4 @@
-"""Messages between two ranks. Gloo sends host memory alone, so that of a GPU passes through a copy there."""
+"""Messages between two ranks. Gloo sends host memory alone, so a GPU's passes through a copy there."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _Staged:
 def exchange(
     sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
 ) -> tuple[list[Begun], list[Begun]]:
-    """Begin to send and to receive as one batch; return what is then under way of both.
+    """Begin to send and to receive as one batch; return the messages that are then under way of both.
 
-    What is sent must not change, and what is received is not there, before it is waited for. Messages between two ranks
+    Sent memory must not change, and received memory is not filled, before it is waited for. Messages between two ranks
     match in their order. NCCL starts a batch as one kernel over the communicator of the group, so no order of its
     messages blocks; single ones would make a communicator for each pair of ranks, at which both wait for each other.
     """
@@ -79,6 +79,6 @@ def _staged(
 def _batch(
     sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
 ) -> Sequence[dist.Work]:
-    """Begin one batch; return what torch does: a handle of each message, or of all together."""
+    """Begin one batch; return torch's handles: one for each message, or one for all together."""
     sends = [dist.P2POp(dist.isend, tensor, rank, group) for tensor, rank in sent]
     return dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, tensor, rank, group) for tensor, rank in received])

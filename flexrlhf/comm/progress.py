@@ -81,7 +81,7 @@ class RankProgress:
     def report_end(self, sentence: str) -> None:
         """Store that this rank ends, and why, so that ranks whose connections to it close can name it."""
         at = self.position
-        # the store may be what failed
+        # the failure may be the store's
         with suppress(RuntimeError):
             self._set(Position(at.at, at.what, at.host, sentence))
 
@@ -103,12 +103,12 @@ class RankProgress:
             time.sleep(POLL_SECONDS)
 
     def deadline(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Return a context that names a failed wait for ``ranks`` by what this rank does."""
+        """Return a context that names a failed wait for ``ranks`` by this rank's instruction."""
         return deadline(self.here, lambda cause: self.explain(cause, ranks))
 
     @property
     def here(self) -> str:
-        """Name of this rank, with its models and host, and what it does."""
+        """Name of this rank, with its models and host, and its instruction."""
         return f"{self._name(self._world.rank, self.position)} at {self.position.what}"
 
     def explain(self, cause: Cause, ranks: Iterable[int]) -> str:
@@ -122,7 +122,7 @@ class RankProgress:
         return self._missing(seen)
 
     def _await_ends(self, ranks: Sequence[int]) -> dict[int, Position]:
-        """Return what ``ranks`` reported, once one reports its end: one that closes connections may do so later."""
+        """Return the reports of ``ranks``, once one reports its end: one that closes connections may do so later."""
         limit = time.monotonic() + ENDING_SECONDS
         while True:
             seen = {rank: self._seen(rank) for rank in ranks}
@@ -133,7 +133,7 @@ class RankProgress:
     def _missing(self, seen: Mapping[int, Position]) -> str:
         """Return which ranks do not come.
 
-        Those without a sign of life, also ahead of this one: what they have sent may be incomplete. If all have one,
+        Those without a sign of life, also ahead of this one: their messages may be incomplete. If all have one,
         those behind it; if none is, those level with it that do not wait themselves.
         """
         behind = [rank for rank, position in seen.items() if position.at < self.position.at]
@@ -149,7 +149,7 @@ class RankProgress:
         )
 
     def _signs(self, ranks: Sequence[int]) -> dict[int, Sign]:
-        """Return what the watches of ``ranks`` write; a stopped process writes nothing."""
+        """Return the signs of the watches of ``ranks``; a stopped process writes nothing."""
         before = {rank: self._beat(rank) for rank in ranks}
         time.sleep(SILENT_SECONDS)
         after = {rank: self._beat(rank) for rank in ranks}
@@ -178,7 +178,7 @@ class RankProgress:
         return f"{self._run}/at/{rank}"
 
     def _seen(self, rank: int) -> Position:
-        """Return what ``rank`` last reported."""
+        """Return the last report of ``rank``."""
         if not self._world.store.check([self._key(rank)]):
             return Position()
         return Position(*json.loads(self._world.store.get(self._key(rank))))

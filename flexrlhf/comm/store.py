@@ -1,7 +1,7 @@
 """Key-value store of a job, and the network interface by which its machines reach each other.
 
 The store has no authentication, so a server listens where the job needs it and nowhere else. Nothing here unpickles
-what it reads. Lines on stderr name who is awaited.
+values of the store. Lines on stderr name who is awaited.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Endpoint:
 
 @dataclass
 class Notice:
-    """Lines on stderr about what a start waits for, at most one in NOTICE_SECONDS.
+    """Lines on stderr about the waiting of a start, at most one in NOTICE_SECONDS.
 
     what:    what is waited for.
     prints:  whether this process prints them; of the ranks of a machine one does.

@@ -1,13 +1,13 @@
 """Execution of a Sync: weights of a trained model to a copy of it, in buckets, with a checksum taken on both sides.
 
 Each source rank sends the elements that others need, a receiver has them written into the copy's live weights, and it
-compares checksums of what it then stores. Large regions that are contiguous and of the type that is sent travel from
-live weights to live weights; others are packed into buffers. Elements that a rank has itself it copies from tensor to
-tensor; elements that it sends on, it sends from the copy. A rank waits for its receivers.
+compares checksums of the weights that it then stores. Large regions that are contiguous and of the type that is sent
+travel from live weights to live weights; others are packed into buffers. Elements that a rank has itself it copies from
+tensor to tensor; elements that it sends on, it sends from the copy. A rank waits for its receivers.
 
-A sync that overlaps what its ranks compute needs memory for all that the source sends: it packs everything first and
-waits for nobody, and a receiver has all of it arrive there, until the copy is used next. Only then do its ranks send on
-what they have received.
+A sync that overlaps computation needs memory for all that the source sends: it packs everything first and waits for
+nobody, and a receiver has all of it arrive there, until the copy is used next. Only then do its ranks send on the
+elements that they have received.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SyncChannel:
     device:    of the buffers.
     group:     of senders and receivers; None if nothing crosses between ranks.
     gather:    collective that makes adapters whole before they are merged; None: none are merged here.
-    overlaps:  whether it overlaps what its ranks compute.
+    overlaps:  whether it overlaps the computation of its ranks.
     """
 
     plan: SyncPlan
@@ -141,7 +141,7 @@ class WeightMover:
         return _Exchange(channel, self._settings, self._wait, self._pool, sending).run(source, copy)
 
     def receive(self, channel: SyncChannel) -> Receipt:
-        """Begin to receive what the trained model's ranks send in the next Sync of ``channel``; the copy is on none."""
+        """Begin to receive the weights of the next Sync of ``channel``, whose copy is on none of the source's ranks."""
         return Receipt(_Exchange(channel, self._settings, self._wait, self._pool, deque()))
 
     def close(self) -> None:
@@ -158,7 +158,8 @@ class _Exchange:
     """One Sync on this rank.
 
     Checksums of messages are in the order of the messages, by the rank at their other end, or by this rank itself for
-    elements that stay here: of what was sent, and of what this rank then stores, with the name of a weight in it.
+    elements that stay here: of elements that were sent, and of elements that this rank then stores, with the name of a
+    weight among them.
     """
 
     def __init__(
@@ -181,14 +182,14 @@ class _Exchange:
         return self._num_bytes
 
     def begin(self) -> tuple[list[_Arriving], tuple[Sequence[Begun], list[Message]]]:
-        """Begin to receive what the source sends into memory of its own; return buckets and checksums under way."""
+        """Begin to receive into memory of its own; return buckets and checksums under way."""
         first = [bucket for bucket in self._plan.buckets if not bucket.sends_on]
         begun = [self._begin(bucket, [], None, None) for bucket in first]
         arriving = [bucket for bucket in begun if bucket is not None]
         return arriving, self._exchange_checksums(first) if self._settings.checksum else ((), [])
 
     def finish(self, arriving: Sequence[_Arriving], sums: tuple[Sequence[Begun], list[Message]], copy: Weights) -> None:
-        """Store what ``begin`` has begun to receive, and exchange the rest with other ranks of the copy.
+        """Store the buckets that ``begin`` has begun to receive, and exchange the rest with other ranks of the copy.
 
         Raises ChecksumError.
         """
@@ -244,7 +245,7 @@ class _Exchange:
         for message in bucket.sends:
             pieces: list[Tensor] = []
             origin = copied if message.is_sent_on else values
-            assert origin is not None, "what is sent is on this rank"
+            assert origin is not None, "elements that are sent are on this rank"
             for regions in message.vectors:
                 vector, of_regions = self._vector(regions, origin, space)
                 sent += [(vector, receiver) for receiver in message.destinations]
@@ -324,7 +325,7 @@ class _Exchange:
         self._pool.give(arriving.buffer)
 
     def _copy(self, regions: Regions, values: TrainedValues, copy: Weights) -> None:
-        """Copy what this rank has itself."""
+        """Copy elements that this rank has itself."""
         rank = self._plan.rank
         for region, view in zip(regions, self._views(regions, copy), strict=True):
             value = values[region].to(self._channel.dtype)
@@ -338,13 +339,13 @@ class _Exchange:
         return [view_of(copy[region.name].detach(), self._plan.parts[region.name], region.box) for region in regions]
 
     def _note(self, source: int, regions: Regions, stored: Sequence[Tensor]) -> None:
-        """Take the checksum of what is stored, in the type that was sent: a larger one stores the same of it."""
+        """Take the checksum of stored elements, in the type that was sent."""
         if self._settings.checksum:
             total = checksum([each.to(self._channel.dtype) for each in stored])
             self._stored_sums[source].append((regions[0].name, total))
 
     def _exchange_checksums(self, buckets: Sequence[RankBucket]) -> tuple[Sequence[Begun], list[Message]]:
-        """Send the checksums of what this rank has sent, and begin to receive those of what ``buckets`` bring."""
+        """Send the checksums of sent messages, and begin to receive the checksums of the messages of ``buckets``."""
         sent = [(torch.stack(sums), rank) for rank, sums in self._sent_sums.items() if rank != self._plan.rank]
         expected = Counter(message.source for bucket in buckets for message in bucket.receives)
         received = [

@@ -66,7 +66,7 @@ class WeightGather:
     def whole(self, weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors ``names``, whole, on every rank of the group. A collective.
 
-        ``weights``: local shards by name; those of pipeline stages are of some of the tensors.
+        ``weights``: local shards by name; a pipeline stage has shards of some of the tensors.
         """
         if self.group is None:
             return {name: weights[name].detach().to(dtype).view(self.shards[0][name].shape) for name in names}
@@ -104,7 +104,7 @@ class TrainedValues:
     """Weights on one rank.
 
     weights:   live local parts.
-    parts:     what they are, by the copy's names.
+    parts:     of the tensors that they are, by the copy's names.
     lora:      adapters that the copy stores inside the weights that they change; None: none.
     adapters:  these, whole and in float32.
     """

@@ -1,4 +1,4 @@
-"""Contract of a logger, and what all of them receive."""
+"""Contract of a logger, and the facts that all of them receive."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class RunLoggers:
         self._thread.shutdown()
 
     def _check(self, waits: bool) -> None:
-        """Raise what no library has raised: a state that cannot be written, or an error of ours."""
+        """Raise errors that are no library's: a state that cannot be written, or an error of ours."""
         while self._jobs and (waits or self._jobs[0].done()):
             self._jobs.popleft().result()
 
@@ -106,9 +106,9 @@ class RunLoggers:
 
 
 def open_loggers(spec: Spec, directory: Path) -> RunLoggers:
-    """Return the loggers of a run, which log what is in its directory and what they have not received before.
+    """Return the loggers of a run, which log the rows of its directory that they have not received before.
 
-    Raises UserError where one is not installed or cannot begin.
+    Raises UserError if one is not installed or cannot begin.
     """
     check_loggers(spec)
     states = read_states(directory) if spec.loggers else {}

@@ -22,7 +22,7 @@ class Device:
     node:          number of its node.
     device_class:  name of its class, such as ``A100-80G``; ``any`` without a class.
     memory_gb, link_gb_s, network_gb_s, own_speed: of the YAML, in place of the figures of the class; the network is its
-        node's, and a speed is relative to those of the other nodes.
+        node's, and a speed is relative to the other nodes'.
     """
 
     rank: int
@@ -80,8 +80,8 @@ class Cluster:
         return matches[0]
 
     def memory_bytes(self, rank: int, communicators: int = 0) -> int | None:
-        """Return the bytes of a device that models and calls can fill: as the YAML sets it, else what its class leaves
-        next to so many ``communicators``; None where neither gives a size."""
+        """Return the bytes of a device that models and calls can fill: as the YAML sets it, else its class's
+        without so many ``communicators``; None if neither gives a size."""
         device = self.devices[rank]
         if device.memory_gb is not None:
             return int(device.memory_gb * 1e9)
@@ -93,7 +93,7 @@ class Cluster:
         return self._with_links(rank, DEVICE_CLASSES.get(self.devices[rank].device_class))
 
     def figures_or(self, rank: int, default: DeviceClass) -> DeviceClass:
-        """Return ``figures``, those of ``default`` with the YAML's links for a class without."""
+        """Return ``figures``, or of a class without any ``default`` with the YAML's links."""
         found = self.figures(rank) or self._with_links(rank, default)
         assert found is not None, "a default has figures"
         return found
@@ -107,7 +107,7 @@ class Cluster:
         return replace(known, link_gb_s=link, node_gb_s=network, relative_speed=relative)
 
     def speed(self, rank: int) -> Fraction:
-        """Return the relative speed for default row shares: the YAML's, else that of the class, 1 without figures."""
+        """Return the relative speed for default row shares: the YAML's, else the class's, 1 without figures."""
         return self._speeds[rank]
 
     @cached_property

@@ -38,7 +38,7 @@ class DeviceClass:
     matmul:       share of ``tflops`` of large matrix products in a benchmark of kernels (``benchmarks/calibration``).
     sustained:    share of that in long passes, where the board's power limit reduces its clock.
     attention:    share of ``tflops`` of FlashAttention 2.
-    relative_speed: of a device of a cluster to that of its first rank, on whose machine times are measured.
+    relative_speed: of a device of a cluster to its first rank's, on whose machine times are measured.
     """
 
     name: str

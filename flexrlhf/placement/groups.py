@@ -25,8 +25,8 @@ class Group:
 
     @property
     def communicator(self) -> tuple[str, tuple[int, ...]]:
-        """Kind and ranks of what carries its messages: one communicator for all that these ranks wait for where they
-        begin it, and one for each purpose that goes on beside that. A GPU has up to 0.5 GB of buffers for each.
+        """Kind and ranks of the communicator of its messages: one for all messages that these ranks await where they
+        begin them, and one for each purpose that goes on meanwhile. A GPU has up to 0.5 GB of buffers for each.
         """
         goes_on = self.purpose == "move" or self.purpose.startswith("sync ")
         return (self.purpose if goes_on else "blocking", self.ranks)

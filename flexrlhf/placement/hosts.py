@@ -63,7 +63,7 @@ class Hosts:
         return len(self.local_ranks(cluster))
 
     def local_ranks(self, cluster: Cluster) -> tuple[int, ...]:
-        """Return the ranks to start on this node: those of its devices, or of the whole cluster with one node."""
+        """Return the ranks to start on this node: of its devices, or of the whole cluster with one node."""
         return cluster.ranks_on_node(self.node_rank) if self.nnodes > 1 else tuple(range(len(cluster.devices)))
 
     @property
@@ -147,7 +147,7 @@ def with_device(spec: Spec, device: str) -> Spec:
 
 
 def hosts_of(launcher: str, given: Hosts, environment: Mapping[str, str]) -> Hosts:
-    """Return the nodes of a job: those of ``--nnodes`` and its like, or of SLURM.
+    """Return the nodes of a job, of ``--nnodes`` and its like, or of SLURM.
 
     ``launcher``: ``auto`` is SLURM if this process is a task on one of several nodes and none were given.
     Raises UserError for a launcher that did not start this process.

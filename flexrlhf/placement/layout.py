@@ -160,7 +160,7 @@ class BatchShape:
 
 
 def common_range(first: range, second: range) -> range:
-    """Return what two ranges, such as of mini-batches, have in common."""
+    """Return the common part of two ranges, such as of mini-batches."""
     return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
@@ -168,7 +168,7 @@ def generation_layout(training: Layout, tp: int, pp: int = 1) -> Layout:
     """Return the layout of generation with ``tp`` x ``pp`` ranks a replica on the ranks of ``training``.
 
     The part of the weights that a rank generates with contains the part that it trains: generation groups take one
-    rank of every ``training.tp / tp``. Raises ValueError where no such order exists.
+    rank of every ``training.tp / tp``. Raises ValueError if no such order exists.
     """
     if training.tp % tp or training.pp % pp:
         raise ValueError(

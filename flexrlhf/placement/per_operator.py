@@ -81,7 +81,7 @@ def _way(
 def _check_names(entries: Entries, operators: Sequence[PlacedOperator]) -> None:
     """Raise UserError for an unknown operator, and for those that are left out.
 
-    What most steps skip, such as a check, needs no entry: it runs on the role's own copy, as what ``on_trained`` does.
+    An operator that most steps skip, such as a check, needs no entry: it runs on the role's own copy.
     """
     known = [operator.name for operator in operators]
     for name in entries:
@@ -96,7 +96,7 @@ def _check_names(entries: Entries, operators: Sequence[PlacedOperator]) -> None:
 
 
 def _check_rollout(spec: Spec, roles: Roles) -> None:
-    """Raise UserError for a rollout engine, whose place and settings are those of ``rollout``."""
+    """Raise UserError for a rollout engine, whose place and settings are in ``rollout``."""
     if roles.rollout is not None:
         raise UserError(
             f"placement.operators: rollout.engine {spec.rollout.engine} is placed with its model; use transformers, or "

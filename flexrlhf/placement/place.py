@@ -230,7 +230,7 @@ def check_classes(models: Sequence[PlacedModel], request: PlacementMap, cluster:
 
 
 def _as_mapping(request: PlacementMap, name: str, device_class: str) -> str:
-    """Return the mapping that expresses what a vector cannot."""
+    """Return the mapping that pins a model or allows it to span, which no vector does."""
     ratios = {key: ratio_text(entry.ratio) for key, entry in request.models.items() if entry.ratio is not None}
     pinned = f"{{{name}: {{ratio: {ratios[name]}, on: {device_class}}}, ...}}"
     spanning = ", ".join(f"{key}: {ratio}" for key, ratio in ratios.items())

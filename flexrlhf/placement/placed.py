@@ -74,7 +74,7 @@ class PlacedModel:
     trained:      whether it has an optimizer; other copies of a role follow by Sync.
     settings:     how this copy computes.
     rollout:      settings of a copy that only generates.
-    head:         follows from what its operators compute.
+    head:         follows from the columns that its operators compute.
     operator:     the first operator that it computes, where operators are placed; else nothing.
     is_hybrid:    whether it is filled to generate on the ranks of the trained copy, and freed afterwards.
     sharded_over: replicas of a node, over which its state is sharded; 0: all replicas.
@@ -113,7 +113,7 @@ class PlacedModel:
         return 1 if self.split == "whole" else self.sharded_over or self.layout.dp
 
     def shard_set(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the data-parallel group of ``rank`` that together store what it computes with."""
+        """Return the ranks of the data-parallel group of ``rank`` that together store its weights."""
         first = self.layout.replica(rank) // self.num_shards * self.num_shards
         return self.layout.dp_set(rank)[first : first + self.num_shards]
 
@@ -166,7 +166,7 @@ class PlacedModel:
         return self.rollout is not None and self.facts.cache_block > 0
 
     def key(self, setting: str) -> str:
-        """Return the YAML key of ``setting``; a copy takes from its role what its own section does not have."""
+        """Return the YAML key of ``setting``; settings that a copy's section lacks are its role's."""
         if self.operator and setting in OperatorPlacement.model_fields:
             return f"placement.operators.{self.operator}.{setting}"
         if self.rollout is not None:

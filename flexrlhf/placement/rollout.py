@@ -26,7 +26,7 @@ def padded_row(spec: Spec) -> int:
 def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
     """Return the most rows that vLLM decodes at a time: as many as fit its cache with half of their responses.
 
-    Since one begins when another ends, half is what they occupy on average; where more is, vLLM puts the last rows back
+    Since one begins when another ends, they occupy half on average; if it is more, vLLM puts the last rows back
     and begins them again.
     """
     blocks_of_row = -(-(prompt + response // 2) // VLLM.cache_block)
@@ -52,7 +52,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
             f"rollout.kv_tokens: {rollout.kv_tokens} are less than one row of {row} tokens (prompt and response"
             f"{blocks}); use at least {row}"
         )
-    tokens = rollout.kv_tokens or max(model.generate_tokens, row)
+    tokens, batch = rollout.kv_tokens or max(model.generate_tokens, row), BatchShape.of(spec)
     settings = ModelSpec(
         path=model.path,
         init=model.init,
@@ -61,7 +61,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
         tp=rollout.tp,
         pp=rollout.pp,
         dtype=rollout.dtype or model.dtype,
-        generate_tokens=min(tokens, row * _most_rows(layout, spec)),
+        generate_tokens=min(tokens, row * batch.samples_per_prompt * _most_prompts(batch, layout)),
     )
     return settings.model_copy(update=_kept(model)) if facts.transformers_modules else settings
 
@@ -88,12 +88,7 @@ def rollout_warnings(spec: Spec, role: str) -> list[str]:
     ]
 
 
-def _most_rows(layout: Layout, spec: Spec) -> int:
-    """Return the rows of a step on the replica with most."""
-    batch = BatchShape.of(spec)
-    return batch.samples_per_prompt * _most_prompts(batch, layout)
-
-
 @lru_cache(maxsize=1024)
 def _most_prompts(batch: BatchShape, layout: Layout) -> int:
+    """Return the prompts of a step on the replica with most."""
     return max(1, *(len(batch.prompts_on(layout, ranks[0], batch.mini_batches)) for ranks in layout.replica_sets))

@@ -61,9 +61,8 @@ class Plan:
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
         memory = DeviceMemory(self.sizing, self.cluster, self.batch, self.most_communicators)
-        residency = with_residency(self.schedule.instructions, memory)
-        schedule = replace(self.schedule, instructions=residency.instructions)
-        return replace(self, schedule=schedule, offloaded=residency.offloaded)
+        instructions, offloaded = with_residency(self.schedule.instructions, memory)
+        return replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
 
     def model(self, role: str) -> ModelSpec:
         """Return the resolved settings of a role of the graph."""

@@ -59,7 +59,7 @@ def edge_bytes(plan: Plan | None, spans: Iterable[Span], times: Sequence[StepTim
 
 
 def _parts(plan: Plan) -> Mapping[tuple[str, str], tuple[str, str]]:
-    """Return what moves and from where to where, for each kind and label."""
+    """Return columns or weights, and from where to where they move, for each kind and label."""
     parts: dict[tuple[str, str], tuple[str, str]] = {}
     for each in plan.schedule.instructions:
         if isinstance(each, Move):
@@ -136,7 +136,7 @@ def _label(edge: EdgeBytes) -> str:
 
 
 def between_nodes(plan: Plan) -> list[tuple[str, str]]:
-    """Return nodes and what each of them sends to others in a step; none on one node, or without shapes."""
+    """Return nodes and the bytes that each of them sends to others in a step; none on one node, or without shapes."""
     if plan.cluster.num_nodes == 1 or len(plan.shapes) < len(plan.graph.roles):
         return []
     groups: dict[str, list[int]] = defaultdict(list)

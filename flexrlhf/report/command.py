@@ -23,7 +23,7 @@ class WrittenPage:
 
     path:   of the file
     bytes:  its size
-    notes:  sentences on what is missing in it
+    notes:  sentences on missing parts
     """
 
     path: Path
@@ -32,7 +32,7 @@ class WrittenPage:
 
 
 def check_page_path(path: Path, option: str, inputs: Sequence[Path] = ()) -> None:
-    """Raise UserError where a page could not be written at ``path``, or would replace a file of another kind."""
+    """Raise UserError if a page could not be written at ``path``, or would replace a file of another kind."""
     check_output(path, option, "report.html", is_own_page, inputs)
 
 
@@ -58,7 +58,7 @@ def write_plan_page(plans: Sequence[Plan], path: Path) -> WrittenPage:
 
 
 def _named_apart(runs: Sequence[RunContents]) -> list[RunContents]:
-    """Return the runs with different names: those of their directories where the runs have the same."""
+    """Return the runs with different names: of their directories if the runs have the same."""
     for names in ([run.name for run in runs], [run.directory.absolute().name for run in runs]):
         if len(set(names)) == len(names):
             return [replace(run, alias=name) for run, name in zip(runs, names, strict=True)]
@@ -85,7 +85,7 @@ def _write(path: Path, option: str, page: Page, runs: Sequence[ReportedRun]) -> 
 
 
 def _notes(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """Yield what the page lacks of each run; of predictions one line for all, because the page has their reasons."""
+    """Yield missing parts of each run; of predictions one line for all, because the page has their reasons."""
     yield from (f"{run.name}: {note}" for run in runs for note in run.notes)
     unpredicted = [run.name for run in runs if isinstance(run.prediction, str) and run.prediction]
     if unpredicted:

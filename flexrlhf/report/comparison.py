@@ -1,7 +1,7 @@
 """Runs side by side as text: their numbers and settings first, then their times.
 
 A rank waits while it has no instruction: columns that it needs are still under way, or there is nothing to do for it.
-What it waits for inside a collective is a part of that instruction. A Move's span is its posting alone.
+Waiting inside a collective is a part of that instruction. A Move's span is its posting alone.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ MOST_CHARACTERS = 80
 
 
 def format_runs(runs: Sequence[RecordedSteps], shows_all: bool = False) -> str:
-    """Return the runs side by side; the first one is what the others are compared with.
+    """Return the runs side by side; the others are compared with the first one.
 
     ``shows_all``: list every metric, not the main ones and those that differ alone.
     """
@@ -186,7 +186,7 @@ def _relative(difference: float) -> str:
 
 
 def _times(runs: Sequence[RecordedSteps]) -> list[str]:
-    """Return seconds of a step by kind of work, and bytes."""
+    """Return the time of a step by kind of work, and bytes."""
     times = [mean_times(run.spans, run.kinds) for run in runs]
     known = [each for each in times if each is not None]
     letters = [letter for letter, _ in _lettered(runs)]
@@ -237,7 +237,7 @@ def _cells(times: Sequence[StepTimes | None], text: Callable[[StepTimes], str]) 
 
 
 def setting_lines(difference: SettingDifference) -> Iterator[str]:
-    """Yield the lines of one setting, of lists of mappings those of each key that differs."""
+    """Yield the lines of one setting; of lists of mappings, lines of each key that differs."""
     for each in _inner(difference):
         text = f"a setting that numbers depend on differs: {each.key} is {_text(each.first)} and {_text(each.second)}"
         yield from textwrap.wrap(
@@ -261,7 +261,7 @@ def _by_place(value: Any) -> dict[str, Any] | None:
 
 
 def _text(value: Any) -> str:
-    """Return a value; of a mapping, which the other run lacks, what is set in it."""
+    """Return a value; of a mapping, which the other run lacks, its settings."""
     return shown(_set(value)) if isinstance(value, dict) else shortened(shown(value), MOST_CHARACTERS)
 
 

@@ -136,7 +136,7 @@ def _trace(runs: Sequence[RunContents], curve: MetricCurve, several: bool, is_se
 
 
 def definition(name: str) -> str:
-    """Return what an entry of a row of metrics is, with its unit."""
+    """Return the definition of an entry of a row of metrics, with its unit."""
     known = {metric.name: metric.definition for metric in METRICS}
     return known.get(name) or ROW_ENTRIES.get(name, OWN)
 

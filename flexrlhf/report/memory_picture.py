@@ -123,7 +123,7 @@ def _markers(
 
 
 def _capacities(figure: go.Figure, plan: Plan, columns: Sequence[RankColumn], memories: Sequence[RankMemory]) -> str:
-    """Draw the memory of the devices where it is not far above what they need; return a sentence on it."""
+    """Draw the memory of the devices if it is not far above the planned peak; return a sentence on it."""
     sizes = {plan.device_bytes(column.ranks[0]) for column in columns}
     known = sorted(size for size in sizes if size is not None)
     if not known:

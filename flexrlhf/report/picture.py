@@ -1,4 +1,4 @@
-"""A figure of the page, and what all figures have in common."""
+"""Figures of the page: their layout, titles and views."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ class RankColumn:
 
 
 def columns_of(plan: Plan, device: str = "") -> list[RankColumn]:
-    """Return a column for each rank, or one for neighbours that are alike where there are many.
+    """Return a column for each rank, or one for neighbours that are alike if there are many.
 
-    ``device``: what devices without a class are called.
+    ``device``: name of devices without a class.
     """
     if plan.placement.num_ranks <= MOST_COLUMNS:
         return [RankColumn((rank,), _where(plan, (rank,), device)) for rank in plan.cluster.ranks]
@@ -65,7 +65,7 @@ def _where(plan: Plan, ranks: tuple[int, ...], device: str) -> str:
 
 
 def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
-    """Return the picture of the placement of ``plan``. ``device``: what devices without a class are called."""
+    """Return the picture of the placement of ``plan``. ``device``: name of devices without a class."""
     columns, models = columns_of(plan, device), plan.placement.models
     colours = role_colours(plan.graph.roles)
     roles = [*colours]

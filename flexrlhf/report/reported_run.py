@@ -51,8 +51,8 @@ class Prediction:
 def predict_run(plan: Plan, contents: RunContents, profile: Path | None) -> Prediction | str:
     """Return the prediction of a run with the mean response length that it measured, or the reason why there is none.
 
-    The times are those of ``profile``, else those that ``simulate`` takes: by the figures of the device classes, or of
-    the profile in the directory of the runs.
+    The costs are measured in ``profile``, or chosen as by ``simulate``: figures of the device classes, or the profile
+    in the directory of the runs.
     """
     spec = plan.spec.model_copy(update={"runs": str(contents.directory.parent)})
     lengths: Sequence[float] = [
@@ -80,7 +80,7 @@ class ReportedRun:
     contents:    of its directory; of a plan its YAML alone
     plan:        None where it cannot be made
     prediction:  or the reason why there is none; empty where ``missing`` says it
-    missing:     sentences on what the plan lacks
+    missing:     sentences on missing parts of the plan
     """
 
     contents: RunContents
@@ -94,7 +94,7 @@ class ReportedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what the page lacks of this run, a prediction aside."""
+        """Sentences on missing parts of this run, a prediction aside."""
         return (*self.contents.notes, *self.missing)
 
     @cached_property
@@ -141,7 +141,7 @@ def _after(steps: Sequence[StepTime], lag: int) -> Sequence[StepTime]:
 
 
 def plan_of_run(contents: RunContents) -> tuple[Plan | None, tuple[str, ...]]:
-    """Return the plan of a run, and sentences on what it lacks; None where its config plans nothing."""
+    """Return the plan of a run, and sentences on missing parts of it; None if its config plans nothing."""
     if contents.spec is None:
         return None, ()
     spec = _with_present_paths(contents.spec, contents.directory)

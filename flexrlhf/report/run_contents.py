@@ -32,18 +32,18 @@ class RunContents:
     """Files of a run, read as far as they are there.
 
     directory:  of the run
-    yaml:       text of its config; empty where there is none
-    spec:       the config, read; None where it is missing or is no config of this version
+    yaml:       text of its config; empty if there is none
+    spec:       the config, read; None if it is missing or is no config of this version
     state:      ``failed``: it neither ended nor goes on; ``unknown``: its status is missing or damaged
     next_step:  the first step that is not trained on
-    steps:      steps of the whole run; None where nothing says it
+    steps:      steps of the whole run; None if nothing says it
     rows:       of its metrics, one a step
     samples:    of its responses
     spans:      instructions of its last steps, in seconds
     facts:      metadata of its timeline: device, memory usage
     failures:   reasons of ranks that failed, a sentence each
     notes:      sentences on what is missing
-    alias:      name in the page, where that of the config is another run's, too
+    alias:      name in the page, if the config's is another run's, too
     """
 
     directory: Path
@@ -67,7 +67,7 @@ class RunContents:
 
 
 def read_contents(directory: Path) -> RunContents:
-    """Read the directory of a run. Raises UserError where there is no run in it."""
+    """Read the directory of a run. Raises UserError if there is no run in it."""
     check_run_directory(directory)
     notes: list[str] = []
     yaml, spec = _read_config(directory, notes)
@@ -94,7 +94,7 @@ def read_contents(directory: Path) -> RunContents:
 
 
 def check_run_directory(directory: Path) -> None:
-    """Raise UserError where there is no run in ``directory``."""
+    """Raise UserError if there is no run in ``directory``."""
     if not directory.is_dir():
         if directory.exists():
             raise UserError(f"run {directory}: a file; give the directory of the run, such as {directory.parent}")
@@ -228,7 +228,7 @@ class RecordedSteps:
     spec:    its resolved settings
     rows:    step → its metrics
     spans:   of its last steps, on all ranks
-    kinds:   name of an operator → what it computes
+    kinds:   name of an operator → its kind
     """
 
     name: str
@@ -240,7 +240,7 @@ class RecordedSteps:
 
 
 def read_steps(directory: Path) -> RecordedSteps:
-    """Return the run in ``directory``. Raises UserError where there is none, or one without settings or a step."""
+    """Return the run in ``directory``. Raises UserError if there is none, or one without settings or a step."""
     contents = read_contents(directory)
     if contents.spec is None:
         raise UserError(f"run {directory}: its {CONFIG} is missing or cannot be read ({'; '.join(contents.notes)})")

@@ -1,4 +1,4 @@
-"""Samples of a run for the page: the responses to a prompt over steps, and those of each step."""
+"""Samples of a run for the page: the responses to a prompt over steps, and the responses of each step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SampleLine:
     """A response.
 
     step:      from 0
-    prompt, response: texts
-    score:     as text; empty where there is none
+    prompt, response: as text
+    score:     as text; empty if there is none
     length:    as text, and whether it was truncated
     """
 

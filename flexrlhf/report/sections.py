@@ -85,7 +85,7 @@ def _placement(run: ReportedRun, key: str) -> RunPart:
 
 
 def _device(contents: RunContents) -> str:
-    """Return what a run used as its device, in words; empty where it is not recorded."""
+    """Return the kind of a run's devices, in words; empty if it is not recorded."""
     return {"cpu": "CPU", "cuda": "GPU"}.get(str(contents.facts.get("device")), "")
 
 
@@ -269,5 +269,5 @@ def _trend(metric: str, values: Sequence[float]) -> tuple[str, str]:
 
 
 def _number(value: float) -> str:
-    """Return a metric in few digits; what is 0 but for rounding is 0."""
+    """Return a metric in few digits, without rounding near 0."""
     return f"{0 if abs(value) < ROUNDING else value:.4g}"

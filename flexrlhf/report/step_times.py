@@ -1,4 +1,4 @@
-"""Steps of a timeline: where each begins and ends, and what every rank spends their time on."""
+"""Steps of a timeline: where each begins and ends, and the activities of each rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def last_steps(times: Sequence[StepTime], spans: Sequence[Span], most_steps: int
 
 
 def settled_steps(times: Sequence[StepTime]) -> Sequence[StepTime]:
-    """Return ``times`` without the first step of the run, in which libraries load, where there are others."""
+    """Return ``times`` without the first step of the run, in which libraries load, if there are others."""
     return times[1:] if len(times) > 1 and times[0].step == 0 else times
 
 
@@ -90,7 +90,7 @@ def time_shares(
 ) -> Mapping[int, Mapping[str, float]]:
     """Return the share of each of ``SHARES`` in the time from ``start`` to ``end`` by rank; together 1.
 
-    Waiting is what is left: for columns before an instruction, and between instructions.
+    Waiting is the rest: for columns before an instruction, and between instructions.
     """
     busy = busy_seconds(spans, start, end, lambda span: styles.of(span.kind, span.label).part)
     period = (end - start) or 1.0

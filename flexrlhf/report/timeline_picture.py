@@ -63,7 +63,7 @@ class ShownTimeline:
 
 
 def lanes_of(plan: Plan | None, spans: Iterable[Span]) -> list[Lane]:
-    """Return the lanes of a timeline: of each rank, or of ranks with the same work where there are many."""
+    """Return the lanes of a timeline: of each rank, or of ranks with the same work if there are many."""
     if plan is None:
         return [Lane((rank,)) for rank in sorted({span.rank for span in spans})][:MOST_LANES]
     ranks = range(plan.placement.num_ranks)
@@ -154,7 +154,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _common(name: str, named: set[str]) -> Mapping[str, Any]:
-    """Return what all bars have: they are one entry of the legend by name."""
+    """Return the settings of all bars: they are one entry of the legend by name."""
     is_first = name not in named
     named.add(name)
     return {

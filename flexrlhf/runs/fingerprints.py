@@ -51,7 +51,7 @@ def input_digests(plans: Sequence[Plan]) -> dict[str, str]:
 
 
 def written_inputs(spec: Spec, earlier: Sequence[Path]) -> list[Path]:
-    """Return the directories of models and of the tokenizer of a run that are below those of ``earlier`` runs."""
+    """Return the directories of models and of the tokenizer of a run that are below the directories ``earlier``."""
     names = [*(model.path for _, model in spec.models if model is not None), spec.data.tokenizer]
     return list(dict.fromkeys(Path(name) for name in names if name is not None and _is_below(name, earlier)))
 
@@ -140,7 +140,7 @@ def needed_versions(plans: Sequence[Plan]) -> dict[str, str]:
 
 
 def declared_requirements() -> list[str] | None:
-    """Return the requirements of this package's metadata; None where it is not installed."""
+    """Return the requirements of this package's metadata; None if it is not installed."""
     try:
         return requires("flexrlhf") or []
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""Files of a run's instructions as they happen: what is known of a rank that was killed.
+"""Files of a run's instructions as they happen, which are there also of a rank that was killed.
 
 ``flight/rank-<n>.jsonl`` has a line for every begin and every end of an instruction, and stays only where a run fails.
-From it and from what ranks wrote at their end come ``failure/rank-<n>.json`` and ``timeline.json``.
+From it and from the reports of ranks at their end come ``failure/rank-<n>.json`` and ``timeline.json``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def read_flight(directory: Path, rank: int) -> Flight:
 
 
 def running_directory(directories: Iterable[Path]) -> Path | None:
-    """Return the directory of the run that has not ended well: the last one with logs, of those of one command."""
+    """Return the directory of the run that has not ended well: the last one with logs, of the runs of a command."""
     found = [directory for directory in directories if any((directory / FLIGHT).glob("rank-*.jsonl"))]
     return found[-1] if found else None
 
@@ -175,7 +175,7 @@ def write_partial_timeline(directory: Path) -> None:
 
 
 def logged_spans(directory: Path) -> list[Span]:
-    """Return the spans that ended, of a run that goes on or has failed; none where it has no logs."""
+    """Return the spans that ended, of a run that goes on or has failed; none if it has no logs."""
     return _all_spans(directory)[1]
 
 

@@ -1,4 +1,4 @@
-"""Free space for what runs will write, before they start."""
+"""Free space for the checkpoints and models that runs will write, before they start."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class DiskNeed:
 
     @property
     def total(self) -> int:
-        """Bytes without what only a signal writes."""
+        """Bytes without a checkpoint that only a signal writes."""
         return self.num_checkpoints * self.checkpoint + self.models
 
     @property
     def with_signal(self) -> int:
-        """Bytes with what a signal writes."""
+        """Bytes with the checkpoint of a signal."""
         return self.total + (self.checkpoint if self.on_signal else 0)
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class DiskDemand:
 
     @property
     def missing_on_signal(self) -> int:
-        """Bytes that are not free for what a signal writes, one run at a time."""
+        """Bytes that are not free for the checkpoint of a signal, one run at a time."""
         extra = max(need.with_signal - need.total for need in self.needs)
         return max(0, sum(need.total for need in self.needs) + extra - self.written - self.space.free)
 
@@ -141,7 +141,7 @@ def disk_space(path: Path) -> DiskSpace:
 
 
 def disk_demands(runs: Sequence[Resumption]) -> list[DiskDemand]:
-    """Return what ``runs`` need, for each file system."""
+    """Return the demands of ``runs``, for each file system."""
     by_device: dict[int, list[tuple[DiskSpace, DiskNeed, int]]] = {}
     for run in runs:
         space, need = disk_space(run.plan.spec.directory), planned_disk(run.plan)
@@ -154,7 +154,7 @@ def disk_demands(runs: Sequence[Resumption]) -> list[DiskDemand]:
 
 
 def check_free_space(runs: Sequence[Resumption]) -> None:
-    """Raise UserError where a file system lacks space for the checkpoints and models that ``runs`` will write."""
+    """Raise UserError if a file system lacks space for the checkpoints and models that ``runs`` will write."""
     for demand in disk_demands(runs):
         if demand.missing:
             raise UserError(

@@ -99,7 +99,7 @@ def _digest(contents: Any) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises UserError where there is none, or one of another format."""
+    """Read the manifest of a checkpoint. Raises UserError if there is none, or one of another format."""
     path = directory / MANIFEST
     try:
         raw = json.loads(path.read_text())
@@ -118,7 +118,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def damage(directory: Path, name: str, entry: FileEntry) -> str | None:
-    """Return what is wrong with a file of a checkpoint in words; None where size and checksum agree."""
+    """Return in words the damage of a file of a checkpoint; None if size and checksum agree."""
     path = directory / name
     if not path.is_file():
         return f"{name} is missing"

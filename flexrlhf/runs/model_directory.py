@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
 BEST = "best.json"
 """File in a directory with the best model so far: the step, the metric and its value."""
 SHARD_BYTES = 5_000_000_000
-"""Most bytes of weights in a file, unless one tensor has more; that of transformers."""
+"""Most bytes of weights in a file, unless one tensor has more; as in transformers."""
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
 """The values of a file begin at a multiple of so many bytes."""
@@ -172,7 +172,7 @@ def model_writer(
 
     forms:        shapes and types of all tensors.
     best:         contents of ``best.json``, for a best model.
-    texts:        further files, in the place of the tokenizer's where they have the same name.
+    texts:        further files, in the place of the tokenizer's if they have the same name.
     shard_bytes:  most bytes of weights in a file.
     """
     with _replacing(directory, tokenizer, best, texts) as fresh:
@@ -194,7 +194,7 @@ def save_model(
     best: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write config, weights and the tokenizer's files; the arguments are those of ``model_writer``."""
+    """Write config, weights and the tokenizer's files, with the arguments of ``model_writer``."""
     with model_writer(directory, forms_of(weights), config, tokenizer, best, texts) as files:
         files.write(weights)
 

@@ -16,7 +16,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Operator
 
 DIRECTORY = "columns"
-"""Directory of these files in that of the run."""
+"""Folder of these files in the run's directory."""
 EVALUATION_PREFIX = "held-out-"
 """Begins the names of files with rows of the evaluation set."""
 ARRIVAL_PREFIX = "arrived-"
@@ -79,7 +79,7 @@ def read_columns(run: Path, step: int) -> dict[str, RecordedColumn]:
 
 
 def read_arrivals(run: Path, step: int) -> Iterator[Arrival]:
-    """Yield what operators of ``step`` read after moves."""
+    """Yield the columns that operators of ``step`` read after moves."""
     for operator, rank, file in _files(run, f"{ARRIVAL_PREFIX}step{step}-*.safetensors"):
         parts = load_file(file)
         rows = tuple(parts.pop("rows").tolist())
@@ -96,7 +96,7 @@ def _files(run: Path, pattern: str) -> Iterator[tuple[str, int, Path]]:
 
 
 def replay_responses(run: str, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:
-    """Replace what a generate ``operator`` wrote for ``rows`` by what the run in the directory ``run`` recorded."""
+    """Replace the rows that a generate ``operator`` wrote by those that the run in ``run`` recorded."""
     recorded = read_columns(Path(run), step)
     for name in operator.writes:
         column = recorded.get(name) or recorded.get(OF_TOKENS.get(name, name))

@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._respond(HTTPStatus.OK, digest)
 
     def do_MOVE(self) -> None:  # noqa: N802
-        """Give a directory another name, in the place of what has it."""
+        """Give a directory another name, in the place of the one that has it."""
         with self._writing() as path:
             target = self._resolved(self.headers.get("Destination", ""))
             if path is None or target is None:
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def _writing(self) -> Iterator[Path | None]:
-        """Yield the path of a request, or None after a refusal; what cannot be written is refused, too."""
+        """Yield the path of a request, or None after a refusal; a request that cannot be written is refused, too."""
         try:
             yield self._path()
         except OSError as error:
@@ -205,7 +205,7 @@ class RemoteFiles:
         self._request("MOVE", fresh, headers={"Destination": self._address(directory)})
 
     def get_directory(self, directory: Path, target: Path) -> None:
-        """Copy a directory there to ``target`` on this machine, in the place of what has that name."""
+        """Copy a directory there to ``target`` on this machine, in the place of the one that has that name."""
         fresh = target.with_name(target.name + WRITING)
         try:
             shutil.rmtree(fresh, ignore_errors=True)

@@ -25,7 +25,7 @@ CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 FREE = ("eval.",)
 """Settings that only evaluations depend on may change from one checkpoint to the next."""
 SHARED, OWN = "shared", "own"
-"""Words for the directories of the runs on a machine: those of rank 0's, or others of its own."""
+"""Words for the directories of the runs on a machine: rank 0's, or others of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Resumption:
     plan:        of the run.
     candidates:  checkpoints, the first one that is undamaged is taken; none: it begins with its first step.
     finished:    whether all of it is done, so that it is skipped.
-    continues:   whether it goes on in its directory, next to what is there.
+    continues:   whether it goes on in its directory, next to the files that are there.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ def is_finished(plan: Plan) -> bool:
 
 
 def _automatic(plan: Plan) -> Resumption:
-    """Return how a run begins by what is in its directory."""
+    """Return how a run begins by the contents of its directory."""
     directory = plan.spec.directory
     found = checkpoints_of(directory)
     if is_finished(plan):
@@ -106,7 +106,7 @@ def _from_path(plan: Plan, path: Path) -> Resumption:
 
 
 def _without_checkpoint(path: Path) -> str:
-    """Return why nothing goes on from ``path``, and what is to be given instead."""
+    """Return why nothing goes on from ``path``, and the advice."""
     if not path.is_dir():
         return "no such directory; give auto, a run's directory or a checkpoint's"
     if not (path / CONFIG).is_file():

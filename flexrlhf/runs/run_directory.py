@@ -53,7 +53,7 @@ def write_status(directory: Path, status: RunStatus) -> None:
 
 
 def read_status(directory: Path) -> RunStatus | None:
-    """Return the status of the run in ``directory``; None where there is none."""
+    """Return the status of the run in ``directory``; None if there is none."""
     path = directory / STATUS
     if not os.path.isfile(path):
         # of a name that is too long, too

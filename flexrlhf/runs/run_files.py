@@ -1,7 +1,7 @@
 """Files of runs as one rank has them: in a directory that all machines mount, or in one of its machine's own.
 
-Where machines have directories of their own, rank 0's is that of the run. What another machine writes for it is copied
-there, and what it reads of an earlier step or run is copied from there.
+If machines have directories of their own, rank 0's is the one of the run. Files that another machine writes for it are
+copied there, and files that it reads of an earlier step or run are copied from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunFiles:
 
     keeps:       whether this rank keeps the directories of its machine: makes, trims and clears them.
     are_copied:  whether a machine of the job has directories of its own.
-    remote:      those of rank 0's machine, where this one has its own.
+    remote:      files of rank 0's machine, if this one has its own.
     """
 
     keeps: bool

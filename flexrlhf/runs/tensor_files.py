@@ -29,9 +29,9 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file with the permissions that the umask gives; safetensors itself lets nobody else read it.
 
-    metadata:  texts of its header; None: those that transformers looks for.
+    metadata:  texts of its header; None: the one that transformers looks for.
 
-    Raises OSError where the file system fails.
+    Raises OSError if the file system fails.
     """
     file.touch()
     mode = stat.S_IMODE(file.stat().st_mode)
@@ -63,7 +63,7 @@ class Piece:
 
 
 def piece_file(model: str, rank: int) -> str:
-    """Return the name of the file with what ``rank`` writes of a placed model."""
+    """Return the name of the file with the pieces of a placed model that ``rank`` writes."""
     return f"{model}-{rank:05d}.safetensors"
 
 
@@ -104,7 +104,7 @@ class PieceReader:
     def read(self, key: str, part: Part) -> Tensor:
         """Return the values of ``part`` of the tensor ``key`` as a vector, on the CPU.
 
-        Raises UserError where the checkpoint lacks the tensor, or has one of another shape.
+        Raises UserError if the checkpoint lacks the tensor, or has one of another shape.
         """
         pieces = self.pieces.get(key, [])
         shapes = {stored.shape for _, stored in pieces}

@@ -10,15 +10,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 
-from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.strategies.instructions import Eval, Move, Run
-
-
-def evaluation_batch(batch: BatchShape, settings: EvalSpec) -> BatchShape:
-    """Return the shape of one batch of an evaluation: as many prompts as a step has."""
-    return BatchShape(batch.num_prompts, settings.num_samples(batch.samples_per_prompt))
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ def walk_evaluation(instruction: Eval, shape: EvaluationShape, rank: int) -> Ite
 
 
 def _of_batch(inner: Run | Move, shape: EvaluationShape, batch: int) -> Run | Move | None:
-    """Return ``inner`` for one batch; None where it does nothing."""
+    """Return ``inner`` for one batch; None if it does nothing."""
     if isinstance(inner, Run):
         return None if inner.is_statistic else inner
     transfers = shape.transfers_of(inner.transfers, batch)

@@ -60,18 +60,6 @@ class DeviceMemory:
         return 0 if state is None else state.training - state.resting
 
 
-@dataclass(frozen=True)
-class Residency:
-    """Instructions with Offload and Reload among them.
-
-    instructions:  of one step.
-    offloaded:     rank → models that start in host memory.
-    """
-
-    instructions: tuple[Instruction, ...]
-    offloaded: dict[int, tuple[ModelName, ...]]
-
-
 def resident_models(instruction: Instruction, placed: Iterable[ModelName]) -> tuple[ModelName, ...]:
     """Return the models among ``placed`` that an instruction needs on the device: a checkpoint also copies from host
     memory."""
@@ -123,7 +111,8 @@ class _Walk:
             victims = self._victims(index, needed, missing, room) if needed else []
             reloaded = [name for name in missing if name not in self.transient]
             if _is_rare(instruction):
-                self._visit(index, reloaded, victims)
+                self._change(self.before[index], victims, reloaded)
+                self._change(self.after[index], reloaded, victims)
             else:
                 self._change(self.before[index], victims, reloaded)
                 self.on_device = self.on_device - set(victims) | set(missing)
@@ -172,10 +161,6 @@ class _Walk:
                 return not any(_generates(each, name) for each in self.instructions[index + 1 :])
         return False
 
-    def _visit(self, index: int, missing: Sequence[ModelName], victims: Sequence[ModelName]) -> None:
-        self._change(self.before[index], victims, missing)
-        self._change(self.after[index], missing, victims)
-
     @staticmethod
     def _change(into: list[Change], out: Sequence[ModelName], back: Sequence[ModelName]) -> None:
         into += [(Offload, name) for name in out] + [(Reload, name) for name in back]
@@ -187,8 +172,10 @@ def sleepers(placement: Placement) -> frozenset[ModelName]:
     return frozenset(model.name for model in on_trained_ranks if model.rollout is not None and model.rollout.sleep)
 
 
-def with_residency(instructions: Sequence[Instruction], memory: DeviceMemory) -> Residency:
-    """Return ``instructions`` with the evictions that every rank needs."""
+def with_residency(
+    instructions: Sequence[Instruction], memory: DeviceMemory
+) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
+    """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start offloaded."""
     walks: dict[int, _Walk] = {}
     alike = first_alike(instructions, memory.sizing.placement, memory.batch, memory.cluster)
     for rank in sorted(set(alike.values())):
@@ -206,10 +193,8 @@ def with_residency(instructions: Sequence[Instruction], memory: DeviceMemory) ->
         out.append(instruction)
         out += _merged(instruction, [(rank, walk.after.get(index, [])) for rank, walk in each])
     out += _merged(None, [(rank, walk.closing) for rank, walk in each])
-    return Residency(
-        tuple(_with_refilled(out, memory.sizing.placement)),
-        {rank: walk.offloaded for rank, walk in each if walk.offloaded},
-    )
+    offloaded = {rank: walk.offloaded for rank, walk in each if walk.offloaded}
+    return tuple(_with_refilled(out, memory.sizing.placement)), offloaded
 
 
 def _with_refilled(instructions: Sequence[Instruction], placement: Placement) -> Iterator[Instruction]:

@@ -19,7 +19,6 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
-from flexrlhf.strategies.evaluation_batches import evaluation_batch
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Run, Save
 
 
@@ -251,7 +250,9 @@ def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, l
     """Return Eval and Save of the trained models, which end a step."""
     out: list[Instruction] = []
     if spec.eval is not None and graph.evaluation:
-        batch, every = evaluation_batch(shape, spec.eval), spec.eval.every or spec.steps
+        every = spec.eval.every or spec.steps
+        # a batch has as many prompts as a step
+        batch = BatchShape(shape.num_prompts, spec.eval.num_samples(shape.samples_per_prompt))
         inner = evaluation_of(graph, placement, batch)
         ranks = tuple(sorted({rank for each in inner for rank in each.ranks}))
         out.append(Eval(ranks=ranks, lag=lag, every=every, at_end=True, instructions=inner, batch=batch))

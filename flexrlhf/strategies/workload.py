@@ -84,10 +84,11 @@ def first_alike(
 ) -> dict[int, int]:
     """Return for each rank the first rank with the same work on the same kind of device, so that few ranks are sized.
 
-    Where shards are uneven the first rank stores most.
+    If shards are uneven, the first rank stores most.
     """
     firsts: dict[object, int] = {}
-    roles = [_roles(instruction) for instruction in instructions]
+    # the rank that writes the files of a model
+    writers = [each.ranks[:1] if isinstance(each, Save) else () for each in instructions]
     named = [frozenset(instruction.ranks) for instruction in instructions]
     shapes = (batch, *dict.fromkeys(each.batch for each in instructions if isinstance(each, Eval)))
     # how much of a sync arrives on a rank depends on which models its node has
@@ -101,7 +102,7 @@ def first_alike(
             (model.name, *_position(model, rank), *(tuple(_rows(model, shape, rank)) for shape in shapes))
             for model in placement.on_rank(rank)
         ]
-        parts = [(index, each.get(rank, 0)) for index, each in enumerate(roles) if rank in named[index]]
+        parts = [(index, rank in each) for index, each in enumerate(writers) if rank in named[index]]
         device = cluster.devices[rank].device_class, cluster.memory_bytes(rank)
         return tuple(placed), tuple(parts), device, nodes[cluster.node_of(rank)]
 
@@ -117,8 +118,3 @@ def _rows(model: PlacedModel, batch: BatchShape, rank: int) -> Iterator[int]:
     """Return the number of prompts of each mini-batch on ``rank``."""
     replica = model.layout.replica(rank)
     return (len(model.layout.slice(batch.prompts(m), replica, turn=m)) for m in batch.mini_batches)
-
-
-def _roles(instruction: Instruction) -> Counter[int]:
-    """Count the files that each rank writes by itself."""
-    return Counter(instruction.ranks[:1]) if isinstance(instruction, Save) else Counter()

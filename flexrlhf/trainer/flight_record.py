@@ -23,7 +23,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.flight_log import MOST_INSTRUCTIONS, TIMELINE, FlightLog, write_record
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.timeline import Instant, Span, Timeline, dump_spans
+from flexrlhf.timeline import SPANS, Instant, Span, Timeline
 from flexrlhf.trainer.execution import Execution, Observer
 
 
@@ -117,7 +117,7 @@ class FlightRecord(Observer):
     def append_spans(self, files: RunFiles, next_step: int) -> None:
         """Append the spans until the checkpoint before ``next_step`` to this rank's file."""
         path = self.directory / TIMELINE / f"rank-{self._header['rank']:05d}.jsonl"
-        line = json.dumps({"next_step": next_step, "spans": dump_spans(self.timeline.take())})
+        line = json.dumps({"next_step": next_step, "spans": SPANS.dump_json(self.timeline.take()).decode()})
         files.append(path, line + "\n")
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.metrics import Triple, add, evaluate
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.flight_log import TIMELINE
-from flexrlhf.timeline import Timeline, dump_spans, load_spans, saved_spans, write_trace
+from flexrlhf.timeline import SPANS, Timeline, saved_spans, write_trace
 from flexrlhf.trainer.column_files import record_statistics
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
@@ -105,7 +105,7 @@ class ResultsWriter(Observer):
         peak:   the most that the rank used since its models were loaded.
         start:  the most that it used before, by ``load`` and ``resume``.
         """
-        self._store.set(f"timeline/{self._world.rank}", dump_spans(timeline.take()))
+        self._store.set(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
         memory = {"models": usage, "peak": peak, "start": start}
         self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
         if self._world.rank == 0:
@@ -118,7 +118,7 @@ class ResultsWriter(Observer):
         for rank in range(self._plan.placement.num_ranks):
             keys = {f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}
             self.recorder.wait(keys, "the end of the run")
-            spans += load_spans(self._store.get(f"timeline/{rank}").decode())
+            spans += SPANS.validate_json(self._store.get(f"timeline/{rank}"))
             memory[rank] = json.loads(self._store.get(f"memory/{rank}"))
         facts = {
             "device": self._world.device.type,

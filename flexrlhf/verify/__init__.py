@@ -1,1 +1,1 @@
-"""Comparison of runs that must have the same numbers: what they recorded, how far it is apart, and where first."""
+"""Comparison of runs that must have the same numbers: their records, how far these are apart, and where first."""

@@ -95,7 +95,7 @@ def compare_runs(runs: Pair, limits: Limits) -> Iterator[Deviation]:
 
 
 def compare_step(runs: Pair, step: int, limits: Limits) -> Iterator[Deviation]:
-    """Yield the deviations of one step: operator by operator what arrived and what was written, then the metrics."""
+    """Yield the deviations of one step: by operator columns that arrived and were written, then metrics."""
     columns = runs[0].columns(step), runs[1].columns(step)
     arrivals = [(run, own, run.arrivals(step)) for run, own in zip(runs, columns, strict=True)]
     for operator in _operators(runs):

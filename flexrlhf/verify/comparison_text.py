@@ -92,7 +92,7 @@ def format_tie(tie: Tie, runs: tuple[RecordedRun, RecordedRun]) -> str:
 
 
 def format_verdict(deviations: Sequence[Deviation], runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> list[str]:
-    """Return the verdict: one sentence, and where the runs part what each of them did there."""
+    """Return the verdict: one sentence, and if the runs part, how each of them computed it."""
     first = first_beyond(deviations)
     if first is None:
         return [f"same numbers: {runs[1].name} is within the limits of {runs[0].name} ({limits.reason})"]

@@ -1,7 +1,7 @@
 """Deviations of two runs, and their limits: how far one quantity may be apart, how far it is, and where first. Pure.
 
-A value is compared relative to what its rounding is relative to: an entry of a column to the column's largest
-magnitude, a metric to the root mean square of what it is a mean of, weights to their norm over the whole model (per
+A value is compared relative to the scale of its rounding: an entry of a column to the column's largest magnitude, a
+metric to the root mean square of the values that it is a mean of, weights to their norm over the whole model (per
 tensor the optimizer would amplify rounding where a gradient is zero).
 """
 
@@ -42,7 +42,7 @@ FLOAT32 = Limits("float32", numbers=1e-5, weights=1e-5, shares=1e-3, tie=1e-4)
 DEEPSPEED = Limits("float32 with DeepSpeed", numbers=5e-5, weights=5e-5, shares=1e-3, tie=1e-4)
 FLOAT16 = Limits("float16", numbers=2e-2, weights=2e-3, shares=0.1, tie=0.1)
 BFLOAT16 = Limits("bfloat16", numbers=5e-2, weights=1e-2, shares=0.1, tie=0.5)
-"""16 bits: three to five times what forced tokens of small models showed (tests/distributed/test_precision.py)."""
+"""16 bits: three to five times the deviations of small models' forced tokens (tests/distributed/test_precision.py)."""
 BITWISE = Limits("bitwise", numbers=0.0, weights=0.0, shares=0.0, tie=0.0)
 """The same run twice on CPUs, which add numbers up in one order."""
 

@@ -20,7 +20,7 @@ NOT_SHOWN = {"name", "placement", "runs"}
 def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
     """Return ``spec`` for ``steps`` steps with columns recorded below ``directory``, and its weights saved at the end.
 
-    Warm-ups and steps without training of the actor are shortened to what so few steps leave room for.
+    Warm-ups and steps without training of the actor are shortened to fit into so few steps.
     """
     changes: dict[str, Any] = {
         "name": name,

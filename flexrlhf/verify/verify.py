@@ -36,7 +36,7 @@ class Verdict:
     """Result of comparing one side with the first one.
 
     deviations:  of all steps, in order
-    tie:         of responses, after which the side ran again with those of the first run
+    tie:         of responses, after which the side ran again with the first run's
     limits:      of the comparison
     """
 
@@ -131,6 +131,6 @@ def find_tie(first: Columns, second: Columns, seed: int, step: int, num_prompt_t
 
 
 def _noise(seed: int, step: int, row: int, position: int, *tokens: int) -> list[float]:
-    """Return the noise of ``tokens`` at one place; that of a token does not depend on the vocabulary's size."""
+    """Return the noise of ``tokens`` at one place, which does not depend on the vocabulary's size."""
     noise = gumbel_noise(seed, step, torch.tensor([row]), position, max(tokens) + 1)[0]
     return [float(noise[token]) for token in tokens]
