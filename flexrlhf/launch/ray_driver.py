@@ -22,7 +22,7 @@ from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.ray_cluster import Bundle, connected, is_alive, reserved
-from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode, RayPlace
+from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import HANDLED, SAVING, STOPPED
@@ -65,11 +65,27 @@ END_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """Planned node: its number, its actor of Ray, and the actor's machine."""
+    """Node of the plan, and the actor that runs it.
+
+    number:    in the plan.
+    actor:     handle of Ray.
+    host:      name of the actor's machine.
+    address:   of its Ray node.
+    ray_node:  identifier of that.
+    port:      that was free there.
+    """
 
     number: int
     actor: Any
-    place: RayPlace
+    host: str
+    address: str
+    ray_node: str
+    port: int
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"node {self.number} (host {self.host})"
 
 
 def start_in_ray(job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
@@ -97,8 +113,8 @@ def _run(job: Job, max_restarts: int, signals: _Signals) -> bool:
                 if attempt == 0:
                     stack.enter_context(job.directories(True))
                 for node in nodes:
-                    place, ranks = node.place, ranks_text(job.plans[0].cluster.ranks_on_node(node.number))
-                    where = f"host {place.host} ({place.address}, Ray node {place.ray_node[:8]})"
+                    ranks = ranks_text(job.plans[0].cluster.ranks_on_node(node.number))
+                    where = f"host {node.host} ({node.address}, Ray node {node.ray_node[:8]})"
                     print(f"node {node.number}: {ranks} on {where}", flush=True)
                 end = _run_nodes(nodes, job, attempt, signals)
             if end.is_well:
@@ -136,10 +152,12 @@ def _entered(bundles: Sequence[Bundle], group: Any) -> Iterator[list[PlannedNode
     ]
     try:
         calls = {f"node {number}": actor.enter.remote(os.getcwd()) for number, actor in enumerate(actors)}
-        places: list[RayPlace] = _results(calls, START_SECONDS)
-        if problem := next((place.problem for place in places if place.problem), ""):
-            raise UserError(problem)
-        yield [PlannedNode(number, *each) for number, each in enumerate(zip(actors, places, strict=True))]
+        nodes = []
+        for number, place in enumerate(_results(calls, START_SECONDS)):
+            if isinstance(place, str):
+                raise UserError(place)
+            nodes.append(PlannedNode(number, actors[number], *place))
+        yield nodes
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -158,7 +176,7 @@ def _compare_machines(nodes: Sequence[PlannedNode], job: Job, terms: Terms) -> N
             if each.problem:
                 raise UserError(f"runs: {each.place} cannot be written ({each.problem})")
         shared = (ORDERS.dump_json(job.orders).decode(), JOB_TERMS.dump_json(terms).decode(), tuple(directories))
-        calls = {_name(node): node.actor.compare.remote(*shared, node.number, driver) for node in nodes}
+        calls = {node.name: node.actor.compare.remote(*shared, node.number, driver) for node in nodes}
         sentence = next(filter(None, _results(calls, COMPARE_SECONDS)), "")
     if sentence:
         raise UserError(sentence)
@@ -188,17 +206,12 @@ def reason(error: BaseException) -> str:
     return (inner or lines[:1] or [type(error).__name__])[-1]
 
 
-def _name(node: PlannedNode) -> str:
-    return f"node {node.number} (host {node.place.host})"
-
-
 def _run_nodes(nodes: Sequence[PlannedNode], job: Job, attempt: int, signals: _Signals) -> NodeEnd:
     """Run the launchers of all nodes, which end together, and return how."""
-    first = nodes[0].place
-    host = LOOPBACK if len({node.place.address for node in nodes}) == 1 else first.address
-    endpoint, orders = f"{host}:{first.port}", ORDERS.dump_json(job.orders).decode()
+    host = LOOPBACK if len({node.address for node in nodes}) == 1 else nodes[0].address
+    endpoint, orders = f"{host}:{nodes[0].port}", ORDERS.dump_json(job.orders).decode()
     size = len(nodes)
-    calls = {_name(node): node.actor.start.remote(orders, size, node.number, endpoint, attempt) for node in nodes}
+    calls = {node.name: node.actor.start.remote(orders, size, node.number, endpoint, attempt) for node in nodes}
     _results(calls, START_SECONDS)
     ends: list[tuple[PlannedNode, NodeEnd]] = []
     urges, failed = [(GRACE_SECONDS, signal.SIGINT), (GRACE_SECONDS + END_SECONDS, signal.SIGKILL)], float("inf")
@@ -239,12 +252,12 @@ def _follow(node: PlannedNode) -> NodeEnd:
             time.sleep(WAIT_SECONDS)
             continue
         except RayActorError:
-            has_node = is_alive(node.place.ray_node)
+            has_node = is_alive(node.ray_node)
             return NodeEnd("lost", "its Ray actor was killed" if has_node else "its Ray node was removed")
         heard = time.monotonic()
         for number, line in lines:
             stream = sys.stdout if number == 1 else sys.stderr
-            print(f"[node {node.number}, host {node.place.host}] {line}", file=stream, flush=True)
+            print(f"[node {node.number}, host {node.host}] {line}", file=stream, flush=True)
         if end is not None:
             return end
     return silent
@@ -265,7 +278,7 @@ def end_of_job(ends: Sequence[tuple[PlannedNode, NodeEnd]], job: Job) -> NodeEnd
     ranks = job.plans[0].cluster.ranks_on_node(node.number)
     reporter = FailureReporter(job.plans[0], [plan.spec.directory for plan in job.plans], ranks)
     reporter.report({})
-    name = f"node {node.number} (host {node.place.host}; {ranks_text(ranks)})"
+    name = f"node {node.number} (host {node.host}; {ranks_text(ranks)})"
     record = f"record: {reporter.record}" if reporter.record else ""
     sentence = "; ".join(filter(None, (f"{name} ended the run, {end.sentence}", reporter.place(), record)))
     return NodeEnd("failed", sentence)

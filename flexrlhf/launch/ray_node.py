@@ -39,24 +39,6 @@ LINE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class RayPlace:
-    """Machine of an actor.
-
-    host:      name.
-    address:   of its Ray node.
-    ray_node:  identifier of that.
-    port:      that is free there.
-    problem:   why no rank can run there, in one sentence; empty if it can.
-    """
-
-    host: str
-    address: str
-    ray_node: str
-    port: int
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class NodeEnd:
     """End of the ranks of a node.
 
@@ -74,6 +56,8 @@ class NodeEnd:
         return self.kind in ("finished", "stopped")
 
 
+RayPlace = tuple[str, str, str, int]
+"""Machine of an actor: its name, address, identifier in Ray, and a free port."""
 NodeReport = tuple[tuple[tuple[int, str], ...], NodeEnd | None]
 """Lines of output, each with the number of its stream (1 or 2), and the end of the launcher; None while it runs."""
 
@@ -89,22 +73,22 @@ class RayNode:
         self._readers: list[threading.Thread] = []
         self._launcher: subprocess.Popen[str] | None = None
 
-    def enter(self, directory: str) -> RayPlace:
-        """Change to the working directory of the driver, and return where this actor is."""
+    def enter(self, directory: str) -> RayPlace | str:
+        """Change to the working directory of the driver; return where this actor is, or why no rank can run there."""
         import ray
 
-        host, problem = socket.gethostname(), ""
+        host = socket.gethostname()
         try:
             os.chdir(directory)
         except OSError as error:
-            problem = (
+            return (
                 f"--launcher ray: {directory}, where the command was started, is missing on host {host} "
                 f"({error.strerror}); start it in a directory that all Ray nodes have"
             )
         with closing(socket.socket()) as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
-        return RayPlace(host, ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), port, problem)
+        return host, ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), port
 
     def compare(self, orders: str, terms: str, directories: Sequence[DirectoryFacts], node: int, first: str) -> str:
         """Return the difference between this machine and the driver's; empty without any.

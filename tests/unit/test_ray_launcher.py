@@ -24,7 +24,7 @@ from flexrlhf.launch.ray_cluster import (
     total_of,
 )
 from flexrlhf.launch.ray_driver import PlannedNode, end_of_job, passed_on, reason
-from flexrlhf.launch.ray_node import NodeEnd, RayNode, RayPlace
+from flexrlhf.launch.ray_node import NodeEnd, RayNode
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.hosts import Hosts, hosts_of
 from flexrlhf.runs.resume import Resumption
@@ -178,7 +178,7 @@ def test_an_address_where_nothing_listens_is_refused() -> None:
 LOST = "node 1 (host b; rank 1) ended the run, its Ray node was removed"
 KILLED = NodeEnd("failed", "rank 0 (actor; host a) ended the run, killed by SIGKILL")
 GONE = NodeEnd("lost", "its Ray node was removed")
-NODES = [PlannedNode(number, None, RayPlace("ab"[number], "10.0.0.1", "7af8", 4000)) for number in (0, 1)]
+NODES = [PlannedNode(number, None, "ab"[number], "10.0.0.1", "7af8", 4000) for number in (0, 1)]
 
 
 @pytest.mark.parametrize(
