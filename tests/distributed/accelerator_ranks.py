@@ -1,4 +1,4 @@
-"""One process: a rank of runs on the accelerator made of host memory, which counts what the host reads."""
+"""One process: a rank of runs on the accelerator made of host memory, which counts reads by the host."""
 
 from __future__ import annotations
 

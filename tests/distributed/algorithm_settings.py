@@ -1,6 +1,6 @@
-"""Settings of the equality suite beyond plain PPO: further algorithms, and what completes them.
+"""Settings of the equality suite beyond plain PPO: further algorithms, and the models and data that they need.
 
-``assets:`` before a path stands for the directory of models and data, which is made when tests run.
+``assets:`` before a path is replaced by the directory of models and data, which is made when tests run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 Raw = dict[str, Any]
 FAST = {"learning_rate": 0.01, "eps": 1e-4}
-"""Of adapters, which start at nothing."""
+"""Optimizer of adapters, which start at zero."""
 COUNTED = {"function": "assets:scores.py:counted"}
 BY_TOKEN = {"function": "assets:scores.py:by_token", "level": "token"}
 BY_STEP = {"function": "assets:scores.py:by_step", "level": "step", "separator": "i"}
@@ -20,8 +20,8 @@ COSTS = {"function": "assets:scores.py:costs"}
 LENGTH = {"rule": "length", "target_tokens": 5}
 """Ties are many: eight lengths have five scores."""
 EXACT = {"rule": "exact_answer"}
-"""A row in three has no right answer, so its responses have no score."""
-TEXTS = {"path": "assets:texts.jsonl", "form": "text"}
+"""Every third row has no solution, so its responses have no score."""
+PRETRAINING = {"path": "assets:texts.jsonl", "form": "text"}
 SHARED_REF = {"actor": {"lora": {}, "optimizer": FAST}, "ref": {"share": "actor"}}
 OWN_TOKENIZER = {"path": "assets:models/letters", "retokenize": True}
 SCHEDULED = {"actor": {"optimizer": {"schedule": "linear", "warmup_steps": 1}}}
@@ -33,7 +33,7 @@ def _loss_kl(estimator: str, coefficient: float, **changes: Any) -> Raw:
 
 
 CLIPS = {"clip_low": 0.05, "clip_high": 0.08}
-"""So narrow that each of them binds for a share of the tokens."""
+"""Bounds so narrow that each of them clips some of the tokens."""
 DEFAULTS: dict[str, Raw] = {
     "ppo": {"prompts_per_step": 8, **CLIPS, "value_clip": 0.05, "kl": {"coefficient": 0.1}},
     "ac-share": {"prompts_per_step": 8, **CLIPS, "value_clip": 0.05, "kl": {"coefficient": 0.1}},
@@ -66,7 +66,7 @@ def _chats(file: str) -> Raw:
 
 
 def _in_small_passes(*roles: str) -> Raw:
-    """One or two texts fill a pass."""
+    """A budget of one or two sequences in a pass."""
     return {"models": {role: {"micro_batch_tokens": 20} for role in roles}}
 
 
@@ -83,14 +83,14 @@ COMPLETIONS: dict[str, Raw] = {
     # the coefficient rises and falls by up to a fifth of 8 responses to 20
     "adaptive": _of("ppo", {"steps": 5}, kl={"coefficient": 0.2, "target": 0.3, "horizon": 20}),
     "adaptive-masked": _of("ppo", _scored(COUNTED), kl={"coefficient": 0.2, "target": 0.1, "horizon": 10}),
-    # the coefficient falls and rises, where that of a target per response would rise alone
+    # the coefficient falls and rises; with a target per response it would only rise
     "adaptive-token": _of(
         "ppo", {"steps": 5}, kl={"coefficient": 0.6, "target": 0.09, "target_unit": "token", "horizon": 8}
     ),
-    # of estimates that are small a limit binds for a share of the tokens
+    # the estimates are small, so the limit binds for some of the tokens
     "kl-limited": _of("ppo", kl={"coefficient": 0.5, "value_clamp": 0.05}),
     "no-kl": _of("ppo", kl=None, value_clip=None),
-    # bounded below the upper clip, so that the bound is what binds
+    # bounded below the upper clip, so that the bound binds
     "dual": _of("ppo", dual_clip=1.02, epochs=2),
     "running": _of("ppo", {"steps": 4}, normalise_scores="running", reward_clip=1.0),
     "normalised": _of("ppo", normalise_scores="batch", reward_clip=1.0, whiten="mini_batch"),
@@ -101,9 +101,9 @@ COMPLETIONS: dict[str, Raw] = {
     "unknown": _of("ppo", _scored({"model": "reward"}, {**EXACT, "weight": 0.5}), prompts_per_step=7),
     "frozen": _of("ppo", {"steps": 4, "models": SCHEDULED}, freeze_actor_steps=2),
     "rollouts": _of("ppo", prompts_per_step=3, rollouts_per_step=3, num_mini_batches=3),
-    # of pretraining texts the likelihood is at temperature 1
-    "texts": _of("ppo", ptx={**TEXTS, "coefficient": 0.5}, epochs=2, temperature=0.8),
-    "texts-adapters": _of("ppo", {"models": SHARED_REF}, ptx={**TEXTS, "coefficient": 0.5}, prompts_per_step=7),
+    # the likelihood of pretraining data is at temperature 1
+    "ptx": _of("ppo", ptx={**PRETRAINING, "coefficient": 0.5}, epochs=2, temperature=0.8),
+    "ptx-adapters": _of("ppo", {"models": SHARED_REF}, ptx={**PRETRAINING, "coefficient": 0.5}, prompts_per_step=7),
     "tokens": _of("ppo", _scored({"model": "reward", "level": "token", "weight": 0.5}), reward_clip=1.0),
     "tokens-called": _of("ppo", _scored({**BY_TOKEN, "weight": 2.0}, LENGTH), truncation={"penalty": 1.0}),
     "tokens-bootstrap": _of("ppo", _scored({"model": "reward", "level": "token"}), truncation="bootstrap"),
@@ -123,7 +123,7 @@ COMPLETIONS: dict[str, Raw] = {
         importance={"level": "sequence", "reject": {"lower": 0.6, "upper": 1.6}},
         loss_aggregation="seq-mean-token-mean",
     ),
-    # texts in letters are up to three times as long, so the default limit cuts some
+    # sequences in letters are up to three times as long, so the default limit cuts some
     "retokenized": _of("ppo", {"models": {"reward": OWN_TOKENIZER}}),
     "retokenized-second": _of(
         "ppo",
@@ -144,7 +144,7 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-corrected": _of("ac-share", importance={"cap": 1.05}),
     "one-trunk-rejected": _of("ac-share", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}),
     "one-trunk-adapters": _of("ac-share", {"models": SHARED_REF}),
-    "one-trunk-texts": _of("ac-share", _scored(LENGTH), ptx=TEXTS, samples_per_prompt=2, prompts_per_step=4),
+    "one-trunk-ptx": _of("ac-share", _scored(LENGTH), ptx=PRETRAINING, samples_per_prompt=2, prompts_per_step=4),
     "grpo": _of("grpo"),
     # the only pass of a step computes the log-probs that its ratios are taken to, and the KL
     "grpo-alone": _of("grpo", num_mini_batches=1),
@@ -156,7 +156,7 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-recomputed": _of("ac-share", RECOMPUTED),
     "grpo-rule": _of("grpo", {**_scored(LENGTH), "eval": {"pass_at": 2, "pass_score": 0.8}}, epochs=2),
     "grpo-dr": _of("grpo", kl=None, scale="none", loss_aggregation="seq-mean-token-sum-norm"),
-    # three groups of six are trained on, where so many differ
+    # three of six groups are trained on, if as many differ
     "grpo-dapo": _of(
         "grpo",
         {**_scored(LENGTH), "data": {"max_response_tokens": 4}},
@@ -175,7 +175,7 @@ ALGORITHMS: dict[str, Raw] = {
         dynamic_sampling={"rounds": 3},
     ),
     "grpo-counted": _of("grpo", _scored(COUNTED), kl={"place": "reward", "estimator": "k1", "coefficient": 0.05}),
-    # no group fits into a pass, and ranks have other numbers of passes
+    # no group fits into a pass, and ranks have different counts of passes
     "grpo-pieces": _of("grpo", _in_small_passes("actor", "ref", "reward"), prompts_per_step=5, num_mini_batches=2),
     "grpo-uneven": _of("grpo", prompts_per_step=5, samples_per_prompt=3, truncation="mask", num_mini_batches=4),
     # half of the gradient of the penalty is cut off
@@ -187,7 +187,7 @@ ALGORITHMS: dict[str, Raw] = {
     ),
     "grpo-shared": _of("grpo", {"models": SHARED_REF}),
     "grpo-corrected": _of("grpo", importance={"level": "sequence", "cap": 1.1}, kl=None),
-    "grpo-texts": _of("grpo", ptx={**TEXTS, "coefficient": 0.3}, freeze_actor_steps=1),
+    "grpo-ptx": _of("grpo", ptx={**PRETRAINING, "coefficient": 0.3}, freeze_actor_steps=1),
     "rloo": _of("rloo"),
     "rloo-after": _of(
         "rloo", _scored(COUNTED), kl={"place": "advantages", "estimator": "k2", "coefficient": 0.3}, truncation="mask"
@@ -239,8 +239,8 @@ ALGORITHMS: dict[str, Raw] = {
     "remax-steps": _of("remax", _scored(MODEL_STEPS, BY_STEP)),
     "remax-corrected": _of("remax", importance={"cap": 1.05}),
     "safe": _of("safe-rlhf", lagrange={"limit": -0.5, "learning_rate": 0.5}),
-    "safe-texts": _of(
-        "safe-rlhf", _scored(LENGTH), lagrange={"limit": 0.5}, ptx={**TEXTS, "coefficient": 0.3}, epochs=2
+    "safe-ptx": _of(
+        "safe-rlhf", _scored(LENGTH), lagrange={"limit": 0.5}, ptx={**PRETRAINING, "coefficient": 0.3}, epochs=2
     ),
     "safe-called": _of(
         "safe-rlhf",
@@ -289,7 +289,7 @@ EVALUATED = (
 )
 """Settings that evaluate after every step."""
 
-SCORES = '''"""Scores of texts, for tests."""
+SCORES = '''"""Scores of responses, for tests."""
 
 import math
 
@@ -314,12 +314,12 @@ def by_step(prompts, responses, steps):
 
 
 def by_ends(prompts, responses):
-    """Where words end in o, how many characters the text has up to there."""
+    """Characters up to each word that ends in o."""
     return [[(end + 1, 0.1 * (end % 7)) for end, sign in enumerate(text) if sign == "o"] for text in responses]
 
 
 def costs(prompts, responses, num_tokens):
-    """The share of words that end in e; none for a response that begins with a p."""
+    """The fraction of words that end in e; none for a response that begins with a p."""
     return [
         None if text.strip().startswith("p") else text.count("e") / n for text, n in zip(responses, num_tokens)
     ]

@@ -1,6 +1,6 @@
 """The cases of the equality suite: a setting of the algorithm, a shape of placement and schedule, a number of ranks.
 
-A setting changes numbers and has a reference of its own; a shape must not, except lag and sync.every by their rule.
+A setting changes results and has its own reference; a shape must not, except lag and sync.every by their rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexrlhf.config.spec_file import parse_spec
 
 Raw = dict[str, Any]
 DEVICE = os.environ.get("FLEXRLHF_TEST_DEVICE", "cpu")
-"""Device of all ranks: with cuda those of one GPU share it."""
+"""Device of all ranks; with cuda they share one GPU."""
 ROLES = {
     "ppo": ("actor", "critic", "ref", "reward"),
     "ac-share": ("actor", "ref", "reward"),
@@ -49,9 +49,9 @@ TRAINED = {name: ("actor",) for name in ROLES} | {
 FILES = {"sft": "sft", "reward": "reward", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "reward")}
 """Data of algorithms that generate no responses; the others read prompts."""
 KIN = {"cost_critic": "critic", "cost": "reward", "reward_second": "reward"}
-"""Whose place and settings a role has where a shape names none for it."""
+"""Roles whose placement and settings another role takes if a shape has none for it."""
 FOUR, SIX_MODELS = ROLES["ppo"], ("actor.shadow", "critic.shadow", *ROLES["ppo"])
-"""What the vectors of the shapes are of."""
+"""Models of the shapes' vectors."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ SETTINGS: dict[str, Raw] = {
     },
     # responses of one token have no bigrams
     "short": {**_ppo(num_mini_batches=2), "data": {"max_response_tokens": 1}},
-    # caps that bind where weights are stale; where they are not every weight is 1, on no side of the cap by rounding
+    # caps that bind for stale weights; with fresh ones every importance weight is 1, so rounding never crosses the cap
     "corrected": _ppo(num_mini_batches=2, importance={"cap": 1.05}),
     "corrected-sequences": _ppo(
         num_mini_batches=2,
@@ -188,7 +188,7 @@ SLOW = {"debug": {"run_delay_seconds": 0.3}}
 SETTINGS |= {
     "slow": {**_ppo(num_mini_batches=2), **SLOW},
     "slow-streaming": {**_ppo(num_mini_batches=4, whiten="mini_batch"), **SLOW, "steps": 2},
-    # 32 layers, so that no tensor is a large part of what a rank of four holds
+    # 32 layers, so that no tensor is a large part of the bytes on a rank of four
     "deep": {
         "algorithm": {"name": "sft"},
         "models": {"actor": {"path": None, "init": {**SIZES, "model_type": "llama", "num_hidden_layers": 32}}},
@@ -444,7 +444,7 @@ COMPUTE: dict[str, Raw] = {
         "ref": {"engine": "deepspeed", "zero": 3},
         "reward": {"engine": "megatron", "tp": 2, "sequence_parallel": False},
     },
-    # on four ranks, beside a rollout engine
+    # on four ranks, next to a rollout engine
     "megatron-tp-pp": {
         "actor": {"engine": "megatron", "tp": 2, "pp": 2},
         "critic": {"engine": "megatron", "tp": 2, "zero": 1},
@@ -483,7 +483,7 @@ PRECISION: dict[str, Raw] = {
     "fp16-frozen": {role: {"dtype": "float16"} for role in ("ref", "reward")},
     "fp16-frozen-torch-3": {role: {"dtype": "float16", "zero": 3} for role in ("ref", "reward")},
 }
-"""Other types: change numbers by their rounding."""
+"""Other types: change results by their rounding."""
 
 
 def _rollout(engine: str, **settings: Any) -> Raw:
@@ -504,10 +504,10 @@ ROLLOUTS: dict[str, Raw] = {
     "vllm-pp": _vllm(pp=2),
     "vllm-child": _vllm(process="child"),
     "vllm-tp-pp": _vllm(tp=2, pp=2),
-    # a row at a time, of which nothing is kept for the next sample of its prompt
+    # one row at a time, without a cache for the next sample of its prompt
     "vllm-narrow": _vllm(kv_tokens=32, prefix_caching=False),
     "vllm-awake": _vllm(sleep=False),
-    # of its layers that are one in vLLM some have no adapters, and its ranks are padded
+    # some layers that vLLM fuses have no adapters, and the LoRA rank is padded
     ADAPTERS: _vllm(adapters="separate", tp=2),
     # the hybrid engine: in another layout on the same ranks
     "torch": _torch(),
@@ -517,7 +517,7 @@ ROLLOUTS: dict[str, Raw] = {
     # its own generators sample other tokens, so that there is no reference
     "vllm-engine": _vllm(noise="engine"),
 }
-"""What generates: changes no number."""
+"""Rollout engines: change no results."""
 STAGES = ("torch-2", "torch-3", *(f"deepspeed-{stage}" for stage in range(4)))
 """Engine and ZeRO stage, but torch's stage 0, which is "replicas"."""
 PPO_SHAPES = {
@@ -533,11 +533,11 @@ PREFERENCE_SHAPES = {
 
 
 def shapes_of(setting: str, ranks: int) -> tuple[str, ...]:
-    """Those that may hold its models on so many ranks."""
+    """Shapes that may place the setting's models on so many ranks."""
     if setting in SUPERVISED:
         return SUPERVISED_SHAPES[ranks]
     shapes = (PREFERENCE_SHAPES if setting in PREFERENCES else PPO_SHAPES)[ranks]
-    # what is pinned to the second device class is a frozen model
+    # a frozen model is pinned to the second device class
     has_frozen = set(roles_of(setting)) > set(TRAINED[algorithm_of(setting)])
     return tuple(shape for shape in shapes if has_frozen or shape != "classes")
 
@@ -566,8 +566,8 @@ DEFAULT = [
     Case("unknown", "co-located", 2),
     Case("frozen", "lag", 2),
     Case("rollouts", "co-located", 2),
-    Case("texts", "halves", 2),
-    Case("texts-adapters", "six-tight", 2),
+    Case("ptx", "halves", 2),
+    Case("ptx-adapters", "six-tight", 2),
     Case("tokens-called", "co-located", 2),
     Case("tokens-mixed", "halves", 2),
     Case("steps-models", "co-located", 2),
@@ -601,7 +601,7 @@ DEFAULT = [
     Case("remax", "lag-chunks", 2),
     Case("remax-masked", "every-3", 2),
     Case("remax-masked", "pairs", 2),
-    Case("safe-texts", "six-tight", 2),
+    Case("safe-ptx", "six-tight", 2),
     Case("safe-called", "six", 2),
     Case("safe-retokenized", "six-chunks", 2),
     Case("dpo", "tight", 2),
@@ -661,11 +661,11 @@ DEFAULT = [
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
 ]
-"""What `make test` runs: each shape and engine once, and the pairs of covering.py, on as few ranks as show them."""
+"""Cases of `make test`: each shape and engine once, and the pairs of covering.py, on as few ranks as show them."""
 
 
 def every_case() -> list[Case]:
-    """Every setting under every shape; engines, stages, tensor parallel and rollouts where they are tried hardest."""
+    """Every setting under every shape; engines, stages, tensor parallel and rollouts with the hardest settings."""
     further = ("one-trunk", "one-trunk-uneven", "grpo-rule", "safe")
     with_adapters = ("adapters", "shared", "one-trunk-adapters", "grpo-shared")
     computed = {stage: ("two", "uneven", "scheduled", *further, *with_adapters) for stage in STAGES}
@@ -689,7 +689,7 @@ def every_case() -> list[Case]:
 
 
 def _every_megatron() -> list[Case]:
-    """Parts, stages and replicas of actor and critic, beside other engines."""
+    """Parts, stages and replicas of actor and critic, next to other engines."""
     # none that evaluates, for which Megatron's copy would generate
     settings = ("two", "uneven", "pieces", "scarce", "scheduled", "epochs", "grpo", "safe")
     sides = [
@@ -758,7 +758,7 @@ def _every_hybrid() -> list[Case]:
 
 
 def _rollouts_of(shape: str) -> list[str]:
-    """Versions of vLLM with a reference; on the ranks of the trained actor none has a process of its own."""
+    """Variants of vLLM with a reference; on the trained actor's ranks none has a process of its own."""
     left_out = ("vllm-engine", ADAPTERS, *(("vllm-child",) if shape in ("co-located", "halves") else ("vllm-tp-pp",)))
     return [name for name in ROLLOUTS if name.startswith("vllm") and name not in left_out]
 
@@ -814,7 +814,7 @@ class Assets:
 
     def _model(self, case: Case, role: str, trained: bool) -> Raw:
         limits = {"actor": 1.0, "critic": 2.0, "cost_critic": 2.0, "reward": None}
-        # Adam's first step of a weight is g / (|g| + eps): where a gradient is near 0, eps divides its rounding
+        # Adam's first step of a weight is g / (|g| + eps): if a gradient is near 0, eps divides its rounding
         # (1e-8 to 5e-8), and one such weight of a model this small is seen in the values
         optimizer = {"learning_rate": 1e-3, "eps": 1e-4, "weight_decay": 0.01, "max_grad_norm": limits.get(role)}
         name = "wide-actor" if case.has_vllm and role == "actor" else role
@@ -848,7 +848,7 @@ def roles_of(setting: str) -> tuple[str, ...]:
 
 
 def placement_of(placement: Any, roles: tuple[str, ...], trained: tuple[str, ...]) -> Any:
-    """``placement`` of PPO's models for ``roles``, in the form that it has; others lie where their kin does."""
+    """``placement`` of PPO's models for ``roles``, in the same form; other roles are placed like their kin."""
     if isinstance(placement, list) and len(placement) == 1:
         return placement
     if "operators" in placement:
@@ -875,7 +875,7 @@ def _merged(base: Raw, changes: Raw) -> Raw:
 
 
 def _with_rollout(raw: Raw, rollout: Raw) -> Raw:
-    """``raw`` with an engine that generates, in the place of the actor's shadow where there is one."""
+    """``raw`` with a rollout engine, instead of the actor's shadow if there is one."""
     placement, algorithm = raw["placement"], raw["algorithm"]
     if isinstance(placement, dict):
         placement = {name.replace("actor.shadow", "actor.rollout"): entry for name, entry in placement.items()}

@@ -16,7 +16,7 @@ PROGRAM = ("-m", "flexrlhf")
 def start(
     arguments: list[str], directory: Path, program: Sequence[str] = PROGRAM, is_forked: bool = True
 ) -> subprocess.Popen[str]:
-    """``flexrlhf`` with one thread per rank; a session of its own, so that a signal reaches it as from a terminal.
+    """``flexrlhf`` with one thread per rank, in its own session, so that a signal reaches it as from a terminal.
 
     ``is_forked``: with libraries that are loaded already, unlike a user's.
     """

@@ -30,11 +30,11 @@ EXACT = (
     *("tokens", "response_mask", "finished", "policy_version"),
     *("loss_mask", "step_ends", "kept_mask", "selected_tokens"),
 )
-"""Columns of whole numbers; of several alike without what stands behind their dots."""
+"""Columns of whole numbers, without the qualifiers after their dots."""
 NOT_REFERENCED = ("attention_mask", "trainer_logprobs", "computed_logprobs")
-"""Columns that the reference has none of: the masks are those of the tokens, the others are compared in the run."""
+"""Columns that the reference lacks: masks follow from the tokens, the others are compared in the run."""
 UNREFERENCED_METRICS = re.compile("|".join(["step|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped", *TIMES]))
-"""Metrics that the reference may have none of: times, the gate's, what rounding decides, what only 16 bits have."""
+"""Metrics that the reference may lack: times, the gate's, metrics decided by rounding, metrics of 16 bits."""
 COUNTED = (
     *(
         "ratio_clipped",
@@ -61,7 +61,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Deviation:
-    """``size``: relative, or the number of entries where none may differ. ``step`` None: after the last."""
+    """``size``: relative, or the number of differing entries if none may differ. ``step`` None: after the last."""
 
     step: int | None
     quantity: str
@@ -79,12 +79,12 @@ _REFERENCES: dict[str, Result] = {}
 
 
 def reference_of(spec: Spec) -> Result:
-    """One reference for all runs that must have its numbers: placement, chunks and engines are left out of the key."""
+    """One reference for all runs that must give its results: placement, chunks and engines are not in the key."""
     models = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
     run = spec.model_dump(mode="json", include={*OF_RUN, "steps"})
-    # values of a shared trunk are those of the copy that computes them
+    # values of a shared trunk come from the copy that computes them
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) else None
     key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of])
     if key not in _REFERENCES:
@@ -106,7 +106,8 @@ def deviations(outcome: Outcome) -> list[Deviation]:
 
 
 def _after_ties(outcome: Outcome, reference: Result) -> Result:
-    """Where a tie went the other way the rest is compared on the run's own tokens, of which each must win or tie."""
+    """After a tie that went the other way the rest is compared on the run's own tokens, each of which must win or
+    tie."""
     columns = [outcome.columns(step) for step in range(len(reference.steps))]
     sampled = [{name: step[name] for name in ("tokens", "tokens.greedy") if name in step} for step in columns]
     for number, (step, tokens) in enumerate(zip(reference.steps, sampled, strict=True)):
@@ -150,10 +151,10 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
 
 
 def _check_written(outcome: Outcome, written: set[str], expected: set[str]) -> None:
-    """All that a run writes is compared; of the reference's columns a run may lack two alone.
+    """Check that all columns of a run are compared, and that it lacks at most two of the reference's.
 
-    Log-probs of the rollout are a column where something else computes those of the policy, which are none where the
-    training pass does.
+    Log-probs of the rollout are a column if another pass computes the policy's; the policy's are no column if the
+    training pass computes them.
     """
     spec, producers = outcome.plan.spec, outcome.plan.graph.producers
     is_corrected = isinstance(spec.algorithm, SampledSpec) and spec.algorithm.importance is not None
@@ -168,7 +169,7 @@ def _check_written(outcome: Outcome, written: set[str], expected: set[str]) -> N
 
 
 def _largest(column: Tensor, reference: Tensor) -> float:
-    """Largest difference, relative to the largest magnitude of the column; numbers that are none are so in both."""
+    """Largest difference, relative to the column's largest magnitude; non-finite entries must be the same in both."""
     known = reference.isfinite()
     if not known.equal(column.isfinite()):
         return float("inf")

@@ -1,6 +1,6 @@
-"""Pairs of what a case of the equality suite combines: those of the whole product that the default cases cover.
+"""Pairs of choices in cases of the equality suite: which pairs of the whole product the default cases cover.
 
-A bug of one choice alone, or of two together, is seen by a default case; of three by `make test-all`.
+A bug of one choice, or of two together, is seen by a default case; of three by `make test-all`.
 ``python tests/distributed/covering.py`` prints the pairs with the number of default cases of each.
 """
 
@@ -13,12 +13,12 @@ from itertools import combinations
 from cases import COMPUTE, DEFAULT, PREFERENCES, SETTINGS, SHAPES, SUPERVISED, Case, algorithm_of, every_case
 
 FAMILY = {"ppo": "critic", "ac-share": "one trunk", "safe-rlhf": "costs", "remax": "baseline"}
-"""Algorithms that sample responses, by what they compute; of the others groups are compared."""
+"""Families of algorithms that sample responses; all others compare groups."""
 Pair = tuple[str, str]
 
 
 def choices(case: Case) -> dict[str, str]:
-    """What a case combines, by factor."""
+    """Choices of a case, by factor."""
     shape, setting = SHAPES[case.shape], SETTINGS[case.setting]
     schedule, algorithm = shape.get("schedule", {}), algorithm_of(case.setting)
     models = [value for value in setting.get("models", {}).values() if isinstance(value, dict)]
@@ -52,7 +52,7 @@ def _placement(case: Case) -> str:
 
 
 def _engine(case: Case) -> str:
-    """That of the actor, or of the one model."""
+    """Engine of the actor, or of the only model."""
     settings = COMPUTE.get(case.compute, {}).get("actor", {})
     if settings.get("engine") in ("deepspeed", "megatron"):
         return str(settings["engine"])
@@ -70,8 +70,8 @@ def pairs(cases: Iterable[Case]) -> Counter[tuple[Pair, Pair]]:
 
 
 def _may_interact(one: Pair, other: Pair) -> bool:
-    """Whether a pair is one of the array. vLLM, which takes seconds to start, reads weights and writes rows: it is
-    combined with where it is and when it gets weights."""
+    """Whether a pair must be covered. vLLM, which takes seconds to start, reads weights and writes rows: it is combined
+    only with placements, lags and weights."""
     if ("rollout", "vllm") not in (one, other):
         return True
     return not {one[0], other[0]}.isdisjoint({"placement", "lag", "weights"})

@@ -36,7 +36,7 @@ from flexrlhf.runs.manifest import checkpoints_of
 
 START_SECONDS = 150.0
 FIRST_ROUND = 2.0
-"""Of the injections: checkpoints are there by then."""
+"""First round of injections: checkpoints exist by then."""
 ATTEMPTS = 2
 PART = 30
 """Injections after which the runs are resumed."""
@@ -47,10 +47,10 @@ assert LAST_ROUND < STEPS
 class Injection:
     """A fault to inject.
 
-    number:   of it.
-    kind:     of it.
-    shape:    of the run.
-    planned:  its place.
+    number:   index in the drill.
+    kind:     kind of fault.
+    shape:    hosts and ranks of the run.
+    planned:  rank and instruction.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Injection:
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return f"run-{self.number:03d}"
 
 
@@ -89,7 +89,7 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """What fell short."""
+        """Violated promises."""
         unreached = [] if self.place else ["nothing was injected"]
         return [*unreached, *filter(None, (self.late, self.misnamed, self.left, self.resumed))]
 
@@ -198,11 +198,11 @@ class Drill:
         is_in_time = job.wait(limit)
         seconds = time.monotonic() - began
         self._service.start()
-        where = f"step {reached['step']}, {reached['what']} of rank {planned.rank}"
-        where += f" (socket of the {target.closed})" if target.closed else ""
+        place = f"step {reached['step']}, {reached['instruction']} of rank {planned.rank}"
+        place += f" (socket of the {target.closed})" if target.closed else ""
         outcome = Outcome(
             injection,
-            where,
+            place,
             seconds,
             "" if is_in_time else f"no end in {limit:.0f} s",
             kind.misnamed(job, target) if is_in_time else "",
@@ -224,11 +224,11 @@ class Drill:
             configs = [str(self._folder / name / "config.yaml") for name in pending]
             with running(shape, [*configs, "--resume", "auto"], self._folder) as job:
                 is_in_time = job.wait(START_SECONDS + 30 * len(pending))
-                said, last = job.outputs[0], " | ".join(job.sentences())
+                output, last = job.outputs[0], " | ".join(job.sentences())
             ended = [name for name in pending if _is_finished(self._run_directory(name))]
             for name in ended:
                 directory = self._run_directory(name)
-                is_silent = found[name].injection.kind.damage and not _names_damage(said, directory)
+                is_silent = found[name].injection.kind.damage and not _names_damage(output, directory)
                 misnamed = "the damaged checkpoint is not named" if is_silent else found[name].misnamed
                 found[name] = replace(found[name], misnamed=misnamed, resumed=_difference(directory, baseline))
             pending = [name for name in pending if name not in ended]
@@ -261,7 +261,7 @@ class Drill:
 
 
 def _left(job: Job, folder: Path, directory: Path) -> str:
-    """What is left of a job that has ended, in words."""
+    """Leftovers of a job that has ended, in words."""
     processes = job.left()
     # nobody removes the files of a launcher that is killed
     is_killed = -signal.SIGKILL in job.codes
@@ -288,9 +288,9 @@ def _repair(injection: Injection, runs: Path, directory: Path) -> None:
         (runs.parent / "damaged").write_text(f"{checkpoints[0].name}: {shard.name} ")
 
 
-def _names_damage(said: str, directory: Path) -> bool:
+def _names_damage(output: str, directory: Path) -> bool:
     damaged = (directory.parent.parent / "damaged").read_text()
-    return any(f"{directory.name}/" in line and damaged in line for line in said.splitlines())
+    return any(f"{directory.name}/" in line and damaged in line for line in output.splitlines())
 
 
 def _difference(directory: Path, baseline: Path) -> str:
@@ -332,7 +332,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     ]
     for name in [*dict.fromkeys(each.injection.kind.name for each in outcomes), "all"]:
         found = [each for each in outcomes if each.place and name in (each.injection.kind.name, "all")]
-        kept = [sum(not getattr(each, what) for each in found) for what in ("late", "misnamed", "left", "resumed")]
+        promises = ("late", "misnamed", "left", "resumed")
+        kept = [sum(not getattr(each, promise) for each in found) for promise in promises]
         slowest = max((each.seconds for each in found), default=0.0)
         counts = "".join(f"{n:{width}d}" for n, width in zip([len(found), *kept], (9, 9, 9, 14, 9), strict=True))
         lines.append(f"{name:26s}{counts}{slowest:7.1f} s")
@@ -364,7 +365,7 @@ def cannot_drill() -> str:
 
 
 def main() -> int:
-    """Run a drill; exit code 1 where something fell short."""
+    """Run a drill; exit code 1 if a promise was violated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="number of injections")
     parser.add_argument("--seed", type=int, default=1)

@@ -121,8 +121,8 @@ class Service:
 
 class _Scores(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
-        scores = [sum(text.count(word[0]) for word in WORDS[:6]) / 4 for text in texts]
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
+        scores = [sum(text.count(word[0]) for word in WORDS[:6]) / 4 for text in queries]
         body = json.dumps({"rewards": scores}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -214,7 +214,8 @@ class Job:
 def running(
     shape: Shape, arguments: list[str], directory: Path, program: Sequence[str] = PROGRAM, fault: Path | None = None
 ) -> Iterator[Job]:
-    """``flexrlhf run`` on the hosts of ``shape``; a host's mounts are its own. ``fault``: directory of its plan."""
+    """``flexrlhf run`` on the hosts of ``shape``; each host has its own mounts. ``fault``: directory of the planned
+    fault."""
     temporary = directory / "tmp"
     temporary.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}

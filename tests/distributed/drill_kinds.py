@@ -20,13 +20,13 @@ ALONE = ("one host", "shadows")
 LINKED = ("two hosts", "four ranks")
 ANY = (*ALONE, *ALONE, *LINKED)
 LAST_ROUND = 4.5
-"""Of an injection, of the steps of a run: something is left to do."""
+"""Latest round of an injection: the run is not yet complete."""
 DISK_MB = 48
 LINK_DOWN_SECONDS = 5.0
 PAUSE_SECONDS = 3.0
 SERVICE_DOWN_SECONDS = 1.5
 SECONDS_TO_END = 25.0
-"""Of a run whose rank has ended: launchers wait up to seven seconds for each other, and ranks have ten to end."""
+"""Time to end after a rank has ended: launchers wait up to seven seconds for each other, and ranks have ten to end."""
 SECONDS_OF_WATCHES = 25.0
 """Of a run that waits in vain, after its deadline: three to see who responds, ten of grace, and the launchers' own."""
 SECONDS_TO_FINISH = 90.0
@@ -56,7 +56,7 @@ Inject = Callable[[Job, Target, Service], None]
 class Kind:
     """A kind of fault.
 
-    name:     in the table.
+    name:     name in the table.
     shapes:   names of the shapes that it is injected into.
     ends:     how the run does: it ``fails``, ``finishes``, or one of them: nothing may need a socket any more; or the
               launcher of the host ``dies`` silently, and the others fail.
@@ -89,7 +89,7 @@ class Kind:
         return timeout_seconds + SECONDS_OF_WATCHES if self.waited else SECONDS_TO_END
 
     def misnamed(self, job: Job, target: Target) -> str:
-        """What is wrong with the ends of the launchers; empty for nothing."""
+        """Errors in exit codes and sentences of the launchers, in words; or an empty string."""
         if self.ends == "dies":
             return self._wrong_survivors(job, target)
         expected = {"fails": (1,), "finishes": (0,), "either": (0, 1)}[self.ends]

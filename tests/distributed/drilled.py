@@ -1,8 +1,8 @@
 """``flexrlhf`` with a fault in one instruction of one rank, which the drill (drill.py) plans and injects.
 
 ``python -m drilled run ...`` is the command, whose ranks are ``python -m drilled ORDERS STOP DIRECTORIES``. The rank of
-the fault reports the instruction that it has come to in ``reached.json``. What can only come from inside a process it
-then does by itself; for the rest it waits in this instruction until the drill has acted, or goes on at once.
+the fault writes the instruction that it has reached to ``reached.json``. Faults inside a process it then causes by
+itself; for all others it waits in this instruction until the drill has acted, or goes on at once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def connected_sockets() -> list[socket.socket]:
 
 
 def close_a_socket(choice: float) -> str:
-    """Shut a connection down. Returns what it connects this rank with: the ``store`` or ``ranks``."""
+    """Shut a connection down. Returns the peer: ``store`` or ``ranks``."""
     sockets = connected_sockets()
     chosen = sockets[int(choice * len(sockets))]
     port = chosen.getpeername()[1]
@@ -76,7 +76,7 @@ def close_a_socket(choice: float) -> str:
 
 
 class Fault:
-    """What happens to the rank of a planned fault, instruction by instruction."""
+    """A planned fault of this rank, checked before every instruction."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -95,9 +95,9 @@ class Fault:
         if self._planned.action == "slow" and 0 <= self._count - target < NUM_SLOW:
             time.sleep(SLOW_SECONDS)
 
-    def _strike(self, what: str, step: int) -> None:
+    def _strike(self, instruction: str, step: int) -> None:
         closed = close_a_socket(self._planned.choice) if self._planned.action == "socket" else ""
-        self._report(step=step, what=what, pid=os.getpid(), closed=closed)
+        self._report(step=step, instruction=instruction, pid=os.getpid(), closed=closed)
         if self._planned.action == "exception":
             raise RuntimeError(PLANTED)
         limit = time.monotonic() + _MOST_SECONDS
@@ -134,7 +134,7 @@ def rank_main(orders_file: str, stop_file: str, directories: str) -> None:
 
 
 def launcher_main() -> None:
-    """Run the command, whose ranks are those of this module."""
+    """Run the command with the ranks of this module."""
     from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()

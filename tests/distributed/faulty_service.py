@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any, Self
 
 Fault = Callable[[int], str]
-"""Number of a request, from 0 → what is done to it."""
+"""Index of a request, from 0 → its fault."""
 SECONDS_OF_SLOW, SECONDS_OF_TOO_SLOW = 0.3, 3.0
 
 
 class FaultyService:
-    """Scores are 1. ``texts``: of all requests, in the order in which they came."""
+    """A service whose scores are 1. ``texts``: the texts of all requests, in the order of arrival."""
 
     def __init__(self, fault: Fault = lambda _: "none") -> None:
         self.texts: list[list[str]] = []

@@ -30,7 +30,7 @@ def built(folder: Path) -> Path:
 
 
 def register(library: Path) -> None:
-    """Load what ``built`` has built."""
+    """Load the library of ``built``."""
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module())
@@ -38,12 +38,12 @@ def register(library: Path) -> None:
 
 
 def host_reads() -> int:
-    """Times that the host has waited for what the device computes."""
+    """Count of the host's waits for the device."""
     return int(torch.ops.accelerator.host_reads())
 
 
 class _Module:
-    """What torch and its users look for in ``torch.cuda``, where a call returns once its work is done."""
+    """Replacement for ``torch.cuda`` whose calls return once their work is done."""
 
     Stream, Event = torch.Stream, torch.Event
 

@@ -1,5 +1,5 @@
-"""Launches of the selected cases, with one number of ranks each, with vLLM or without; here they start, and what they
-left is read."""
+"""Launches of the selected cases, one per number of ranks and with or without vLLM: start, and reading of the
+results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from flexrlhf.runs.run_directory import prepare_directory, read_lines
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left in its directory."""
+    """Results in a run's directory."""
 
     case: Case
     plan: Plan
@@ -60,7 +60,7 @@ class Outcome:
         return [event for event in self.trace["traceEvents"] if event["ph"] == "X"]
 
     def weights(self, model: str) -> dict[str, Tensor]:
-        """What the run saved: all weights, or the adapters under peft's names."""
+        """Saved weights: all of them, or the adapters under peft's names."""
         (file,) = (self.directory / model).glob("*.safetensors")
         return load_file(file)
 
@@ -69,12 +69,12 @@ class Outcome:
         rows: dict[str, dict[int, Tensor]] = {}
         for file in sorted((self.directory / "columns").glob(f"step{step}-*.safetensors")):
             parts = load_file(file)
-            numbers = parts.pop("rows").tolist()
+            indices = parts.pop("rows").tolist()
             for name, values in parts.items():
                 values_of = rows.setdefault(name, {})
-                twice = values_of.keys() & set(numbers)
+                twice = values_of.keys() & set(indices)
                 assert not twice, f"{self.case.name}, step {step}: rows {sorted(twice)} of {name} written twice"
-                values_of.update(zip(numbers, values, strict=True))
+                values_of.update(zip(indices, values, strict=True))
         return {name: self._in_order(step, name, parts) for name, parts in rows.items()}
 
     def evaluated(self, name: str, step: int) -> Tensor:
@@ -115,8 +115,8 @@ Kind = tuple[int, bool]
 
 
 class Launches:
-    """Outcomes by case. The runs of a launch start when the first of them is requested; where one fails, those after it
-    are launched again.
+    """Outcomes by case. The runs of a launch start when the first of them is requested; if one fails, the following
+    ones are launched again.
     """
 
     def __init__(self, assets: Assets, selected: Iterable[Case]) -> None:
@@ -141,7 +141,7 @@ class Launches:
         plans = [outcome.plan for outcome in outcomes.values()]
         for plan in plans:
             prepare_directory(plan, format_plan(plan), continues=False).close()
-        # its events would bury the one line that says which rank failed
+        # its events would bury the one line that names the failed rank
         logging.getLogger("torchelastic-events-null").disabled = True
         with patch.dict(os.environ, RANK_ENVIRONMENT):
             while plans:
@@ -169,7 +169,7 @@ def _has_ended(plan: Plan) -> bool:
 
 
 def _missing_package(case: Case) -> str | None:
-    """What the engines of ``case`` need and this machine lacks."""
+    """Requirements of the engines of ``case`` that this machine lacks."""
     used = [package for package in ("deepspeed", "megatron") if package in case.compute] + ["vllm"] * case.has_vllm
     return next((package for package in used if find_spec(package) is None), None)
 

@@ -45,7 +45,7 @@ def doubled(trainer):
 
 
 def skipping(trainer):
-    """A loop that does not train on what it has generated."""
+    """A loop that does not train on its generated batch."""
     for batch in trainer.batches():
         trainer.generate_experience(batch)
 

@@ -104,7 +104,7 @@ BUGS: dict[str, Callable[[], Planted]] = {
 
 
 def main(orders_file: str, stop_file: str, directories: str) -> None:
-    """Execute the orders of a file, each with the bug of its name."""
+    """Execute the orders in a file, each with the bug that its name states."""
     run = worker._run
 
     def with_bug(order: RunOrder, *arguments: Any) -> int:

@@ -46,8 +46,8 @@ def write_assets(directory: Path) -> None:
 def _write(file: Path, steps: tuple[tuple[str, ...], ...]) -> None:
     """Write the rows so that the run's order of the data gives each step its own."""
     rows: dict[int, Raw] = {}
-    for step, texts in enumerate(steps):
-        for index, text in zip(step_indices(SEED, step, PER_STEP, PER_STEP * len(steps)), texts, strict=True):
+    for step, prompts in enumerate(steps):
+        for index, text in zip(step_indices(SEED, step, PER_STEP, PER_STEP * len(steps)), prompts, strict=True):
             prompt, _, response = text.partition(" ")
             rows[index] = {"prompt": prompt, "response": response}
     file.write_text("".join(json.dumps(rows[index]) + "\n" for index in range(len(rows))))

@@ -1,6 +1,6 @@
-"""A Ray cluster of two nodes on this machine, in a process of its own, and the ranks that it runs.
+"""A Ray cluster of two nodes on this machine, in a separate process, and its ranks.
 
-As a script: starts the cluster, prints a line of JSON, removes the second node for the line ``remove`` of its input,
+As a script: starts the cluster, prints a line of JSON, removes the second node on the input line ``remove``,
 and ends with its input.
 """
 
@@ -27,7 +27,7 @@ SECONDS = 90
 
 @dataclass(frozen=True)
 class RayCluster:
-    """``dashboard``: address of its web interface, to which jobs are submitted; empty without."""
+    """``dashboard``: address of the web interface, to which jobs are submitted; empty without."""
 
     process: subprocess.Popen[str]
     address: str
@@ -40,7 +40,7 @@ class RayCluster:
         self.process.stdin.flush()
 
     def ranks(self) -> dict[int, tuple[int, int]]:
-        """Processes of each rank and of its node's actor. Only those that this cluster has started."""
+        """Processes of each rank and its node's actor, only those started by this cluster."""
         launchers = [pid for pid in descendants(self.process.pid) if "-m flexrlhf.launch.ray_node" in name_of(pid)]
         return {
             int(comm_of(rank).removeprefix("rank ")): (rank, parent_of(launcher))

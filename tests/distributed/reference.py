@@ -1,7 +1,7 @@
-"""Algorithms that generate, in one process, as the textbooks have them: what every placement must reproduce.
+"""Textbook versions of the algorithms that generate, in one process, which every placement must reproduce.
 
 No padding, no KV cache, no batching: every response is sampled token by token and computed as a sequence of its own.
-From the package come only the definition of a run: its spec, the order of its data and the noise of its sampling.
+Only the definition of a run comes from the package: its spec, the order of its data and the noise of its sampling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from reference_advantages import estimate_advantages
 from reference_experience import describe, first_controls, next_controls, shape_scores
-from reference_losses import policy_loss, shared_loss, text_loss, value_loss
+from reference_losses import policy_loss, pretraining_loss, shared_loss, value_loss
 from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
 from reference_responses import Response, Result, Step, pad_columns, read_examples
 from reference_sampling import Sampler, describe_responses
@@ -34,7 +34,7 @@ from flexrlhf.data.order import step_indices
 CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost_critic")}
 """Further models that are trained, by algorithm."""
 Forced = dict[str, Tensor]
-"""Of a step: the columns ``tokens`` (rows, P + R) of sampled and greedy responses."""
+"""The columns ``tokens`` (rows, P + R) of sampled and greedy responses in a step."""
 
 
 class Reference:
@@ -44,7 +44,7 @@ class Reference:
         assert isinstance(spec.algorithm, PolicySpec)
         self.spec, self.policy, self.forced = spec, spec.algorithm, forced
         self.actor, self.critics = self._models()
-        # what generates and computes log-probs and values: copies of the trained ones, as old as the rule says
+        # models that generate and compute log-probs and values: copies of the trained ones, as old as the rule says
         self.old_actor, self.old_critics = self._models()
         models = {"actor": self.actor, **self.critics}
         first = {"actor": self.policy.freeze_actor_steps}
@@ -58,7 +58,7 @@ class Reference:
             self.judges.append(Judge(spec, "cost", self.tokenizer))
         self.sampler = Sampler(spec, self.tokenizer, temperature)
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
-        self.texts = self._further_texts()
+        self.pretraining = self._pretraining_rows()
         self.controls = first_controls(self.policy)
 
     def run(self) -> Result:
@@ -73,7 +73,7 @@ class Reference:
         roles = CRITICS.get(self.policy.name, ())  # type: ignore[attr-defined]
         return actor, {role: Scorer(getattr(models, role), seed) for role in roles}
 
-    def _further_texts(self) -> list[Example]:
+    def _pretraining_rows(self) -> list[Example]:
         ptx = self.policy.ptx
         return read_examples(self.spec, self.tokenizer, ptx.path, "responses", ptx.form) if ptx is not None else []
 
@@ -159,7 +159,7 @@ class Reference:
     def _look_at(self, response: Response) -> None:
         """Scores of a sampled response by models and other sources."""
         text = response.prompt, response.tokens
-        # what corrects for stale weights begins with those that training now starts from
+        # the correction for stale weights begins with the weights at the start of training
         policy = self.old_actor if self.policy.importance is None else self.actor
         response.logprobs = policy.logprobs(*text)[0].tolist()
         if self.policy.kl is not None:
@@ -195,11 +195,13 @@ class Reference:
         if role != "actor":
             return value_loss(self.spec, role, self.critics[role], responses, terms)
         loss = shared_loss if isinstance(self.policy, AcShareSpec) else policy_loss
-        of_texts = text_loss(self.policy, self.actor, self._texts_of(step, rows), terms) if self.texts else 0.0
-        return loss(self.spec, self.actor, responses, terms) + of_texts
+        further = 0.0
+        if self.pretraining:
+            further = pretraining_loss(self.policy, self.actor, self._pretraining_of(step, rows), terms)
+        return loss(self.spec, self.actor, responses, terms) + further
 
-    def _texts_of(self, step: int, rows: range) -> list[Example]:
-        """As many texts as responses, in an order of their own."""
+    def _pretraining_of(self, step: int, rows: range) -> list[Example]:
+        """As many pretraining rows as responses, in their own order."""
         num_rows = self.policy.num_prompts * self.policy.samples_per_prompt
-        indices = step_indices(self.spec.seed, step, num_rows, len(self.texts))
-        return [self.texts[indices[row]] for row in rows]
+        indices = step_indices(self.spec.seed, step, num_rows, len(self.pretraining))
+        return [self.pretraining[indices[row]] for row in rows]

@@ -19,7 +19,7 @@ from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec, Retur
 def estimate_advantages(
     policy: PolicySpec, responses: list[Response], controls: Controls, mini_batches: Sequence[range], terms: Terms
 ) -> None:
-    """Fill in advantages, and returns where critics learn from them."""
+    """Fill in advantages, and returns if critics learn from them."""
     match policy:
         case SafeRlhfSpec():
             for response in responses:
@@ -36,7 +36,7 @@ def estimate_advantages(
     trained = [response for response in responses if response.is_trained]
     for response in trained:
         terms.add("advantage_mean", response.advantages)
-        # those of the reward's critic
+        # values of the reward's critic
         for returns in list(response.returns.values())[:1]:
             terms.add("return_mean", returns)
         for values in list(response.values.values())[:1]:
@@ -52,7 +52,7 @@ def with_critic(ppo: PpoSpec, response: Response, controls: Controls) -> None:
 
 
 def ends_in_value(ppo: PpoSpec, response: Response) -> bool:
-    """Whether the critic's word stands for what a cut-off response would have scored."""
+    """Whether the critic's value replaces the score of a truncated response."""
     return ppo.truncation == "bootstrap" and not response.finished
 
 
@@ -86,15 +86,15 @@ def groups_of(responses: list[Response], size: int) -> list[list[Response]]:
     return [responses[start : start + size] for start in range(0, len(responses), size)]
 
 
-def are_alike(numbers: list[float]) -> bool:
+def are_alike(scores: list[float]) -> bool:
     """Also of one alone, and of none."""
-    return len(set(numbers)) <= 1
+    return len(set(scores)) <= 1
 
 
 def grouped(
     spec: GroupSpec, responses: list[Response], controls: Controls, mini_batches: Sequence[range], terms: Terms
 ) -> None:
-    """Every token has the advantage of its response over the others to the same prompt, of those that count."""
+    """Every token has its response's advantage over the other counted responses to the same prompt."""
     groups = groups_of(responses, spec.samples_per_prompt)
     for group in groups:
         counting = [response for response in group if response.counts]
@@ -126,7 +126,7 @@ def by_steps(spec: GroupSpec, group: list[Response], controls: Controls, terms: 
 
 
 def steps_of(rewards: list[float], ends: list[int]) -> dict[int, float]:
-    """The reward of every step by its end; what stands elsewhere belongs to the last step."""
+    """The reward of every step by its end; all other rewards belong to the last step."""
     places = [token for token, is_end in enumerate(ends) if is_end] or [len(rewards) - 1]
     found = {place: rewards[place] for place in places}
     found[places[-1]] += sum(reward for token, reward in enumerate(rewards) if token not in found)
@@ -134,7 +134,7 @@ def steps_of(rewards: list[float], ends: list[int]) -> dict[int, float]:
 
 
 def costs_to_come(spec: GroupSpec, response: Response, controls: Controls) -> list[float]:
-    """Of every token: the KL penalties from it to the last, where they are apart from the scores."""
+    """Sum of the KL penalties from every token to the last, if they are separate from the scores."""
     if spec.kl is None or spec.kl.place != "advantages":
         return [0.0] * len(response.tokens)
     return list(accumulate(reversed(penalties(spec, response, controls))))[::-1]
@@ -149,7 +149,7 @@ def compared(spec: GroupSpec, totals: list[float]) -> list[float]:
         over = [total - mean for total in totals]
     else:
         over = [total - (sum(totals) - total) / (len(totals) - 1) for total in totals]
-    # a score that is the mean of its group is so up to rounding, whose sign would decide which tokens are clipped
+    # a score equals the mean of its group up to rounding, whose sign would decide which tokens are clipped
     over = [x if abs(x) > 1e-9 else 0.0 for x in over]
     return [x / (deviation + 1e-6) for x in over] if spec.scale == "group" else over
 
@@ -157,7 +157,7 @@ def compared(spec: GroupSpec, totals: list[float]) -> list[float]:
 def leave_out(spec: GroupSpec, responses: list[Response], rows: range) -> None:
     """DAPO, section 3.2: groups of one score teach nothing; of the others in a mini-batch the first are taken.
 
-    Prompts i * rounds to (i + 1) * rounds - 1 of a step stand for one group that is trained on, so those of a
+    Prompts i * rounds to (i + 1) * rounds - 1 of a step may fill one trained group, so the prompts of a
     mini-batch for as many as end in it.
     """
     assert spec.dynamic_sampling is not None
@@ -181,7 +181,7 @@ def best_taken(spec: RaftSpec, responses: list[Response], controls: Controls, te
 
 
 def with_baseline(spec: ReturnsSpec, responses: list[Response], controls: Controls, terms: Terms) -> None:
-    """The rewards that follow a token, less one number of its response."""
+    """The rewards that follow a token, less one value of its response."""
     baselines = baselines_of(spec, responses)
     for response, baseline in zip(responses, baselines, strict=True):
         follows, returns = 0.0, list[float]()

@@ -1,5 +1,5 @@
-"""From scores to rewards in the reference: what counts, what is said about responses cut off, the penalty for leaving
-the reference policy, and the numbers that one step hands to the next."""
+"""From scores to rewards in the reference: which responses count, rules for truncated ones, the penalty for leaving the
+reference policy, and the values that one step passes to the next."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def shape_scores(spec: Spec, responses: list[Response], controls: Controls, term
     """Fill in which responses count, and shaped scores. Returns the scores behind the rules, before normalisation."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
-    # where a value stands for the rest of a response that was cut off, its score is not used
+    # if a value replaces the rest of a truncated response, its score is not used
     valued = policy.truncation == "bootstrap"
     scored = [response for response in responses if is_scored(policy, response) and (response.finished or not valued)]
     ruled = [ruled_score(spec, response) for response in scored]
@@ -73,7 +73,7 @@ def shape_scores(spec: Spec, responses: list[Response], controls: Controls, term
         is_cost_known = math.isfinite(response.scores.get("cost", 0.0))
         is_greedy_scored = response.greedy is None or is_scored(policy, response.greedy)
         response.counts = is_scored(policy, response) and is_cost_known and is_greedy_scored
-        # what its tokens score by themselves stays
+        # scores of its single tokens stay
         response.shaped = sum(response.token_scores.get("reward", []))
     for response, score in zip(scored, ruled, strict=True):
         response.shaped = normalised(policy, score, ruled, controls)
@@ -90,7 +90,7 @@ def is_scored(policy: PolicySpec, response: Response) -> bool:
 
 
 def ruled_score(spec: Spec, response: Response) -> float:
-    """After what is said about responses that are cut off, or nearly."""
+    """Score after the rules for responses that are truncated, or nearly."""
     policy, score = spec.algorithm, response.scores["reward"]
     assert isinstance(policy, PolicySpec)
     if not response.finished and isinstance(policy.truncation, TruncationPenalty):
@@ -115,16 +115,16 @@ def normalised(policy: PolicySpec, score: float, of_step: list[float], controls:
     return (score - mean) / (deviation + 1e-8)
 
 
-def mean_and_deviation(numbers: list[float]) -> tuple[float, float]:
-    """With Bessel's correction; that of equal numbers is 0."""
-    if min(numbers) == max(numbers):
-        return numbers[0], 0.0
-    mean = sum(numbers) / len(numbers)
-    return mean, math.sqrt(sum((x - mean) ** 2 for x in numbers) / max(len(numbers) - 1, 1))
+def mean_and_deviation(values: list[float]) -> tuple[float, float]:
+    """With Bessel's correction; the deviation of equal values is 0."""
+    if min(values) == max(values):
+        return values[0], 0.0
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / max(len(values) - 1, 1))
 
 
 def rewards_of(policy: PolicySpec, response: Response, controls: Controls) -> list[float]:
-    """Of every token: its own score where it has one, all else of the response's on the last, less the KL penalty."""
+    """Rewards of the tokens: their own scores if they have any, the response's on the last, less the KL penalty."""
     rewards = on_tokens(response, "reward", response.shaped)
     if policy.kl is not None and policy.kl.place == "advantages":
         return rewards
@@ -138,7 +138,7 @@ def on_tokens(response: Response, section: str, total: float) -> list[float]:
 
 
 def sampled_by(policy: PolicySpec, response: Response) -> list[float]:
-    """Log-probs of the policy that sampled the response, where they differ from those of the trained one."""
+    """Log-probs of the policy that sampled the response, if they differ from the trained policy's."""
     return response.logprobs if policy.importance is None else response.rollout_logprobs
 
 
@@ -147,7 +147,7 @@ def log_ratios_to_ref(policy: PolicySpec, response: Response) -> list[float]:
 
 
 def penalties(policy: PolicySpec, response: Response, controls: Controls) -> list[float]:
-    """Of every token in its reward, or in its advantage."""
+    """Penalty of every token in its reward, or in its advantage."""
     if policy.kl is None or policy.kl.place == "loss":
         return [0.0] * len(response.tokens)
     return [controls.coefficient * kl_estimate(policy.kl, x) for x in log_ratios_to_ref(policy, response)]
@@ -167,7 +167,7 @@ def mean_estimate(kl: KlSpec, policy: PolicySpec, response: Response) -> float:
 
 
 def describe(spec: Spec, responses: list[Response], controls: Controls, terms: Terms) -> None:
-    """What metrics say of the responses of a step and their scores."""
+    """Metrics of a step's responses and their scores."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
     for response in responses:

@@ -17,7 +17,7 @@ from flexrlhf.data.examples import Example
 
 
 def aggregate(losses: list[Tensor], how: str, longest: int) -> Tensor:
-    """The loss of a mini-batch from the losses of its tokens, sequence by sequence; those without tokens are none."""
+    """The loss of a mini-batch from its tokens' losses, sequence by sequence; sequences without tokens do not count."""
     losses = [loss for loss in losses if len(loss)]
     if not losses:
         return torch.tensor(0.0)
@@ -76,7 +76,7 @@ def value_loss(spec: Spec, role: str, critic: Policy | Scorer, responses: list[R
             moved_far = (values - old).abs() > ppo.value_clip
         losses.append(0.5 * torch.maximum(plain, clipped))
         if role == "actor" and response.kept:
-            # one trunk: what is rejected is left out of both of its losses
+            # one trunk: rejected tokens are left out of both losses
             kept = torch.tensor(response.kept)
             losses[-1], plain, clipped, moved_far = losses[-1][kept], plain[kept], clipped[kept], moved_far[kept]
         of = "cost_" if role == "cost_critic" else ""
@@ -92,10 +92,10 @@ def shared_loss(spec: Spec, actor: Policy, responses: list[Response], terms: Ter
     return policy_loss(spec, actor, responses, terms) + spec.algorithm.value_coefficient * values
 
 
-def text_loss(policy: PolicySpec, actor: Policy, texts: list[Example], terms: Terms) -> Tensor:
-    """Of further texts (Ouyang et al. 2022, section 3.5): the coefficient times their negative log-likelihood."""
+def pretraining_loss(policy: PolicySpec, actor: Policy, rows: list[Example], terms: Terms) -> Tensor:
+    """Loss on pretraining data (Ouyang et al. 2022, section 3.5): the coefficient times the negative log-likelihood."""
     assert policy.ptx is not None
-    losses = [-actor.logprobs(list(text.prompt), list(text.responses[0]), temperature=1.0)[0] for text in texts]
+    losses = [-actor.logprobs(list(row.prompt), list(row.responses[0]), temperature=1.0)[0] for row in rows]
     for loss in losses:
         terms.add("ptx_nll", loss)
     return policy.ptx.coefficient * torch.cat(losses).mean()

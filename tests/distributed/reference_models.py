@@ -26,7 +26,7 @@ Weights = dict[str, Tensor]
 def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
     """A model of transformers, or peft's around it.
 
-    By definition of a run the numbers that no file holds, those of new adapters, are what torch samples after its seed
+    By definition of a run the weights that no file contains, such as new adapters, are sampled by torch after its seed
     when the model is loaded and peft then adds its adapters, module by module.
     """
     with torch.random.fork_rng(devices=[]):
@@ -57,7 +57,7 @@ class Policy:
         return self.model(input_ids=torch.tensor([text])).logits[0, -1].double()
 
     def distributions(self, prompt: list[int], response: list[int], temperature: float | None = None) -> Tensor:
-        """Log-probs (len(response), vocabulary) of what may stand at every place of the response."""
+        """Log-probs (len(response), vocabulary) at every position of the response."""
         logits = self.model(input_ids=torch.tensor([prompt + response])).logits[0]
         return (logits[len(prompt) - 1 : -1] / (temperature or self.temperature)).log_softmax(-1)
 
@@ -107,7 +107,7 @@ def value_head(path: str) -> torch.nn.Linear:
 
 
 def learning_rate(settings: OptimizerSpec, update: int, num_updates: int) -> float:
-    """Of optimizer step ``update`` (from 0): a straight line up from 0, then constant or down to its end."""
+    """Learning rate of optimizer step ``update`` (from 0): linear warm-up from 0, then constant or decaying."""
     if update < settings.warmup_steps:
         return settings.learning_rate * update / settings.warmup_steps
     left = (num_updates - update) / (num_updates - settings.warmup_steps)
@@ -158,12 +158,12 @@ class Trainee:
 
 
 def copy_of(model: torch.nn.Module) -> Weights:
-    """What training changes."""
+    """Trained parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def saved(model: torch.nn.Module) -> Weights:
-    """What a file of the trained model holds: all weights, or as peft writes them the adapters."""
+    """Contents of the trained model's file: all weights, or the adapters in peft's format."""
     if not isinstance(model, PeftModel):
         return copy_of(model)
     head = {name: weight for name, weight in copy_of(model).items() if name == "base_model.model.score.weight"}

@@ -36,7 +36,7 @@ def reward_of(spec: PreferenceSpec, response: Compared) -> Tensor:
 
 
 def size_of(spec: PreferenceSpec, response: Compared) -> float:
-    """What the reward is a difference of."""
+    """Terms whose difference is the reward."""
     return spec.beta * float(response.logprobs.abs().sum())
 
 
@@ -58,7 +58,7 @@ def loss_of_pair(spec: PreferenceSpec, pair: Pair, point: float, terms: Terms) -
 
 
 def dpo(spec: DpoSpec, margin: Tensor) -> Tensor:
-    """Rafailov et al. 2023, eq. 7; labels that are wrong for a share of the pairs; Azar et al. 2024, eq. 17."""
+    """Rafailov et al. 2023, eq. 7; its variant with a fraction of wrong labels; Azar et al. 2024, eq. 17."""
     share, right = spec.label_smoothing, torch.sigmoid(margin)
     if spec.loss == "ipo":
         return (margin / spec.beta - 0.5 / spec.beta).square()

@@ -1,4 +1,4 @@
-"""Responses of the reference, the columns that they make up, and what a run leaves."""
+"""Responses of the reference, their columns, and results of a run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from flexrlhf.data.chat import read_chat_format
 from flexrlhf.data.examples import Example, load_examples
 
 NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
-"""Of a row of the data; all other algorithms generate their responses."""
+"""Columns that a row of the data must have; all other algorithms generate their responses."""
 
 
 @dataclass
 class Response:
     """One row of a step. ``margins``: by how much each token won over the second best.
 
-    ``rollout_logprobs``: of the tokens where they were sampled; ``logprobs``: under the policy that the loss takes its
-    ratio to. ``said``: of each of several sources, by column; ``scores``, ``token_scores``: their sums, by section of
-    the YAML; ``has_failed``: the sections of which a source said nothing. ``counts``: its scores are numbers, and no
-    rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score behind all rules.
-    ``step_ends``: 1 for tokens that end a step. ``kept``: by token, what importance sampling does not reject;
-    ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``: by critic. ``own_texts``: the text in
-    the tokens of models with their own tokenizer, by role, padded; ``is_cut``: whether its beginning is left out.
+    ``rollout_logprobs``: of the tokens when they were sampled; ``logprobs``: under the policy that the loss takes its
+    ratio to. ``by_source``: scores of each of several sources, by column; ``scores``, ``token_scores``: their sums, by
+    section of the YAML; ``has_failed``: sections with a source that gave no score. ``counts``: its scores are finite,
+    and no rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score after all rules.
+    ``step_ends``: 1 for tokens that end a step. ``kept``: tokens that importance sampling does not reject;
+    ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``: by critic. ``own_texts``: the tokens
+    for models with their own tokenizer, by role, padded; ``is_cut``: whether their beginning is left out.
     """
 
     prompt: list[int]
@@ -40,7 +40,7 @@ class Response:
     rollout_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)
-    said: dict[str, Any] = field(default_factory=dict)
+    by_source: dict[str, Any] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
     token_scores: dict[str, list[float]] = field(default_factory=dict)
     has_failed: dict[str, bool] = field(default_factory=dict)
@@ -95,11 +95,11 @@ def read_examples(spec: Spec, tokenizer: Any, path: str, needs: str | None = Non
 
 CRITICS = {"critic": "", "cost_critic": ".cost", "actor": ""}
 SECTIONS = {"reward": "", "cost": ".cost"}
-"""What stands behind the names of their columns; an actor that has values is its own critic."""
+"""Suffixes of their columns' names; an actor that has values is its own critic."""
 
 
 def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Tensor]:
-    """Columns with prompts padded on the left, all else on the right; empty where a response is not trained on."""
+    """Columns with prompts padded on the left, all else on the right; empty if a response is not trained on."""
     behind, first = spec.data.max_response_tokens, responses[0]
 
     def right(parts: list[list[float]], width: int = behind) -> Tensor:
@@ -113,9 +113,9 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
         columns["ref_logprobs"] = right([a.ref_logprobs for a in responses])
     if first.greedy is not None:
         greedy = [a.greedy for a in responses if a.greedy is not None]
-        own = sampled_columns(spec, greedy, pad) | said_columns(greedy, behind)
+        own = sampled_columns(spec, greedy, pad) | score_columns(greedy, behind)
         columns |= {f"{name}.greedy": column for name, column in own.items()}
-    columns |= said_columns(responses, behind)
+    columns |= score_columns(responses, behind)
     if first.step_ends:
         columns["step_ends"] = padded([a.step_ends for a in responses], behind, 0)
     for role in first.values:
@@ -144,12 +144,12 @@ def sampled_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str
     }
 
 
-def said_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
-    """What sources said one by one, and their sums."""
+def score_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
+    """Scores of single sources, and their sums."""
     columns: dict[str, Tensor] = {}
-    for name, said in responses[0].said.items():
-        parts = [a.said[name] for a in responses]
-        columns[name] = padded(parts, width, 0.0) if isinstance(said, list) else torch.tensor(parts)
+    for name, first in responses[0].by_source.items():
+        parts = [a.by_source[name] for a in responses]
+        columns[name] = padded(parts, width, 0.0) if isinstance(first, list) else torch.tensor(parts)
     for role in responses[0].own_texts:
         columns[f"tokens.{role}"] = torch.tensor([a.own_texts[role] for a in responses])
     for section in responses[0].scores:

@@ -50,7 +50,7 @@ class Sampler:
         self.shortest, self.stop = settings.min_response_tokens, settings.stop
 
     def scores(self, logits: Tensor, position: int) -> Tensor:
-        """Of what may stand at a place, -inf of what may not: softmax of them is what the token is sampled from."""
+        """Logits of the allowed tokens, -inf elsewhere: their softmax is the distribution that is sampled from."""
         scores = logits / (self.temperature or 1.0)  # a copy
         if position < self.shortest:
             scores[self.ends] = -math.inf
@@ -72,7 +72,8 @@ class Sampler:
     def response(
         self, policy: Policy, prompt: list[int], step: int, row: int, forced: Tensor | None = None
     ) -> Response:
-        """Token by token, until one ends the response or there are R of them. ``forced`` (R,): what to take at ties."""
+        """Token by token, until one ends the response or there are R of them. ``forced`` (R,): tokens to take at
+        ties."""
         response = Response(prompt, [], [], False)
         while len(response.tokens) < self.longest and not response.finished:
             position = len(response.tokens)

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource
 from flexrlhf.config.spec import Spec
 
-Said = float | list[float] | None
-"""Of a response: its score, one for each of its tokens, or nothing."""
+Score = float | list[float] | None
+"""Score of a response, one for each of its tokens, or none."""
 
 
 class Judge:
@@ -44,20 +44,20 @@ class Judge:
 
     @torch.no_grad()
     def judge(self, response: Response) -> None:
-        """Fill in what is said of ``response``."""
-        found = [(source, self._ask(source, response)) for source in self.sources]
+        """Fill in the scores of ``response``."""
+        found = [(source, self._call(source, response)) for source in self.sources]
         ends = {id(source): self._ends(source, response, each) for source, each in found if source.level == "step"}
-        # of steps a number stands on the token that ends each
-        said = [(source, at_ends(each, ends[id(source)]) if id(source) in ends else each) for source, each in found]
-        called = [(source, each) for source, each in said if not is_model(source)]
+        # a step's score is on the token that ends it
+        scores = [(source, at_ends(each, ends[id(source)]) if id(source) in ends else each) for source, each in found]
+        called = [(source, each) for source, each in scores if not is_model(source)]
         if self.models and not self.is_plain:
-            response.said |= self._columns([x for x in found if is_model(x[0])], called, len(response.tokens))
-            response.said |= self._ends_by_source(ends, len(response.tokens))
+            response.by_source |= self._columns([x for x in found if is_model(x[0])], called, len(response.tokens))
+            response.by_source |= self._ends_by_source(ends, len(response.tokens))
         if self.compares_steps and self.of_steps:
             response.step_ends = union(list(ends.values()), len(response.tokens))
-        response.scores[self.section] = weighted_total(said)
+        response.scores[self.section] = weighted_total(scores)
         if self.by_token:
-            response.token_scores[self.section] = weighted_tokens(said, len(response.tokens))
+            response.token_scores[self.section] = weighted_tokens(scores, len(response.tokens))
         if called:
             response.has_failed[self.section] = any(each is None for _, each in called)
 
@@ -69,21 +69,21 @@ class Judge:
             columns[f"step_ends.called{suffix}"] = union(called, length)
         return columns
 
-    def _ends(self, source: Any, response: Response, said: Said) -> list[int]:
-        """The tokens that end steps: the first behind which the text is as long; the last token ends the last step."""
-        if said is None:
+    def _ends(self, source: Any, response: Response, score: Score) -> list[int]:
+        """The tokens that end steps: the first after which the text is as long; the last token ends the last step."""
+        if score is None:
             return []
         text = self._text(response)
         if source.separator is None:
-            assert isinstance(said, list)
-            characters = [end for end, _ in said]
+            assert isinstance(score, list)
+            characters = [end for end, _ in score]
         else:
             characters = list(itertools.accumulate(map(len, steps_of(text, source.separator))))
         lengths = [len(self._text_of(response.tokens[:count])) for count in range(1, len(response.tokens) + 1)]
         last = len(response.tokens) - 1
         return [last if end == len(text) else next(t for t, n in enumerate(lengths) if n >= end) for end in characters]
 
-    def _ask(self, source: Any, response: Response) -> Said:
+    def _call(self, source: Any, response: Response) -> Score:
         if isinstance(source, ModelSource):
             model = self.models[source.model]
             if source.level != "answer":
@@ -100,13 +100,13 @@ class Judge:
         if source.separator is not None:
             columns["steps"] = steps_of(self._text(response), source.separator)
         accepted = [name for name in list(inspect.signature(function).parameters)[2:] if name in columns]
-        (said,) = function(
+        (score,) = function(
             [response.example.text], [self._text(response)], **{name: [columns[name]] for name in accepted}
         )
-        return said
+        return score
 
     def _own_text(self, role: str, response: Response) -> list[int]:
-        """Prompt and response in the tokens of a model with a tokenizer of its own, without what is too long."""
+        """Prompt and response in the tokens of a model with its own tokenizer, cut to the limit."""
         tokenizer, limit = self.own[role]
         text = self.tokenizer.decode(response.prompt + response.tokens, skip_special_tokens=True)
         ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * response.finished
@@ -120,10 +120,10 @@ class Judge:
     def _text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _columns(self, said: list[tuple[Any, Said]], called: list[tuple[Any, Said]], length: int) -> dict[str, Any]:
-        """Columns of several sources one by one; all that are no models together."""
+    def _columns(self, scores: list[tuple[Any, Score]], called: list[tuple[Any, Score]], length: int) -> dict[str, Any]:
+        """Columns of several models one by one, and of all other sources together."""
         suffix, columns = SECTIONS[self.section], {}
-        for source, each in said:
+        for source, each in scores:
             if is_model(source):
                 kind = "scores" if source.level == "answer" else "token_scores"
                 columns[f"{kind}.{source.model}{suffix}"] = each
@@ -141,18 +141,18 @@ def steps_of(text: str, separator: str) -> list[str]:
     return re.findall(rf"^(?:\s|{end})*$|^(?:\s*{end})*{something}|{something}", text, re.DOTALL) or [""]
 
 
-def at_ends(said: Any, ends: list[int]) -> Said:
-    """Of every token, a model's; of every step; or pairs of a step's end and its score."""
-    if said is None:
+def at_ends(found: Any, ends: list[int]) -> Score:
+    """Scores on the ends of steps, from a model's of every token, from a score per step, or from pairs (end, score)."""
+    if found is None:
         return None
-    values = [each[1] if isinstance(each, tuple) else each for each in said]
+    values = [each[1] if isinstance(each, tuple) else each for each in found]
     scores = [values[end] for end in ends] if len(values) > len(ends) else values
     length = max(ends, default=-1) + 1
     return Stepped([sum(x for x, end in zip(scores, ends, strict=True) if end == t) for t in range(length)])
 
 
 class Stepped(list[float]):
-    """Numbers up to the token that ends the last step."""
+    """Scores up to the token that ends the last step."""
 
 
 def union(parts: list[list[int]], length: int) -> list[int]:
@@ -169,27 +169,27 @@ def is_model(source: Any) -> bool:
     return isinstance(source, ModelSource)
 
 
-def weighted_total(said: list[tuple[Any, Said]]) -> float:
-    """Not a number where a source says nothing."""
-    if any(each is None for _, each in said):
+def weighted_total(scores: list[tuple[Any, Score]]) -> float:
+    """NaN if a source gives no score."""
+    if any(each is None for _, each in scores):
         return math.nan
-    return sum(source.weight * (sum(each) if isinstance(each, list) else each) for source, each in said)
+    return sum(source.weight * (sum(each) if isinstance(each, list) else each) for source, each in scores)
 
 
-def weighted_tokens(said: list[tuple[Any, Said]], length: int) -> list[float]:
-    """A score of the whole response stands on its last token."""
-    if any(each is None for _, each in said):
+def weighted_tokens(scores: list[tuple[Any, Score]], length: int) -> list[float]:
+    """A score of the whole response is on its last token."""
+    if any(each is None for _, each in scores):
         return [math.nan] * length
     tokens = [0.0] * length
-    for source, each in said:
+    for source, each in scores:
         spread = each if isinstance(each, list) else [0.0] * (length - 1) + [each]
         spread = [*spread, *[0.0] * (length - len(spread))]
         tokens = [token + source.weight * value for token, value in zip(tokens, spread, strict=True)]
     return tokens
 
 
-def ruled(source: RuleSource, response: Response, text: str) -> Said:
-    """What the rules say; None of a row that has no right answer."""
+def ruled(source: RuleSource, response: Response, text: str) -> Score:
+    """Score of a rule; None for a row that has no solution."""
     assert response.example is not None
     if source.rule == "length":
         assert source.target_tokens is not None

@@ -1,4 +1,4 @@
-"""What trains on responses of the data set, in one process, sequence by sequence: SFT, reward models, preferences."""
+"""Training on the data set's responses, in one process, sequence by sequence: SFT, reward models, preferences."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Supervised:
         return Step(columns, terms.metrics())
 
     def _columns(self, batch: Sequence[Example]) -> dict[str, Tensor]:
-        """What the step computes before it trains."""
+        """Columns of the step before it trains."""
         if not self.has_ref:
             return {}
         found = [self._ref_logprobs(e, sample).tolist() for e in batch for sample in (0, 1)]
@@ -95,7 +95,7 @@ class Supervised:
         return self._pair_loss(examples, terms)
 
     def _likelihood_loss(self, sft: SftSpec, examples: Sequence[Example], terms: Terms) -> Tensor:
-        """Negative log-likelihood of the responses, of chats of what the assistant has written."""
+        """Negative log-likelihood of the responses, in chats of the assistant's tokens."""
         losses = [-self._trained_logprobs(example) for example in examples]
         for loss in losses:
             terms.add("nll", loss)
@@ -130,14 +130,15 @@ class Supervised:
         return margins
 
     def _count(self, gaps: Tensor, name: str, terms: Terms) -> None:
-        """Of gaps near 0 rounding decides the sign, and their metric is left out; one has adapters that start at 0."""
+        """The sign of gaps near 0 is decided by rounding, and their metric is left out; one setting has adapters at
+        0."""
         if gaps.abs().min() > TIE:
             terms.add(name, (gaps > 0).float())
         else:
             terms.leave_out(name)
 
     def _pair(self, example: Example) -> Pair:
-        """Log-probs of the trained tokens of both responses, by the policy and the reference, where there is one."""
+        """Log-probs of both responses' trained tokens, by the policy and the reference, if there is one."""
         compared = []
         for sample in (0, 1):
             written = self._written(example, sample)

@@ -1,4 +1,4 @@
-"""Losses of single tokens in the reference: surrogates, importance weights, and what is selected or rejected before."""
+"""Losses of single tokens in the reference: surrogates, importance weights, selection and rejection of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def surrogate(policy: PolicySpec, response: Response, logprobs: Tensor, kept: Te
             bounded = weights.clamp(1 - policy.clip_low, 1 + policy.clip_high)
             losses, is_clipped = -bounded * advantages * logprobs, bounded != weights
         case "kl-cov":
-            # where old and new are the same policy the sign of their difference is rounding
+            # if old and new are the same policy the sign of their difference is rounding
             moved = (log_ratio.abs() > 1e-5).float()
             penalty = policy.covariance.coefficient * selected * moved * log_ratio.abs()
             losses, is_clipped = penalty - log_ratio.exp() * advantages, torch.zeros(len(log_ratio))
@@ -43,7 +43,7 @@ def surrogate(policy: PolicySpec, response: Response, logprobs: Tensor, kept: Te
 
 
 def ratio_of(policy: PolicySpec, log_ratio: Tensor, kept: Tensor) -> Tensor:
-    """Zheng et al. 2025, eq. 7: the geometric mean over the response stands for each of its tokens; and GSPO-token."""
+    """Zheng et al. 2025, eq. 7: each token has the geometric mean over its response; and GSPO-token."""
     if policy.ratio == "token":
         return log_ratio.exp()
     mean = log_ratio[kept].mean().exp() if kept.any() else torch.tensor(1.0)

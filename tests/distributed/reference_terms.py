@@ -1,4 +1,4 @@
-"""What the reference says of a step: the terms that each metric is the mean of, and what is left of them."""
+"""Metrics of the reference: the terms whose mean each metric is, and their means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Metric:
-    """``scale``: mean magnitude of the terms of the mean ``value``, which is what rounding is relative to."""
+    """``scale``: mean magnitude of the terms whose mean is ``value``; rounding is relative to it."""
 
     value: float
     scale: float
@@ -33,7 +33,7 @@ class Terms:
         self._sizes[name] += map(abs, plain) if sizes is None else sizes
 
     def take(self, other: Terms, name: str, own: str) -> None:
-        """The terms of metric ``name`` of ``other``, as those of ``own``."""
+        """The terms of metric ``name`` of ``other``, under the name ``own``."""
         self.add(own, other._terms[name], other._sizes[name])
 
     def leave_out(self, name: str) -> None:
@@ -52,7 +52,7 @@ class Terms:
         )
 
     def metrics(self) -> dict[str, Metric]:
-        """Of nothing there is no mean."""
+        """Without terms there is no mean."""
         metrics = {name: self.mean(name) for name, terms in self._terms.items() if terms and name not in self._left_out}
         if "importance_weight" in metrics:
             weights = self._terms["importance_weight"]

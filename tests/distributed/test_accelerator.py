@@ -1,7 +1,7 @@
 """Runs on an accelerator made of host memory, which the torch engine uses as it would a GPU.
 
-They have the numbers of the reference, no call mixes tensors of the two devices, at every moment as much memory is
-allocated as is planned, and the host waits for few of the numbers that the device computes.
+They give the results of the reference, no call mixes tensors of the two devices, the allocated memory always equals the
+plan, and the host waits for few of the device's values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ INIT = {
     "num_key_value_heads": 2,
 }
 TOLERANCE = 0.03
-"""Share of what is planned for a phase by which its measured peak may differ."""
+"""Relative difference that a phase's measured peak may have from the plan."""
 
 
 def raw_spec(assets: Assets, name: str, micro_batch_tokens: int) -> dict[str, Any]:
@@ -90,7 +90,8 @@ def raw_spec(assets: Assets, name: str, micro_batch_tokens: int) -> dict[str, An
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What the runs left: ``whole``, and ``resumed``, which went on from its second step with smaller micro-batches."""
+    """Results of the runs: ``whole``, and ``resumed``, which went on from its second step with smaller
+    micro-batches."""
 
     equal: dict[Case, Outcome]
     whole: Outcome
@@ -158,7 +159,7 @@ def planned_and_measured(outcome: Outcome, rank: int) -> dict[str, tuple[int, in
             for span in outcome.spans
             if (span["tid"], span["cat"], span["name"]) == (rank, instruction.kind, instruction.label)
         ]
-        # what runs in the first step alone does before weights travel
+        # work of the first step alone runs before weights travel
         peaks = [span["peak_bytes"] for span in spans] if any(span["step"] > 0 for span in spans) else []
         sizes = [planned[name] for name in phase_names(plan, instruction) if name in planned]
         if sizes and peaks:
@@ -168,7 +169,7 @@ def planned_and_measured(outcome: Outcome, rank: int) -> dict[str, tuple[int, in
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_memory_at_every_moment_is_the_planned_memory(outcomes: Outcomes, rank: int) -> None:
-    """Of a plan that offloads: at load and resume, in every call, at syncs, saves and checkpoints."""
+    """Memory of a plan that offloads: at load and resume, in every call, at syncs, saves and checkpoints."""
     found = planned_and_measured(outcomes.whole, rank)
     for outcome, start in ((outcomes.whole, "load"), (outcomes.resumed, "resume")):
         measured = outcome.trace["otherData"]["start_bytes"][str(rank)][start]

@@ -1,4 +1,4 @@
-"""Bytes that travel and bytes that lie: torch was handed what the plan says, no rank holds what is not placed on it."""
+"""Bytes sent and bytes stored: torch sends the planned bytes, and no rank stores a model that is not placed on it."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
         placed = outcome.plan.placement.on_rank(rank)
         assert sorted(usage[str(rank)]) == sorted(model.name for model in placed), f"{case.name}, rank {rank}"
         for model in placed:
-            state, where = outcome.plan.state(model, rank), f"{case.name}, rank {rank}, {model.name}"
+            state, place = outcome.plan.state(model, rank), f"{case.name}, rank {rank}, {model.name}"
             stored = 0 if model.is_transient else state and state.weights
-            assert state is not None and usage[str(rank)][model.name]["weights"] == stored, where
+            assert state is not None and usage[str(rank)][model.name]["weights"] == stored, place
             # a copy that generates lacks the head of values that the files of one trunk have
             is_part = model.rollout is not None and algorithm_of(case.setting) == "ac-share"
             is_whole = model.split == "whole" and model.layout.tp == model.layout.pp == 1 and not is_part
             if is_whole and model.settings.lora is None:
-                assert state.weights == files_bytes(model.settings.path), where
+                assert state.weights == files_bytes(model.settings.path), place
 
 
 @pytest.mark.parametrize(

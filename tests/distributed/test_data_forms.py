@@ -166,9 +166,9 @@ def test_every_form_is_trained_on(directory: Path) -> None:
     for raw in raws:
         steps = metrics(directory, raw["name"])
         assert len(steps) == 2, raw["name"]
-        numbers = [value for step in steps for value in step.values() if not isinstance(value, str)]
-        assert all(map(math.isfinite, numbers)), raw["name"]
-        # where all samples of a prompt have one score there is no gradient
+        values = [value for step in steps for value in step.values() if not isinstance(value, str)]
+        assert all(map(math.isfinite, values)), raw["name"]
+        # if all samples of a prompt have one score there is no gradient
         assert raw["algorithm"]["name"] == "grpo" or all(step["actor_grad_norm"] > 0 for step in steps), raw["name"]
 
 

@@ -73,7 +73,7 @@ def test_machines_in_order(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path) -> None:
-    """The second node has another source file, another seed, and a directory of its own; ranks meet all the same."""
+    """The second node has another source file, another seed, and its own directory; ranks meet nevertheless."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     shutil.copytree(PACKAGE, second / "flexrlhf", ignore=shutil.ignore_patterns("__pycache__"))
@@ -104,7 +104,7 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_node_that_never_comes_and_a_file_in_place_of_the_directory(config: Path, tmp_path: Path) -> None:
-    """What this machine has measured alone is shown next to who is missing, and a run does not begin."""
+    """This machine's own measurements are shown next to the missing ones, and a run does not begin."""
     (tmp_path / "runs").write_text("a file where a directory should be")
     arguments = [str(config), "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
     began = time.monotonic()
@@ -180,7 +180,7 @@ def test_a_run_on_a_disk_that_is_too_small_is_refused(config: Path, tmp_path: Pa
 def test_a_host_that_others_do_not_reach_is_named(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Node 1 reaches the store, and its ranks listen on an interface of its own, such as a container's bridge."""
+    """Node 1 reaches the store, but its ranks listen on a private interface, such as a container's bridge."""
     with linked_hosts() as link:
         own = ["ip", "-n", link.hosts[1]]
         subprocess.run([*own, "link", "add", "bridge0", "type", "veth", "peer", "name", "bridge1"], check=True)

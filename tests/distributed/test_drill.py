@@ -12,7 +12,7 @@ COUNT, SEED = 20, 14
 PROBLEM = cannot_drill()
 pytestmark = [
     pytest.mark.full,
-    # one injection and its share of the resumed runs take half a minute
+    # one injection and the resumed runs that fall to it take half a minute
     pytest.mark.timeout(COUNT * 180),
     pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "-"),
 ]

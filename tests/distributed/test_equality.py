@@ -1,4 +1,4 @@
-"""Every placement and schedule gives the numbers of the single-process reference, and so those of every other."""
+"""Every placement and schedule gives the results of the single-process reference, and so of every other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_entropy_is_never_negative(launches: Launches, case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_samples_are_the_same_rows_under_every_placement(launches: Launches, case: Case) -> None:
-    """Those that stand a third of the step apart, as the columns have them, which the reference has."""
+    """Samples that are a third of the step apart, as in the columns, which the reference has."""
     outcome = launches.outcome(case)
     found = [sample for sample in outcome.samples if sample["rows"] == "training"]
     steps = len(outcome.metrics) if outcome.plan.graph.generated else 0
@@ -101,7 +101,7 @@ def test_leaving_out_a_forward_changes_no_number(launches: Launches) -> None:
 
 @pytest.mark.parametrize("case", chosen("still"))
 def test_nothing_changes_at_learning_rate_zero(launches: Launches, case: Case) -> None:
-    """Three steps with syncs; that log-probs stay those of the first weights is part of the equality above."""
+    """Three steps with syncs; that log-probs come from the first weights is part of the equality above."""
     for role in ("actor", "critic"):
         outcome = launches.outcome(case)
         first, last = load_file(f"{outcome.plan.model(role).path}/model.safetensors"), outcome.weights(role)
@@ -112,7 +112,7 @@ def test_nothing_changes_at_learning_rate_zero(launches: Launches, case: Case) -
     "case", chosen("adapters", "shared", "sft-adapters", "reward-adapters", "grpo-shared", "dpo-shared")
 )
 def test_peft_reads_the_adapters_that_a_run_wrote(launches: Launches, case: Case) -> None:
-    """All of them, and their scale: what it computes with them follows from the equality above."""
+    """All adapters, and their scale: their effect follows from the equality above."""
     outcome = launches.outcome(case)
     for role in outcome.plan.graph.trained:
         lora = outcome.plan.model(role).lora
@@ -133,9 +133,9 @@ def test_transformers_gives_the_scores_of_a_saved_reward_model(launches: Launche
     model = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32).eval()
     assert spec.eval is not None
     rows = read_examples(spec, AutoTokenizer.from_pretrained(saved), spec.eval.path)
-    texts = [torch.tensor([*row.prompt, *response]) for row in rows for response in row.responses]
-    ids = pad_sequence(texts, batch_first=True, padding_value=model.config.pad_token_id)
-    mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    sequences = [torch.tensor([*row.prompt, *response]) for row in rows for response in row.responses]
+    ids = pad_sequence(sequences, batch_first=True, padding_value=model.config.pad_token_id)
+    mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     scores = outcome.evaluated("scores", spec.steps - 1)
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits[:, 0], scores, rtol=0, atol=1e-5)
 

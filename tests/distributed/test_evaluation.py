@@ -1,4 +1,4 @@
-"""Evaluation responses scored by a model on other ranks: the same numbers wherever it sits, and the best model kept."""
+"""Evaluation responses scored by a model on other ranks: the same results on any rank, and the best model kept."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Raw = dict[str, Any]
 STEPS, BEST_STEP = 3, 1
 SAMPLES, PASS_AT, PASS_SCORE = 4, 2, 0.5
 NUM_EVALUATION_ROWS = 11
-"""Of 8 places of a batch: the second one is not full."""
+"""Evaluation rows; a batch has 8, so the second one is not full."""
 RUNS: Mapping[str, Raw] = {
     "co-located": {},
     "interleaving": {"placement": [1, 1, 0.5, 0.5]},
     "six-models": {"placement": [0.5] * 6},
     "gathered": {"models": {"reward": {"tp": 2}}},
-    # ends where the best model of the others is
+    # ends with the best model of the others
     "shorter": {"steps": BEST_STEP + 1},
 }
 
 
 class Run:
-    """What one of ``RUNS`` left."""
+    """Results of one of ``RUNS``."""
 
     def __init__(self, spec: Spec) -> None:
         self.directory = spec.directory

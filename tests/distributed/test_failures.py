@@ -74,7 +74,7 @@ def assert_recorded(directory: Path, way: str) -> None:
         # a rank may be killed between two instructions; the others wait inside one
         is_inside = record["instructions"][-1]["end"] == 0.0
         assert is_inside or (way, rank) == ("killed", 1), "the instruction that it ended in"
-    assert any("in _execute" in line for line in records[0]["stack"]), "where the rank was"
+    assert any("in _execute" in line for line in records[0]["stack"]), "the stack of the rank"
     if way == "killed":
         assert records[1]["reason"].endswith("killed by SIGKILL") and not records[1]["stack"]
     else:

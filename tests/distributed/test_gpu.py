@@ -1,6 +1,6 @@
-"""What `make gpu` runs on a GPU: one rank over NCCL, several of one GPU over gloo, every engine that is installed.
+"""Tests of `make gpu`: one rank over NCCL, several ranks of one GPU over gloo, every installed engine.
 
-With FLEXRLHF_TEST_DEVICE=cpu the same tests run on CPU ranks, but for those of the device itself.
+With FLEXRLHF_TEST_DEVICE=cpu the same tests run on CPU ranks, except tests of the device itself.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_kernels_compute_what_sdpa_computes(name: str, cuda: torch.device) -> No
 
 
 def test_noise_is_that_of_the_cpu(cuda: torch.device) -> None:
-    """By the kernel, where Triton finds a compiler of C."""
+    """Sampling by the kernel, if Triton finds a C compiler."""
     rows, positions = torch.tensor([0, 3, 77, 2**40]), torch.tensor([0, 5, 13, 4000])
     found = gumbel_noise(5, 9, rows.to(cuda), positions.to(cuda), 2500).cpu()
     torch.testing.assert_close(found, gumbel_noise(5, 9, rows, positions, 2500), rtol=1e-14, atol=1e-14)
@@ -134,7 +134,7 @@ def test_offloaded_tensors_leave_the_device_and_come_back(cuda: torch.device) ->
 
 
 def test_a_span_lasts_as_long_as_the_device_works(cuda: torch.device) -> None:
-    """A kernel that waits is queued in no time; the span that follows begins where it ends."""
+    """A kernel that waits is queued at once; the following span begins when it ends."""
     timeline, began = Timeline(0, 10, DeviceClock(cuda)), time.time()
     waits = timeline.open("run", "waits", 0, None)
     torch.cuda._sleep(1_000_000_000)

@@ -1,5 +1,5 @@
-"""Numbers that are NaN or infinite on real ranks: the run ends with a sentence that names them, or leaves out the
-optimizer steps that they spoil, on all ranks alike; and a run whose responses never have a score ends."""
+"""NaN and infinity on real ranks: the run ends with a sentence that names them, or skips the affected optimizer steps,
+on all ranks alike; and a run whose responses never have a score ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FIRST = (
 
 @dataclass(frozen=True)
 class Printed:
-    """What a command left: its runs' directory, its output, its exit code."""
+    """Results of a command: its runs' directory, its output, its exit code."""
 
     runs: Path
     out: str
@@ -117,7 +117,7 @@ def test_a_skipped_step_never_was_with_other_engines(further: Printed, compute: 
 
 
 def check_skipped(left: Printed, compute: str) -> None:
-    """Weights, optimizer and schedule go on as if the step had not been: bitwise those of a run without it."""
+    """Weights, optimizer and schedule continue as if the step had not existed, bitwise as in a run without it."""
     rows, clean = left.metrics(f"{compute}-poisoned"), left.metrics(f"{compute}-clean")
     assert [row["actor_skipped"] for row in rows] == [0, 1, 0]
     assert "nll" not in rows[BAD_STEP] and "actor_grad_norm" not in rows[BAD_STEP]
@@ -134,7 +134,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def test_a_run_that_stops_names_step_mini_batch_and_row(two_ranks: Printed) -> None:
-    """The row is in the second rank's share; all ranks say the same."""
+    """The row is on the second rank; all ranks report the same."""
     last = two_ranks.out.strip().splitlines()[-1]
     assert two_ranks.status == 1 and " (actor; host " in last and FIRST in last, last
     left = "the weights were left as they were; guards.non_finite: skip would go on without this optimizer step"
@@ -156,8 +156,10 @@ def test_two_ranks_skip_what_one_does(two_ranks: Printed, one_rank: Printed) -> 
 def test_what_a_forward_computes_is_named_where_it_is_computed(two_ranks: Printed) -> None:
     """The critic's values of one row spoil the advantages of all, so no model is trained in that step; the next one
     without poison is."""
-    said = [line for line in two_ranks.out.splitlines() if "values on critic: NaN or infinity in values of row" in line]
-    assert said and all("no update will follow from it" in line for line in said), two_ranks.out
+    found = [
+        line for line in two_ranks.out.splitlines() if "values on critic: NaN or infinity in values of row" in line
+    ]
+    assert found and all("no update will follow from it" in line for line in found), two_ranks.out
     rows = two_ranks.metrics("ppo")
     assert [row["actor_skipped"] for row in rows] == [row["critic_skipped"] for row in rows] == [1, 1, 0]
     assert "policy_loss" in rows[2] and "value_loss" in rows[2]
@@ -170,18 +172,18 @@ def test_values_that_are_not_finite_end_a_run(one_rank: Printed) -> None:
 
 
 def test_an_architecture_that_is_decoded_wrongly_is_named(one_rank: Printed, two_ranks: Printed) -> None:
-    """And no other: the PPO and the supervised runs of these commands have no such line. Each run says it once, of the
-    copy that sampled."""
+    """And no other: the PPO and the supervised runs of these commands have no such line. Each run prints it once, for
+    the copy that sampled."""
     for left, name, copy in ((one_rank, "recurrent", "actor"), (two_ranks, "copies", "actor.shadow")):
-        said = [line for line in left.out.splitlines() if "computes other log-probs of whole texts" in line]
-        assert len(said) == 1 and said[0].startswith(f"flexrlhf: step 0: {copy} (mamba)"), left.out
-        assert "limit 0.001" in said[0] and "worst tokens: '" in said[0]
+        (line,) = [line for line in left.out.splitlines() if "computes other log-probs of whole texts" in line]
+        assert line.startswith(f"flexrlhf: step 0: {copy} (mamba)"), left.out
+        assert "limit 0.001" in line and "worst tokens: '" in line
         assert len(left.metrics(name)) == 2
 
 
 @pytest.mark.full
 def test_a_run_whose_responses_never_have_a_score_ends(assets: Path) -> None:
-    """Each rank has a worker of its own whose function raises; the run would have 1,000 steps."""
+    """Each rank has its own worker whose function raises; the run would have 1,000 steps."""
     raw = unscored(assets, "unscored", 2)
     left = command(assets, [raw])
     last = left.out.strip().splitlines()[-1]

@@ -52,7 +52,7 @@ def start_job(link: Link, config: Path, directory: Path) -> Job:
     endpoint = f"{link.hosts[0]}:{PORT}"
     options = ["run", str(config), "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank"]
     first = link.start(0, [*options, "0"], directory)
-    # it is late: node 0 says whom it waits for
+    # it is late: node 0 names the node that it waits for
     read_until(first, f"node 0 (host {link.hosts[0]}) compares settings, versions and files: missing node 1")
     second = link.start(1, [*options, "1"], directory)
     interfaces = f"{link.hosts[1]} ({link.addresses[1]}) ranks 2-3; here over {link.hosts[0]}"

@@ -22,7 +22,7 @@ SEED = int(os.environ.get("FLEXRLHF_LEARNING_SEED", "0"))
 """The settings hold for others, too: 0, 1 and 2 were tried."""
 SECONDS = 120
 LAST = 10
-"""Steps whose mean counts as what was reached."""
+"""Last steps whose mean counts as the result."""
 ALONE = {"kl": None, "entropy_coefficient": 0.05, "prompts_per_step": 128}
 GROUPS = {"kl": None, "entropy_coefficient": 0.05, "prompts_per_step": 64, "samples_per_prompt": 4}
 """One response to a prompt, or several. The bonus keeps an unlucky prompt from being given up."""
@@ -92,7 +92,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     write_toys(directory)
     commands = {strategy: _copying(directory, strategy) for strategy in COPYING}
     commands["safe"] = [earning(directory, name, *settings) for name, settings in SAFE.items()]
-    commands["preferences"] = [preferring(directory, loss, where, loss=loss) for loss, where in PREFERENCES.items()]
+    commands["preferences"] = [preferring(directory, loss, place, loss=loss) for loss, place in PREFERENCES.items()]
     return Runs(directory, commands)
 
 
@@ -129,7 +129,7 @@ def test_the_reward_rises_while_the_cost_stays_under_its_limit(runs: Runs) -> No
 
 
 def test_the_multiplier_brings_the_cost_back_to_its_limit(runs: Runs) -> None:
-    """It integrates what is over the limit, so in balance the cost is at it."""
+    """The multiplier integrates the excess over the limit, so in balance the cost is at the limit."""
     rows = runs.metrics("safe", "rash")
     assert "disaggregated on 2 devices" in runs.plan("rash")
     assert mean(rows[LAST : 2 * LAST], "cost_mean") > 1.5 * COST_LIMIT

@@ -28,7 +28,7 @@ INIT = {
     "vocab_size": 16000,
 }
 ENGINES = [
-    # the bytes of plain replicas are also those of the equality suite's runs (test_bytes)
+    # the bytes of plain replicas are also checked on the equality suite's runs (test_bytes)
     pytest.param("torch", 0, marks=pytest.mark.full),
     ("torch", 3),
     pytest.param("deepspeed", 0, marks=pytest.mark.full),
@@ -38,7 +38,7 @@ _OUTCOMES: dict[tuple[str, int], Outcome] = {}
 
 
 def outcome_of(launches: Launches, engine: str, zero: int) -> Outcome:
-    """Two updates on two fresh processes: what an earlier run left in an allocator would count."""
+    """Two updates on two fresh processes: an earlier run's memory in the allocator would count."""
     if (engine, zero) not in _OUTCOMES:
         plan = make_plan(parse_spec(raw_spec(launches.assets.directory, engine, zero)))
         prepare_directory(plan, format_plan(plan), continues=False).close()

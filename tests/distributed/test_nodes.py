@@ -115,7 +115,7 @@ QUICK = ["--set", "steps=2", "--set", "quickstart-ppo:eval=null"]
 @pytest.mark.full
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one directory", "own directories"])
 def test_node_0_decides_which_runs_of_the_quick_start_are_kept(is_shared: bool, tmp_path: Path) -> None:
-    """Another machine has no more of an earlier run than copies of its models."""
+    """Another machine has only copies of an earlier run's models."""
     places = [tmp_path / "first", tmp_path / ("first" if is_shared else "second")]
 
     def run(*arguments: str) -> str:

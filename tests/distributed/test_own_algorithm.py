@@ -1,5 +1,4 @@
-"""A graph of a user's own, with a loss, a combine and a model of its own, trains alike under three placements, and by a
-training loop of its own."""
+"""A user's graph, with its own loss, combine, model and training loop, trains alike under three placements."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from toys import SHAPE, write_toys
 
 GRAPH = Path(__file__).with_name("own_graph.py")
 PLACEMENTS = {"co-located": [1, 1, 1, 1], "interleaving": [1, 1, 0.5, 0.5], "disaggregated": [0.5] * 5}
-"""Of actor, ref, reward and a second reward model; five with the actor's shadow."""
+"""Vectors of actor, ref, reward and a second reward model; five with the actor's shadow."""
 
 
 def config(directory: Path, name: str, placement: list[float], **algorithm: Any) -> Path:

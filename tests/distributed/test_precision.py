@@ -1,7 +1,7 @@
 """16-bit models stay as near to the float32 reference as their rounding lets them.
 
-Numbers are compared where tokens are forced: on texts of the data, or on responses of a float32 actor. Every limit is
-about three times what was measured, on a CPU with AVX-512; the measured value stands next to it.
+Results are compared on fixed tokens: on rows of the data, or on responses of a float32 actor. Every limit is about
+three times the measured value, on a CPU with AVX-512, which is next to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(3600)
 BF16 = ("bf16", "bf16-torch-3", "bf16-deepspeed-2", "bf16-deepspeed-3")
 FORCED = [
     *(Case(s, "all", 2, compute) for s in ("sft", "reward", "sft-adapters", "reward-adapters") for compute in BF16),
-    # a reward model's first scale is too large here, and what float16 leaves out the reference does not
+    # a reward model's first loss scale is too large here, and the reference does not skip the steps that float16 skips
     *(Case("sft", "all", 2, compute) for compute in ("fp16", "fp16-torch-3", "fp16-tp")),
     *(Case(s, "all", 2, "bf16-tp") for s in ("sft", "reward")),
 ]
@@ -34,13 +34,13 @@ LIMITS = {
 }
 """Relative, of every step."""
 OF_MOVEMENT = {"torch": 0.2, "deepspeed": 0.5}
-"""Distance of the last weights from the reference's, of how far training went: 0.066, and 0.18 where the engine gives
-its weights in bfloat16, whose rounding alone is 2e-3 of a weight."""
+"""Distance of the last weights from the reference's, relative to the distance of training: 0.066, and 0.18 if the
+engine exposes its weights in bfloat16, whose rounding is 2e-3 of a weight."""
 SCORED = {"ref_logprobs": 7e-3, "scores": 1.2e-2, "advantages": 5e-3}
-"""Of float16 models, relative to the largest of the column: 2.3e-3, 3.8e-3 and 1.6e-3."""
+"""Differences of float16 models, relative to the column's largest value: 2.3e-3, 3.8e-3 and 1.6e-3."""
 LOG_RATIO = 0.035
-"""Root mean square of log(new / old policy) before any update: 0.011 where texts are padded to other widths, since the
-order of a CPU's sums over positions follows the width; 0 where they are not."""
+"""Root mean square of log(new / old policy) before any update: 0.011 if rows are padded to other widths, since the
+order of a CPU's sums over positions follows the width; else 0."""
 FROZEN = [Case("still", "co-located", 2, compute) for compute in ("fp16-frozen", "fp16-frozen-torch-3")]
 POLICIES = [
     *(Case("one", "co-located", 2, compute) for compute in BF16),
@@ -57,7 +57,7 @@ IN_FULL_ALONE = [
     *(Case("one", "co-located", 2, compute) for compute in SHARDS[:2]),
     *(Case("one", "six", 4, compute) for compute in ("bf16", *SHARDS)),
 ]
-"""What others show of another setting or number of ranks."""
+"""Cases that only repeat others with another setting or number of ranks."""
 
 
 def role_of(outcome: Outcome) -> str:
@@ -89,7 +89,7 @@ def test_training_goes_where_float32_goes(launches: Launches, case: Case) -> Non
     ],
 )
 def test_shards_change_nothing_in_16_bits(launches: Launches, case: Case, plain: Case) -> None:
-    """Each rounds the same numbers, and gradients are summed in float32 by both: 9e-8 was measured."""
+    """Both round the same values, and sum gradients in float32: 9e-8 was measured."""
     outcome, other = launches.outcome(case), launches.outcome(plain)
     for row, expected in zip(outcome.metrics, other.metrics, strict=True):
         for name in LIMITS.keys() & expected.keys():

@@ -114,7 +114,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "grpo": ({"reward": {"rule": "gsm8k"}, "placement": [1, 0.5]}, ["causal"]),
     "ac-share": ({"placement": [1, 1, 0.5]}, ["causal", "scalar"]),
 }
-"""Algorithm → further settings of its run, and the heads of the models that are measured."""
+"""Algorithm → further settings of its run, and the heads of the measured models."""
 
 
 @pytest.mark.full

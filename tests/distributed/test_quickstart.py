@@ -90,7 +90,7 @@ def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
     assert "generation" in found.output and "bytes of columns moved" in found.output
 
 
-# that a change is found is what tests/unit/test_kept_runs.py shows
+# tests/unit/test_kept_runs.py shows that a change is found
 @pytest.mark.full
 def test_a_changed_run_trains_again_and_so_does_what_starts_from_it(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs, tmp_path / "runs")
@@ -100,7 +100,7 @@ def test_a_changed_run_trains_again_and_so_does_what_starts_from_it(runs: Path, 
 
 
 def trained(directory: Path, *settings: str, placement: str = "[1,1,1,1]") -> str:
-    """What a run of the quick start in ``directory`` prints."""
+    """Output of a run of the quick start in ``directory``."""
     words = [word for setting in settings for word in ("--set", setting)]
     process = start(["run", "--placement-ratio", placement, *words], directory)
     out, _ = process.communicate(timeout=280)
@@ -113,7 +113,7 @@ def printed_by(cell: Any) -> str:
 
 
 def test_the_notebook_runs(runs: Path) -> None:
-    """In a kernel of its own, in the directory of the quick start."""
+    """In its own kernel, in the directory of the quick start."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": runs.parent}})
     client.execute()
@@ -121,8 +121,8 @@ def test_the_notebook_runs(runs: Path) -> None:
     assert printed[0].startswith("interleaving ['generate on actor'")
     assert float(printed[1].split()[0]) > 0
     rewards = [row["reward_mean"] for row in metrics(runs, "notebook")]
-    assert str(rewards) in "".join(printed), "the rows are those of metrics.jsonl"
-    assert float(printed[-1].splitlines()[-1]) < 1e-5, "another placement, the same numbers"
+    assert str(rewards) in "".join(printed), "the rows of metrics.jsonl"
+    assert float(printed[-1].splitlines()[-1]) < 1e-5, "another placement, the same results"
 
 
 STRATEGIES = {"co-located": "[1,1,1,1]", "interleaving": "[1,1,0.5,0.5]", "disaggregated": "[0.5,0.5,0.5,0.5,0.5,0.5]"}

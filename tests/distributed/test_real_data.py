@@ -1,5 +1,5 @@
 """SFT on instructions, then PPO on dialogues under each strategy, on four ranks; GRPO on school problems on two: real
-data where it lies next to the repository, the project's own fixtures of the same forms everywhere."""
+data if it is next to the repository, the project's own fixtures of the same forms everywhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STRATEGIES = {
 }
 PROBLEMS = next(file for file in (REAL / "gsm8k.jsonl", FIXTURES / "question_answer.jsonl") if file.is_file())
 REWARDS = {"rule": {"rule": "gsm8k"}, "function": {"function": f"{SCORES}:borrowed"}}
-"""A random model solves nothing, but some of its responses have more characters of the right one than others."""
+"""A random model solves nothing, but some responses share more characters with the solution than others."""
 GRPO_RUNS: list[tuple[str, str, object]] = [
     ("rule", "co-located", [1, 1]),
     ("rule", "interleaving", [0.5, 0.5]),
@@ -48,7 +48,7 @@ SHAPE = {
 
 
 def make_tokenizer(files: list[Path], directory: Path) -> str:
-    """A byte-level BPE of the data: no character is unknown."""
+    """A byte-level BPE trained on the data: no character is unknown."""
     texts = [str(value) for file in files for row in read_rows(file) for value in row.values()]
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=2000, special_tokens=["<pad>", "<eos>", "<bos>"])
@@ -94,12 +94,12 @@ def make_configs(data: Path, directory: Path) -> list[str]:
 
 
 def is_sound(value: float | str) -> bool:
-    """A finite number, or the name of what generated."""
+    """A finite number, or the name of the rollout engine."""
     return value == "torch" if isinstance(value, str) else math.isfinite(value)
 
 
-def numbers(step: dict[str, Any]) -> dict[str, float]:
-    """Those that no placement may change."""
+def results(step: dict[str, Any]) -> dict[str, float]:
+    """Metrics that no placement may change."""
     return {name: value for name, value in step.items() if name not in TIMES and not isinstance(value, str)}
 
 
@@ -112,7 +112,7 @@ def test_sft_and_ppo_run_under_every_strategy(data: Path, tmp_path: Path) -> Non
     process = start(["run", *make_configs(data, tmp_path)], tmp_path)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-2000:]
-    # what is left out and cut is printed by the run itself, also where its tokenizer is an earlier run's
+    # the run itself prints dropped and cut rows, also if its tokenizer comes from an earlier run
     for name, file in (("sft", "alpaca.json"), ("co-located", "hh_pairs.jsonl.gz")):
         (line,) = [line for line in out.splitlines() if line.startswith(f"{name}: data: {data / file}: form ")]
         assert " prompts left out" in line and ("responses cut" in line) == (name == "sft"), line
@@ -131,7 +131,7 @@ def make_grpo_configs(directory: Path) -> dict[tuple[str, str], Path]:
         (reward, strategy): {
             "name": f"{reward}-{strategy}",
             "algorithm": {"name": "grpo", "prompts_per_step": 8, "samples_per_prompt": 4, "num_mini_batches": 2},
-            # where all advantages are 0 the gradient is rounding, of which Adam's own eps would make whole steps
+            # if all advantages are 0 the gradient is rounding, from which Adam's default eps would make whole steps
             "models": {"actor": {"init": SHAPE, "optimizer": {"learning_rate": 1e-3, "eps": 1e-5}}},
             "reward": REWARDS[reward],
             "data": {
@@ -164,6 +164,6 @@ def test_grpo_on_school_problems_is_the_same_under_every_placement(tmp_path: Pat
         assert len(steps) == 2 and all(map(is_sound, [value for step in steps for value in step.values()]))
         assert all(step["score_failed"] == step["score_invalid"] == 0 for step in steps), (reward, strategy)
         for step, same in zip(steps, rows[reward, "co-located"], strict=True):
-            assert numbers(step) == pytest.approx(numbers(same), rel=1e-5, abs=1e-6), (reward, strategy)
+            assert results(step) == pytest.approx(results(same), rel=1e-5, abs=1e-6), (reward, strategy)
     for step in rows["function", "co-located"]:
         assert step["advantage_std"] > 0.5 and step["group_alike"] < 0.5 and step["actor_grad_norm"] > 0

@@ -39,7 +39,7 @@ def test_the_cases_have_teeth(launches: Launches) -> None:
 
 @pytest.mark.parametrize("setting", ["scheduled", "adapters", "shared", "sft-adapters", "reward-adapters"])
 def test_other_updates_have_teeth_too(launches: Launches, setting: str) -> None:
-    """They move what they train far beyond the tolerance."""
+    """They move the trained weights far beyond the tolerance."""
     shape = "co-located" if setting in ("scheduled", "adapters", "shared") else "all"
     result = reference_of(launches.assets.spec(Case(setting, shape, 1)))
     assert min(result.moved.values()) > 1e-3, result.moved
@@ -50,7 +50,7 @@ OF_ALGORITHMS = [case for case in DEFAULT if case.setting in ALGORITHMS]
 
 @pytest.mark.parametrize("case", OF_ALGORITHMS, ids=lambda case: case.name)
 def test_algorithms_train(launches: Launches, case: Case) -> None:
-    """Each moves what it trains far beyond the tolerance."""
+    """Each moves the trained weights far beyond the tolerance."""
     result = reference_of(make_plan(launches.assets.spec(case)).spec)
     assert min(result.moved.values()) > 1e-3, result.moved
 
@@ -133,7 +133,7 @@ WITHOUT: dict[str, dict[str, object]] = {
     "normalised": {"normalise_scores": "none"},
     "masked": {"truncation": "none"},
     "overlong": {"overlong": None},
-    "texts": {"ptx": None},
+    "ptx": {"ptx": None},
     "frozen": {"freeze_actor_steps": 1},
     "one-trunk": {"value_coefficient": 0.0},
     "grpo": {"kl": KlSpec(place="loss", estimator="k3", coefficient=0.0)},
@@ -160,7 +160,7 @@ WITHOUT: dict[str, dict[str, object]] = {
     "grpo-kl-cov": {"surrogate": "clip"},
     "grpo-process": {"supervision": "outcome"},
 }
-"""A setting → what would be another run."""
+"""A setting → the change that makes another run."""
 
 
 @pytest.mark.full
@@ -189,14 +189,14 @@ def test_settings_change_what_is_trained(launches: Launches, setting: str) -> No
     ids=["constant", "warm-up", "linear", "warm-up-linear", "warm-up-cosine", "not-to-zero"],
 )
 def test_learning_rates_follow_the_formula(settings: dict[str, object], rates: list[float]) -> None:
-    """Of five updates; a sixth would have none left."""
+    """Learning rate in five updates; a sixth would have 0."""
     spec = OptimizerSpec(learning_rate=8, **settings)
     assert [learning_rate(spec, update, 5) for update in range(5)] == pytest.approx(rates)
     assert spec.schedule == "constant" or learning_rate(spec, 5, 5) == pytest.approx(8 * spec.final_ratio)
 
 
 def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches) -> None:
-    """The first responses are those of the base weights, whose log-probs are the shared ref's in every step."""
+    """The first responses come from the base weights, whose log-probs are the shared ref's in every step."""
     first, second, _ = reference_of(launches.assets.spec(Case("shared", "co-located", 1))).steps
     assert first.columns["logprobs"].equal(first.columns["ref_logprobs"])
     assert first.metrics["kl_token"].value == 0 and abs(second.metrics["kl_token"].value) > 1e-3
@@ -204,7 +204,7 @@ def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches
 
 @pytest.mark.parametrize(("setting", "shape"), [("corrected", "lag-chunks"), ("corrected-sequences", "lag-every-3")])
 def test_importance_has_teeth(launches: Launches, setting: str, shape: str) -> None:
-    """Fresh weights are 1; of stale ones the cap cuts some, and the others say which tokens count for less."""
+    """Importance weights are 1 for fresh policies; for stale ones the cap cuts some, and others are below 1."""
     first, *stale = reference_of(launches.assets.spec(Case(setting, shape, 2))).steps
     assert first.metrics["importance_weight"].value == pytest.approx(1, abs=1e-6)
     assert first.metrics["effective_sample_size"].value == pytest.approx(1, abs=1e-6)
@@ -268,7 +268,7 @@ def test_several_tokens_end_responses(launches: Launches) -> None:
 
 @pytest.mark.parametrize(("setting", "shape", "sample"), [("sft-chats", "all", 0), ("dpo-chats", "halves", 1)])
 def test_chats_are_trained_on_in_part(launches: Launches, setting: str, shape: str, sample: int) -> None:
-    """Responses have several turns, whole and cut; what the package trains on is found here by their words."""
+    """Responses have several turns, whole and cut; the package's trained tokens are found here by their words."""
     reference = Supervised(launches.assets.spec(Case(setting, shape, 2)))
     found = [(example.is_trained(sample), reference._written(example, sample)) for example in reference.examples]
     assert all([place for place, yes in enumerate(is_trained) if yes] == written for is_trained, written in found)

@@ -157,8 +157,8 @@ def test_placements_memory_and_bytes_are_there(desktop: Visit, runs: list[Path])
     assert desktop.page.evaluate(script) == [peaks[rank] for rank in sorted(peaks)]
     assert desktop.chart("bytes-1").locator(".bars .point").count() > 4
     assert desktop.page.locator("#samples .response").count() > 4
-    texts = desktop.page.locator("#yaml pre").all_text_contents()
-    assert [yaml.safe_load(text)["name"] for text in texts] == list(RUNS)
+    configs = desktop.page.locator("#yaml pre").all_text_contents()
+    assert [yaml.safe_load(config)["name"] for config in configs] == list(RUNS)
 
 
 def test_a_drag_zooms_and_buttons_move(desktop: Visit) -> None:
@@ -242,7 +242,7 @@ def _figure_colours(opened: Visit) -> list[Any]:
 
 
 def test_a_label_at_the_top_of_a_curve_redraws_no_figure_without_end(browser: Any, runs: list[Path]) -> None:
-    """Plotly labels these curves by twos, up to their top, where they are 175 pixels high, and by fives below that."""
+    """Plotly labels these curves by twos, up to their top, if they are 175 pixels high, and by fives below that."""
     directory = shutil.copytree(runs[0], runs[0].parents[1] / "labels" / "runs" / "label")
     rows = read_lines(directory / "metrics.jsonl")
     for row in rows:

@@ -143,7 +143,7 @@ class Resumptions:
         return Outcome(case, make_plan(spec.model_copy(update=further)))
 
     def _copied(self, whole: Outcome, resumed: Outcome) -> Path:
-        """Copy what the interrupted run would have left; the checkpoints of later steps are there, too."""
+        """Copy the files that the interrupted run would have left; checkpoints of later steps exist, too."""
         shutil.copytree(whole.directory, resumed.directory)
         in_flight = whole.plan.steps_in_flight(NEXT_STEP)
         runs = [each for each in whole.plan.schedule.instructions if isinstance(each, Run)]
@@ -227,7 +227,7 @@ def test_an_export_merges_adapters(resumptions: Resumptions, tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_a_copy_that_waits_in_host_memory_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """Two nodes, of which the second cannot hold all of its models: a checkpoint finds a shadow in host memory."""
+    """Two nodes; the second one's models do not fit together: a checkpoint finds a shadow in host memory."""
     write_corpus(tmp_path / CORPUS)
     small = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
     small |= {"num_hidden_layers": 2, "num_attention_heads": 2}

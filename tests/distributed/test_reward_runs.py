@@ -1,5 +1,5 @@
-"""Rewards that go wrong in the midst of a run cost their responses, and nothing else: a service that is slow, fails or
-talks nonsense, a function that hangs or crashes; or they end the run with a sentence, where the config says so."""
+"""Sources of rewards that fail during a run lose only their responses: a service that is slow, fails or replies with
+nonsense, a function that hangs or crashes; or they end the run with a sentence, if the config says so."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Raw = dict[str, Any]
 RANKS, PROMPTS, SAMPLES = 2, 4, 4
 ROWS = PROMPTS * SAMPLES
 FAULTS = ("slow", "too slow", "500", "nan", "infinite", "count", "none")
-"""Of the service, step by step. Each rank sends one request a step, since it does not retry."""
+"""Faults of the service, step by step. Each rank sends one request a step, since it does not retry."""
 LOST = {"too slow": 1.0, "500": 1.0, "count": 1.0}
-"""Share of the responses that have no score."""
+"""Fraction of responses without a score."""
 INVALID = {**LOST, "nan": RANKS / ROWS, "infinite": RANKS / ROWS}
-"""Share of the responses whose score is no finite number."""
+"""Fraction of responses whose score is not finite."""
 GRPO = {"name": "grpo", "kl": None, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
 PLAIN_STEPS = 2
-TOLD = ("fine", "hang", "fine", "fine", "fine", "crash", "fine", "nan")
+ACTIONS = ("fine", "hang", "fine", "fine", "fine", "crash", "fine", "nan")
 """To the function, row by row. Two steps take each row once; a call scores one prompt."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What the command left."""
+    """Results of the command."""
 
     directory: Path
-    said: str
+    output: str
     status: int
     orphans: list[int]
     plain: FaultyService
@@ -54,7 +54,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     """All runs in one command; the last one is to end it."""
     directory = tmp_path_factory.mktemp("rewards")
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
-    rows = [{"prompt": word, "do": what} for word, what in zip(WORDS, TOLD, strict=False)]
+    rows = [{"prompt": word, "do": action} for word, action in zip(WORDS, ACTIONS, strict=False)]
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ExitStack() as stack:
         faulty = stack.enter_context(FaultyService(lambda number: FAULTS[number // RANKS]))
@@ -124,15 +124,15 @@ def test_ranks_with_the_same_rows_ask_once(left: Left) -> None:
 
 def test_a_function_that_hangs_or_crashes_costs_its_calls(left: Left) -> None:
     rows = left.metrics("function")
-    assert sum(row["score_failed"] for row in rows) * ROWS == (TOLD.count("hang") + TOLD.count("crash")) * SAMPLES
+    assert sum(row["score_failed"] for row in rows) * ROWS == (ACTIONS.count("hang") + ACTIONS.count("crash")) * SAMPLES
     for name in ("score_invalid", "not_counted"):
-        assert sum(row[name] for row in rows) * ROWS == (len(TOLD) - TOLD.count("fine")) * SAMPLES
+        assert sum(row[name] for row in rows) * ROWS == (len(ACTIONS) - ACTIONS.count("fine")) * SAMPLES
     assert all(row["reward_mean"] == 1 for row in rows)
-    assert "took longer than 2 s" in left.said and "ended its process, exit code 7" in left.said
+    assert "took longer than 2 s" in left.output and "ended its process, exit code 7" in left.output
 
 
-def test_a_run_stops_with_a_sentence_where_that_is_asked_for(left: Left) -> None:
-    last = left.said.strip().splitlines()[-1]
+def test_a_run_stops_with_a_sentence_if_the_config_says_so(left: Left) -> None:
+    last = left.output.strip().splitlines()[-1]
     assert left.status == 1 and not left.orphans
     assert last.startswith("flexrlhf: rank ") and "responses have a score that is not a finite number (rows " in last
     assert "algorithm.invalid_scores: mask would go on without them; record: " in last, last

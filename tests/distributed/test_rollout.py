@@ -1,7 +1,7 @@
 """Rollouts by vLLM, or by torch with a copy of the actor, apart from the equality of their runs with the reference:
 that it is this engine, and that the gate stops.
 
-Two libraries add up the same numbers in another order, so their log-probs differ by rounding: 4e-6 was measured.
+Two libraries add up the same values in another order, so their log-probs differ by rounding: 4e-6 was measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDING = 1e-4
 """Nats: between vLLM's log-prob of a token and the trainer's."""
 ENGINES = [case for case in DEFAULT if case.has_rollout_engine]
 UNCUT = [case for case in ENGINES if case.setting != "ends"]
-"""Those that sample from the whole distribution, of which the trainer's log-probs are."""
+"""Cases that sample from the whole distribution, like the trainer's log-probs."""
 OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
 """In the whole product; by default one engine is tried (tests/engines/test_vllm_engine.py)."""
 
@@ -44,7 +44,7 @@ def told_by_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def fresh_steps(outcome: Outcome) -> list[int]:
-    """Those whose responses are sampled with the weights that training of the step starts from."""
+    """Cases whose responses are sampled with the weights at the start of the step's training."""
     return [row["step"] for row in outcome.metrics if row["policy_lag"] == 0]
 
 
@@ -58,7 +58,7 @@ def test_the_engine_draws_every_row(launches: Launches, case: Case) -> None:
 
 @pytest.mark.parametrize("case", params([*UNCUT, OWN_NOISE], [OWN_NOISE]))
 def test_engine_and_trainer_tell_the_same_logprobs(launches: Launches, case: Case) -> None:
-    """Where both hold the same weights; there the gate says so too, and nowhere else."""
+    """Both have the same weights in these steps; the gate compares in these, and in no others."""
     outcome = launches.outcome(case)
     fresh = fresh_steps(outcome)
     assert fresh and fresh[0] == 0
@@ -73,7 +73,7 @@ def test_engine_and_trainer_tell_the_same_logprobs(launches: Launches, case: Cas
 
 @pytest.mark.parametrize("case", params([case for case in ENGINES if case.setting == "still"]))
 def test_syncs_change_nothing_at_learning_rate_zero(launches: Launches, case: Case) -> None:
-    """Three times all weights of the engine are written over; its log-probs stay those of the first weights."""
+    """All weights of the engine are overwritten three times; its log-probs still equal the trainer's."""
     outcome = launches.outcome(case)
     syncs = [i for i in outcome.plan.schedule.instructions if isinstance(i, Sync) and i.destination == "actor.rollout"]
     assert len(syncs) == 1 and syncs[0].every == 1 and outcome.plan.spec.steps == 3
@@ -86,7 +86,7 @@ def test_syncs_change_nothing_at_learning_rate_zero(launches: Launches, case: Ca
 
 @pytest.mark.parametrize("case", params([case for case in ENGINES if case.setting == "one"]))
 def test_the_ratio_is_one_at_the_first_update_after_vllm(launches: Launches, case: Case) -> None:
-    """At temperature 0.7, one mini-batch a step: vLLM's log-probs are of what it samples from."""
+    """At temperature 0.7, one mini-batch a step: vLLM's log-probs belong to the sampled distribution."""
     outcome = launches.outcome(case)
     assert outcome.plan.spec.algorithm.temperature == 0.7
     for step, row in enumerate(outcome.metrics):
@@ -108,7 +108,7 @@ def test_samples_of_a_prompt_differ(launches: Launches, case: Case) -> None:
 
 @pytest.mark.parametrize("case", params(ENGINES))
 def test_an_engine_beside_training_sleeps_while_others_work(launches: Launches, case: Case) -> None:
-    """From its last response of a step to the next weights; an engine on ranks of its own never sleeps."""
+    """It sleeps from its last response in a step to the next weights; an engine on separate ranks never sleeps."""
     outcome = launches.outcome(case)
     model, trained = outcome.plan.placement["actor.rollout"], outcome.plan.placement["actor"]
     for rank in model.ranks:
@@ -129,7 +129,7 @@ def test_an_engine_beside_training_sleeps_while_others_work(launches: Launches, 
 
 @pytest.mark.parametrize("case", params([OWN_NOISE], [OWN_NOISE]))
 def test_vllm_may_draw_with_its_own_noise(launches: Launches, case: Case) -> None:
-    """Other tokens than those of the program's noise, which the trainer finds as likely as vLLM says."""
+    """Other tokens than with the program's noise; the trainer's log-probs of them equal vLLM's."""
     outcome = launches.outcome(case)
     sampled = reference_of(outcome.plan.spec).steps[0].columns["tokens"]
     assert (outcome.columns(0)["tokens"] != sampled).any()

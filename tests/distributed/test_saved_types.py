@@ -20,7 +20,7 @@ from flexrlhf.config.spec_file import dump_spec
 
 STEPS = 2
 SHARD_GB = 2e-5
-"""Smaller than the model, larger than most of its tensors."""
+"""Limit of a file: smaller than the model, larger than most tensors."""
 
 
 def weights(directory: Path) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def test_models_of_earlier_steps_are_kept(trained: Path) -> None:
 
 
 def test_a_checkpoint_has_more_digits_than_the_saved_model(trained: Path, tmp_path: Path) -> None:
-    """What a run goes on from is not rounded; an export has the type that it is asked for, else that of the run."""
+    """A checkpoint is not rounded; an export has the requested type, else the run's."""
     assert export(trained, tmp_path / "whole", "--dtype", "float32")[0] == 0
     whole, saved = load_file(tmp_path / "whole/model.safetensors"), weights(trained / "actor")
     assert all(torch.equal(whole[name].bfloat16(), tensor) for name, tensor in saved.items())
@@ -93,13 +93,15 @@ def test_an_export_replaces_nothing_unasked(trained: Path, tmp_path: Path) -> No
     output = tmp_path / "model"
     assert export(trained, output)[0] == 0
     before = load_file(output / "model.safetensors")
-    code, said = export(trained, output, "--dtype", "float32")
-    assert code != 0 and "has a model already; give a directory that does not exist, or --force to replace it" in said
+    code, printed = export(trained, output, "--dtype", "float32")
+    assert (
+        code != 0 and "has a model already; give a directory that does not exist, or --force to replace it" in printed
+    )
     assert load_file(output / "model.safetensors").keys() == before.keys()
     assert export(trained, output, "--dtype", "float32", "--force")[0] == 0
     assert {tensor.dtype for tensor in load_file(output / "model.safetensors").values()} == {torch.float32}
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    code, said = export(trained, other, "--force")
-    assert code != 0 and "exists and is no model's directory" in said and (other / "notes.txt").is_file()
+    code, printed = export(trained, other, "--force")
+    assert code != 0 and "exists and is no model's directory" in printed and (other / "notes.txt").is_file()

@@ -19,7 +19,7 @@ def num_threads(pid: int) -> int:
 
 @pytest.mark.full
 def test_groups_end_with_their_run(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    """Each group has threads and sockets of its own; hundreds of runs would use up both."""
+    """Each group has its own threads and sockets; hundreds of runs would use up both."""
     spec = make_assets(tmp_path_factory.mktemp("several")).spec(Case("two", "halves", 2))
     paths = [tmp_path / f"{index}.yaml" for index in range(NUM_RUNS)]
     for index, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""Sharding is real: what a ZeRO stage promises to split lies on every rank as its n-th part, counted on the tensors.
+"""Sharding is real: every rank stores 1/n of the state that its ZeRO stage splits, counted on the tensors.
 
 With ``shard: node`` n are the ranks of a node.
 """
@@ -23,8 +23,8 @@ SPLIT = {
     ("torch", 2): ALL,
     ("torch", 3): ALL,
 }
-"""Engine and stage → what it promises to split."""
-# stages 1 and 2 of DeepSpeed cut the numbers of all tensors in a row, and of a gradient that a cut goes through both
+"""Engine and stage → the state that it splits."""
+# stages 1 and 2 of DeepSpeed split the concatenated tensors, and of a gradient that a split goes through both
 # ranks keep the whole: little in a model of 32 layers, much in one of two
 DEEP = [Case("deep", "all", ranks, compute) for ranks in (2, 4) for compute in ("replicas", *STAGES)]
 IN_FULL_ALONE = [case for case in DEEP if case.ranks == 4 and case.compute not in ("torch-3", "deepspeed-1")]
@@ -44,7 +44,7 @@ def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:
     )
     settings = model.settings.optimizer
     moments = 2 if settings.name != "sgd" else int(settings.momentum > 0)
-    # ZeRO keeps float32 weights of its own in addition to those of a float32 model
+    # ZeRO keeps float32 master weights in addition to a float32 model's weights
     masters = int(model.engine == "deepspeed" and model.settings.zero > 0)
     return {
         "weights": weights,
@@ -54,7 +54,7 @@ def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:
 
 
 def shares(outcome: Outcome, model: PlacedModel, kind: str) -> list[float]:
-    """What each rank holds, of the whole."""
+    """Fraction of the whole state on each rank."""
     usage = outcome.trace["otherData"]["held_bytes"]
     return [usage[str(rank)][model.name][kind] / whole(outcome, model)[kind] for rank in model.ranks]
 
@@ -73,7 +73,7 @@ def test_a_rank_holds_its_part_of_what_the_stage_splits(launches: Launches, case
 
 @pytest.mark.parametrize("case", params(DEEP + ADAPTED, IN_FULL_ALONE))
 def test_a_rank_holds_all_of_what_the_stage_leaves_whole(launches: Launches, case: Case) -> None:
-    """Or the test above would say nothing. Beside adapters the frozen weights have no gradients and no optimizer."""
+    """Else the test above would show nothing. With adapters the frozen weights have no gradients and no optimizer."""
     outcome = launches.outcome(case)
     for model in outcome.plan.placement.models:
         stage = model.settings.zero

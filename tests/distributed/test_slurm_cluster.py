@@ -60,7 +60,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 class Slurm:
     """A running SLURM.
 
-    environment:  of its commands.
+    environment:  variables of the commands.
     """
 
     environment: dict[str, str]

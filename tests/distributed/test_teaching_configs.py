@@ -1,4 +1,4 @@
-"""Configs that teach an algorithm run as they are on what the quick start leaves; others are marked as plans."""
+"""Example configs of algorithms run unchanged on the quick start's models and data; others are marked as plans."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RUNS, PLANS = "# Runs on the quick start: ", "# Plan only: "
 FILES = sorted(CONFIGS.glob("*.yaml"))
 TEACHING = [file.stem for file in FILES if file.read_text().startswith(RUNS)]
 SOME = ["dpo", "gspo"]
-"""Those of the ordinary suite: a Python function in a worker, and pairs."""
+"""Configs in the ordinary suite: a Python function in a worker, and pairs."""
 STEPS = 2
 
 
 def train(directory: Path, names: list[str]) -> Path:
-    """Train the quick start's models for two steps, and what starts from them, in one launch."""
+    """Train the quick start's models for two steps, and the configs that start from them, in one launch."""
     shutil.copytree(CONFIGS, directory / "configs")
     write_corpus(directory / CORPUS)
     models = [str(path) for path in config_paths()[:2]]
@@ -35,7 +35,7 @@ def train(directory: Path, names: list[str]) -> Path:
 
 
 def check(runs: Path, name: str) -> None:
-    """Every step is there with numbers, and the trained models are."""
+    """Every step has metrics, and the trained models are saved."""
     rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))

@@ -98,7 +98,7 @@ def test_placements_have_the_same_numbers(sides: Sides, name: str) -> None:
     assert {each.name for each in found if each.kind == "weights"} == {"actor", "critic"}
     assert {"advantages", "values", "tokens"} <= {each.name for each in found if each.kind == "column"}
     assert {"policy_loss", "actor_grad_norm"} <= {each.name for each in found if each.kind == "metric"}
-    # two ranks add numbers up in another order than one, so that the comparison is not of a run with itself
+    # two ranks add up in another order than one, so that the comparison is not of a run with itself
     assert name == "six" or any(each.size > 0 for each in found if each.kind == "column")
 
 

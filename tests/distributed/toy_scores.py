@@ -1,5 +1,5 @@
-"""Functions of a user for test_learning.py, test_real_data.py, test_reward_runs.py and test_guards.py: what their toys
-reward, what one of them costs, and what goes wrong."""
+"""Functions of a user for test_learning.py, test_real_data.py, test_reward_runs.py and test_guards.py: rewards and
+costs of their toy tasks, and faults."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import time
 
 DEAR, TEMPTING = "ba", "de"
-"""Words of one token: what a reward counts, and what it counts double but a cost counts too."""
+"""Words of one token: one that a reward counts, and one that it counts double but a cost counts too."""
 
 
 def copied(prompts: list[str], responses: list[str]) -> list[float]:
-    """Share of the prompt's words that the response has in the same place."""
+    """Fraction of the prompt's words that the response has in the same position."""
     return [_share(prompt.split(), response.split()) for prompt, response in zip(prompts, responses, strict=True)]
 
 
-def _share(right: list[str], said: list[str]) -> float:
-    return sum(one == other for one, other in zip(right, said, strict=False)) / len(right)
+def _share(right: list[str], found: list[str]) -> float:
+    return sum(one == other for one, other in zip(right, found, strict=False)) / len(right)
 
 
 def wealth(prompts: list[str], responses: list[str], num_tokens: list[int]) -> list[float]:
@@ -30,20 +30,20 @@ def harm(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def borrowed(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
-    """Share of the response's characters that the right answer has, too."""
+    """Fraction of the response's characters that the solution has, too."""
     return [
-        sum(character in right for character in said) / max(len(said), 1)
-        for said, right in zip(responses, answer, strict=True)
+        sum(character in right for character in response) / max(len(response), 1)
+        for response, right in zip(responses, answer, strict=True)
     ]
 
 
 def as_the_rows_say(prompts: list[str], responses: list[str], do: list[str]) -> list[float]:
-    """1 for every response, except where the rows of the data say otherwise."""
+    """1 for every response, unless the data's rows say otherwise."""
     if "hang" in do:
         time.sleep(1000)
     if "crash" in do:
         os._exit(7)
-    return [float("nan") if what == "nan" else 1.0 for what in do]
+    return [float("nan") if action == "nan" else 1.0 for action in do]
 
 
 def failing(prompts: list[str], responses: list[str]) -> list[float]:
