@@ -1,4 +1,4 @@
-"""What the processes of one test run share: each file is one process's, and so are all that read common launches."""
+"""Distribution of tests over processes: tests of a file, and all that read common launches, share a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 LAUNCHES = "launches: Launches"
 """Parameter of tests that read the outcomes of common launches."""
 WAITING = ("test_rewards", "test_reward_service", "test_ray", "test_failures", "test_signals", "test_nodes")
-"""Files that wait most of their time, beside launches whose ranks have both cores to themselves meanwhile."""
+"""Files that wait most of their time, next to launches whose ranks then have both cores to themselves."""
 FOLDERS = ("distributed", "engines", "emulate", "properties", "unit")
 """From the one whose files take longest, so that no process is left alone with one of them at the end."""
 

@@ -18,7 +18,7 @@ RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
 }
-"""One thread a rank, what stands for CUDA where Megatron-Core runs on CPUs, and ranks of tests."""
+"""Environment: one thread a rank, Megatron-Core's stand-in for CUDA on CPUs, and ranks of tests."""
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Readers of what loggers have written: event files, the file of an offline run of Weights & Biases, MLflow's database.
+"""Readers of loggers' output: event files, the file of an offline run of Weights & Biases, MLflow's database.
 
-That of Weights & Biases has records of its protocol, in blocks of LevelDB's log.
+The file of Weights & Biases has records of its protocol, in blocks of LevelDB's log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> Iterator[dict[str, str]]:
-    """Yield what each call of ``log`` has written, values as JSON."""
+    """Yield the values written by each call of ``log``, as JSON."""
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
             yield {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
@@ -58,7 +58,7 @@ def wandb_rows(directory: Path) -> list[tuple[int, float]]:
     pytest.importorskip("wandb")
     files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
     assert len({file.name for file in files}) == 1, "a resumed run has the identifier of the first one"
-    assert all(map(_is_written, files)), "a service of its own writes the files"
+    assert all(map(_is_written, files)), "a separate service writes the files"
     rows = [row for file in files for row in history(file)]
     assert any("samples" in key for row in rows for key in row)
     return [(int(row["step"]), float(row["reward_mean"])) for row in rows if "reward_mean" in row]

@@ -1,8 +1,8 @@
 """Execute a plan with one thread per rank and symbolic values: no torch, no sockets, every wait with a deadline.
 
-``asynchronous`` follows comm/: sends are buffered, receives are awaited where a column is first read, the send two
-later on an edge awaits its peers. ``rendezvous`` is stricter than any back end: all ranks that an instruction names
-meet at it before one of them does it, and rows arrive at once. A plan that never blocks there blocks nowhere.
+``asynchronous`` follows comm/: sends are buffered, receives are awaited when a column is first read, the second next
+send on an edge awaits its peers. ``rendezvous`` is stricter than any backend: all ranks that an instruction names meet
+at it before one of them does it, and rows arrive at once. A plan that never blocks there blocks nowhere.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from flexrlhf.weights.shards import trained_parts
 from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
 Position = object
-"""Of an instruction in the walk; in an evaluation also in its list, and of which batches."""
+"""Position of an instruction in the walk; in an evaluation also in its list, and its batches."""
 Mode = Literal["asynchronous", "rendezvous"]
 Stream = Iterable[tuple[int, int, Instruction]]
-"""What a rank does: (position, step of the batch, instruction), as ``walk`` gives it."""
+"""Work of a rank: (position, step of the batch, instruction), as from ``walk``."""
 
 DEADLINE_SECONDS = 20.0
 """Far beyond a pause of a busy machine; a plan that is right never waits for it."""
@@ -67,7 +67,7 @@ class EmulationError(AssertionError):
 
 @dataclass
 class Trace:
-    """What one rank did. ``seen``: every cell it produced or received. ``looks``: (what, model, step, weights).
+    """Record of one rank. ``seen``: every cell that it produced or received. ``looks``: (use, model, step, weights).
 
     ``begun``: responses of later chunks that its rollout engines could begin with. ``evaluated``, ``evaluations``:
     cells of evaluation rows that it saw, and that it produced. ``calls``: communication that it began and awaited.
@@ -89,9 +89,9 @@ def emulate(
     streams: Mapping[int, Stream] | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> dict[int, Trace]:
-    """Run ``plan`` and return every rank's trace. ``streams`` replaces what single ranks do (to break a plan).
+    """Run ``plan`` and return every rank's trace. ``streams`` replaces the work of single ranks (to break a plan).
 
-    Raises EmulationError with the first failure, or with what every blocked rank waits for.
+    Raises EmulationError with the first failure, or with the wait of every blocked rank.
     """
     fabric = Fabric(deadline_seconds)
     ranks = [Rank(rank, plan, fabric, mode) for rank in range(plan.placement.num_ranks)]
@@ -114,7 +114,7 @@ class Rows:
     arrivals: list[tuple[tuple[str, ...], Callable[[], None]]] = field(default_factory=list)
 
     def land(self, columns: Iterable[str] | None = None) -> None:
-        """Await what travels of ``columns``; None: of all."""
+        """Await pending transfers of ``columns``; None: of all."""
         due = [a for a in self.arrivals if columns is None or set(columns) & set(a[0])]
         self.arrivals = [arrival for arrival in self.arrivals if arrival not in due]
         for _, arrive in due:
@@ -135,7 +135,7 @@ class Rank:
         self._edges: dict[str, deque[tuple[Position, tuple[int, ...]]]] = defaultdict(deque)
         self._offloaded = set(plan.offloaded.get(number, ()))
         self._begun: dict[str, list[range]] = defaultdict(list)
-        # of Syncs that overlap: what is awaited before a copy is used, or the source sends again
+        # of overlapping Syncs: transfers that are awaited before a copy is used, or the source sends again
         self._unawaited: dict[str, list[Call]] = {}
         self._sync_plans: dict[str, SyncPlan] = {}
         self._at = "start"
@@ -176,7 +176,7 @@ class Rank:
                 weights = self._gathered(position, instruction.model, instruction.ranks, instruction, is_writer)
                 self._look("save", step, instruction, weights)
             case Offload():
-                # where ranks send on to each other, a copy is not stored for one of them
+                # if ranks forward to each other, a copy is not stored for one of them
                 is_sent_on = instruction.model in self._sync_plans and self._sync_plans[instruction.model].is_sent_on
                 self._weights(instruction.model, is_stored=not is_sent_on)
                 self._check_nothing_begun(instruction.model)
@@ -255,7 +255,7 @@ class Rank:
     def _all_reduce(
         self, key: tuple[Position, ...], step: int, run: Run, model: PlacedModel, mini_batches: range
     ) -> dict[int, Value]:
-        """What the replicas read of ``mini_batches``, each row exactly once, in row order."""
+        """Cells of ``mini_batches`` that the replicas read, each row exactly once, in row order."""
         ranks = model.layout.dp_set(self.number)
         self._check_group(f"compute {model.name}", ranks, run)
         own = self._reads(step, run, mini_batches)
@@ -275,7 +275,7 @@ class Rank:
         return dict(sorted(merged.items()))
 
     def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
-        """Digest of what this rank's rows of ``mini_batches`` hold in the columns that the operator reads."""
+        """Digest of this rank's rows of ``mini_batches`` in the columns that the operator reads."""
         batch, layout = self._plan.batch, self._plan.placement[run.model].layout
         rows = batch.rows(batch.prompts_on(layout, self.number, mini_batches))
         moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
@@ -365,8 +365,8 @@ class Rank:
         return [(transfer.column, row, self._read(step, transfer.column, row)) for row in rows]
 
     def _unpack(self, position: Position, step: int, source: int, at: str) -> None:
-        what = f"{self._at} waits for rows from rank {source} of {at}"
-        parcel = self._fabric.receive(self.number, (step, position, source, self.number), what)
+        wait = f"{self._at} waits for rows from rank {source} of {at}"
+        parcel = self._fabric.receive(self.number, (step, position, source, self.number), wait)
         assert isinstance(parcel, list)
         for column, row, value in parcel:
             self._put(step, column, row, value)
@@ -426,7 +426,7 @@ class Rank:
         self.trace.weights[sync.destination] = parcel
 
     def _exchanged(self, plan: SyncPlan, position: Position, own: set[Value]) -> set[Value]:
-        """Send and receive bucket by bucket; return what has arrived."""
+        """Send and receive bucket by bucket; return the received weights."""
         arrived: set[Value] = set()
         for number, bucket in enumerate(plan.buckets):
             for is_sent_on, sent in ((False, own), (True, arrived)):
@@ -438,8 +438,8 @@ class Rank:
         return arrived
 
     def _weights_of(self, sender: int, position: Position, *key: object) -> Value:
-        what = f"{self._at} waits for weights from rank {sender}"
-        parcel = self._fabric.receive(self.number, ("sync", position, sender, self.number, *key), what)
+        wait = f"{self._at} waits for weights from rank {sender}"
+        parcel = self._fabric.receive(self.number, ("sync", position, sender, self.number, *key), wait)
         assert isinstance(parcel, int)
         return parcel
 
@@ -455,7 +455,7 @@ class Rank:
     # Weights -----------------------------------------------------------------------------------------------------
 
     def _weights(self, model: str, is_stored: bool = True) -> Value:
-        """The weights that this rank's part belongs to. ``is_stored``: whether what has arrived is stored for this."""
+        """The weights that this rank's part belongs to. ``is_stored``: whether received weights are stored for this."""
         if is_stored:
             self._store([model])
         assert model in self.trace.weights, f"{model} has no weights on rank {self.number}"
@@ -463,15 +463,15 @@ class Rank:
         return self.trace.weights[model]
 
     def _store(self, models: Iterable[str]) -> None:
-        """Await what has arrived for copies."""
+        """Await received weights of copies."""
         for model in models:
             if ".shadow" in model or ".rollout" in model:
                 self.trace.calls += self._unawaited.pop(model, ())
 
     def _pass(self, key: tuple[object, ...], model: PlacedModel, instruction: Run, reads: object = None) -> Value:
-        """Compute with ``model``: ranks that hold its weights together hand each other layers or activations.
+        """Compute with ``model``: ranks that share its weights exchange layers or activations.
 
-        So all of them must come, with parts of the same weights; those of one replica with the same rows.
+        So all of them must come, with parts of the same weights; ranks of one replica with the same rows.
         """
         layout, weights = model.layout, self._weights(model.name)
         if model.facts.groups_of_one:
@@ -518,8 +518,8 @@ class Rank:
         if len(ranks) > 1:
             self.trace.calls += [Post(key, Group(purpose, ranks)), Await(key)]
 
-    def _look(self, what: str, step: int, instruction: Run | Save, weights: Value) -> None:
-        self.trace.looks.append((what, instruction.model, step, weights))
+    def _look(self, use: str, step: int, instruction: Run | Save, weights: Value) -> None:
+        self.trace.looks.append((use, instruction.model, step, weights))
 
     def _check_group(self, purpose: str, ranks: tuple[int, ...], instruction: Instruction) -> None:
         """Ranks talk in a group that the plan made for this purpose and that the instruction names."""
@@ -577,8 +577,6 @@ class EvaluationRank(Rank):
 
 
 def shard_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
-    """Which part of the weights a rank holds: its stage, by tensor parallelism, and by ZeRO where that leaves it only a
-    part.
-    """
+    """Part of the weights on a rank: stage, tensor-parallel index, and shard if ZeRO leaves it only a part."""
     layout = model.layout
     return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % model.num_shards

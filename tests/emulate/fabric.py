@@ -1,4 +1,4 @@
-"""Where emulated ranks meet: parcels, meetings, and waits with a deadline that name who waits for what."""
+"""Communication of emulated ranks: parcels, meetings, and waits with a deadline that name waiting and missing ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stopped(Exception):
 
 
 class Fabric:
-    """Where ranks meet and leave parcels for each other. The first failure wakes and ends everyone."""
+    """Meetings and parcels of the ranks. The first failure wakes and ends everyone."""
 
     def __init__(self, deadline_seconds: float) -> None:
         self.failure: str | None = None
@@ -33,8 +33,8 @@ class Fabric:
             self._parcels[key] = parcel
             self._changed.notify_all()
 
-    def receive(self, rank: int, key: object, what: str) -> object:
-        self._wait(rank, lambda: key in self._parcels, lambda: what)
+    def receive(self, rank: int, key: object, wait: str) -> object:
+        self._wait(rank, lambda: key in self._parcels, lambda: wait)
         return self._parcels[key]
 
     def arrive(self, rank: int, key: object, ranks: tuple[int, ...], gift: object = None) -> None:
@@ -45,21 +45,21 @@ class Fabric:
             self._present[key][rank] = gift
             self._changed.notify_all()
 
-    def meet(self, rank: int, key: object, ranks: tuple[int, ...], what: str, gift: object = None) -> dict[int, object]:
-        """Wait until all of ``ranks`` are at ``key``; returns what each brought."""
+    def meet(self, rank: int, key: object, ranks: tuple[int, ...], at: str, gift: object = None) -> dict[int, object]:
+        """Wait until all of ``ranks`` are at ``key``; return each rank's gift."""
         self.arrive(rank, key, ranks, gift)
-        self.await_presence(rank, key, ranks, what)
+        self.await_presence(rank, key, ranks, at)
         return self._present[key]
 
-    def await_presence(self, rank: int, key: object, ranks: tuple[int, ...], what: str) -> None:
+    def await_presence(self, rank: int, key: object, ranks: tuple[int, ...], at: str) -> None:
         def late() -> list[int]:
             return [other for other in ranks if other not in self._present[key]]
 
-        self._wait(rank, lambda: not late(), lambda: f"{what} waits for rank {', '.join(map(str, late()))}")
+        self._wait(rank, lambda: not late(), lambda: f"{at} waits for rank {', '.join(map(str, late()))}")
 
-    def _wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+    def _wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         with self._changed:
-            self._waiting[rank] = what
+            self._waiting[rank] = describe
             in_time = self._changed.wait_for(lambda: ready() or self.failure is not None, self._deadline)
             if not in_time:
                 blocked = "\n".join(f"  rank {other}: {text()}" for other, text in sorted(self._waiting.items()))

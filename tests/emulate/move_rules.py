@@ -1,4 +1,4 @@
-"""What a Move states must be what its transfers need. Written from the rule, not from the code that plans Moves."""
+"""Rule: a Move states exactly the needs of its transfers. Written from the rule, not from the code that plans Moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexrlhf.strategies.schedule import Schedule
 
 
 def check_moves(plan: Plan) -> None:
-    """What a Move states is what its transfers need: its ranks, its columns, and its primitive; so in evaluations."""
+    """Check that a Move has exactly the ranks, columns and primitive of its transfers; so in evaluations."""
     for evaluation in (x for x in plan.schedule.instructions if isinstance(x, Eval)):
         schedule = Schedule(evaluation.instructions, 0)
         check_moves(replace(plan, schedule=schedule, batch=evaluation.batch))

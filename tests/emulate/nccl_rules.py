@@ -1,7 +1,7 @@
-"""What ranks hand to NCCL, played by its rules: a list in which no rank waits for ever, whatever the timing.
+"""NCCL's rules, played on the calls of every rank: no rank may wait for ever, whatever the timing.
 
-A communicator has one queue on each device, and what is in it runs in order: a batch of messages until each has met
-its other end, a collective until all its ranks run it. It begins after what the main stream awaited when it was posted.
+A communicator has one queue on each device, which runs in order: a batch of messages until each has met its other
+end, a collective until all its ranks run it. It begins after the main stream's waits at the time of posting.
 To await something holds up the main stream, and here the host, too, which waits with a deadline.
 
 Single messages have a queue for each pair of ranks, whose communicator is made at the first of them: there the host
@@ -45,7 +45,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Await:
-    """Wait of the main stream for what was posted under ``key``; without a key the host waits for the main stream."""
+    """Wait of the main stream for work posted under ``key``; without a key the host waits for the main stream."""
 
     key: object = None
 
@@ -66,10 +66,10 @@ class _Running:
 class _Device:
     """One rank.
 
-    calls:    what its host has still to do.
+    calls:    remaining calls of its host.
     awaited:  keys that its main stream waits for, in order; ``passed`` of them are done.
-    begun:    how often each key was posted here, less what has ended.
-    queues:   what runs, by group, and by pair of ranks.
+    begun:    how often each key was posted here, less ended ones.
+    queues:   posted work, by group, and by pair of ranks.
     """
 
     calls: deque[Call]
@@ -79,7 +79,7 @@ class _Device:
     queues: dict[object, deque[_Running]] = field(default_factory=lambda: defaultdict(deque))
 
     def head(self, queue: object) -> _Running | None:
-        """What runs in a queue now."""
+        """Running work of a queue."""
         running = self.queues[queue][0] if self.queues.get(queue) else None
         return running if running is not None and running.after <= self.passed else None
 
@@ -87,7 +87,7 @@ class _Device:
         self.begun[self.queues[queue].popleft().post.key] -= 1
 
     def advance(self) -> bool:
-        """Let the main stream pass what has ended."""
+        """Let the main stream pass ended work."""
         before = self.passed
         while self.passed < len(self.awaited) and not self.begun[self.awaited[self.passed]]:
             self.passed += 1
@@ -97,7 +97,7 @@ class _Device:
 def sync_calls(
     plan: SyncPlan, group: Group, position: object, has_checksums: bool, overlaps: bool
 ) -> tuple[list[Call], list[Call]]:
-    """What ``comm/sync.py`` calls on a rank: at the Sync, and before its weights are used or sent next."""
+    """Calls of ``comm/sync.py`` on a rank: at the Sync, and before its weights are used or sent next."""
     if not overlaps:
         return _walked(plan.rank, plan.buckets, group, ("sync", position), has_checksums), []
     first = [bucket for bucket in plan.buckets if not bucket.sends_on]
@@ -118,7 +118,7 @@ def sync_calls(
 def _walked(
     rank: int, buckets: Sequence[RankBucket], group: Group, key: tuple[object, ...], has_checksums: bool
 ) -> list[Call]:
-    """What a rank calls that has two buckets under way, and awaits all of them in the end."""
+    """Calls of a rank that has two buckets under way, and awaits all of them in the end."""
     calls: list[Call] = []
     sending: deque[Call] = deque()
     arriving: deque[list[Call]] = deque()
@@ -144,7 +144,7 @@ def _checksums(rank: int, buckets: Sequence[RankBucket], group: Group, key: tupl
 
 
 def _messages(rank: int, buckets: Iterable[RankBucket]) -> tuple[Message, ...]:
-    """Those that ``rank`` sends and receives, a message for each vector."""
+    """Messages that ``rank`` sends and receives, one for each vector."""
     found: list[Message] = []
     for bucket in buckets:
         found += [(rank, each) for message in bucket.sends for _ in message.vectors for each in message.destinations]
@@ -153,7 +153,7 @@ def _messages(rank: int, buckets: Iterable[RankBucket]) -> tuple[Message, ...]:
 
 
 def find_block(calls: Mapping[int, Sequence[Call]], one_by_one: Order | None = None) -> str:
-    """Play what each rank calls; return what those that never end stand at, empty if all do.
+    """Play the calls of each rank; return the calls at which ranks are blocked, empty if all end.
 
     ``one_by_one``: messages of a batch are single ones, in this order.
     """
@@ -181,7 +181,7 @@ class _Player:
         self._made: set[object] = set()
 
     def advance(self) -> bool:
-        """Let every rank do what it can; return whether one has."""
+        """Advance every rank as far as possible; return whether one has advanced."""
         moved = False
         for rank, device in self._devices.items():
             moved |= device.advance()
@@ -210,7 +210,7 @@ class _Player:
         return True
 
     def _cross(self, rank: int, queue: object, running: _Running) -> bool:
-        """Let what runs on ``rank`` meet its other ends; return whether it has ended."""
+        """Match the running work of ``rank`` with its other ends; return whether it has ended."""
         if not running.post.messages:
             heads = [self._devices[other].head(queue) for other in running.post.group.ranks]
             if all(head is not None and head.post == running.post for head in heads):
@@ -232,7 +232,7 @@ class _Player:
         return True
 
     def blocked(self) -> str:
-        """What each rank stands at."""
+        """Current call of each rank."""
         lines = []
         for rank, device in self._devices.items():
             running = [queue[0].post for queue in device.queues.values() if queue]

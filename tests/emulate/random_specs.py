@@ -116,14 +116,14 @@ def make_spec(rng: Random) -> Raw:
 
 
 def _set_logprobs(rng: Random, spec: Raw) -> None:
-    """Choose where they come from, by numbers of its own, and whether rewards need them before training."""
+    """Choose the source of log-probs, by a separate generator, and whether rewards need them before training."""
     spec["rollout"]["logprobs"] = rng.choice(("auto", "auto", "auto", "recompute", "reuse"))
     if chance(rng, 0.4):
         spec["algorithm"]["kl"] = {"place": "loss"}
 
 
 def _set_rollout_engine(rng: Random, spec: Raw, shadows: bool) -> None:
-    """Let torch generate in place of vLLM in some specs without shadows, by numbers of its own, and nearly always with
+    """Let torch generate instead of vLLM in some specs without shadows, by a separate generator, and nearly always with
     settings that it has; let vLLM add adapters itself in half of the specs that have any."""
     rollout = spec["rollout"]
     if rollout.get("engine") == "vllm" and chance(rng, 0.02 if shadows else 0.5):
@@ -139,7 +139,7 @@ def chance(rng: Random, probability: float) -> bool:
 
 
 def _models(rng: Random, name: str, shadows: bool) -> Raw:
-    """How each model computes; tensor parallel comes when it is known where they sit."""
+    """Engine settings of each model; tensor parallelism is added once their ranks are known."""
     roles = {"sft": ("actor",), "reward": ("reward",)}.get(name, ROLES)
     trained = TRAINED if name == "ppo" else roles
     models = {role: settings_of(rng, role in trained, shadows) for role in roles}
@@ -163,7 +163,7 @@ def settings_of(rng: Random, trained: bool, shadows: bool) -> Raw:
 
 
 def rollout_of(rng: Random, shadows: bool) -> Raw:
-    """A vLLM engine; what is left out of it is as by default."""
+    """A vLLM engine; missing settings have their defaults."""
     rollout: Raw = {"engine": "vllm", "parity": rng.choice((None, {"every": 1}, {"every": 2}, {"every": 2}, {}))}
     if chance(rng, 0.4 if shadows else 0.02):
         rollout["process"] = "child"
@@ -190,7 +190,7 @@ def add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
         if model.rollout is not None:
             raw["rollout"]["tp"] = tp
         elif model.is_shadow:
-            # said where the role says otherwise
+            # set explicitly, since the role may set another value
             settings["shadow"] = settings.get("shadow", {}) | {"tp": tp}
         elif tp > 1:
             settings["tp"] = tp
@@ -199,7 +199,7 @@ def add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
 
 
 def with_shards_in_nodes(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
-    """Shard some models inside nodes, where each node has several of their replicas."""
+    """Shard some models inside nodes, if each node has several of their replicas."""
     for model in plan.placement.models:
         if plan.cluster.num_nodes > 1 and model.split == "rows" and not model.follows:
             changed = deepcopy(raw)
@@ -212,7 +212,7 @@ def with_shards_in_nodes(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
 
 
 def with_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
-    """Put some models on Megatron, in pipeline stages, by numbers of its own; as they are where that is not valid."""
+    """Put some models on Megatron, in pipeline stages, by a separate generator; unchanged if that is not valid."""
     rng, staged = Random(repr(raw)), deepcopy(raw)
     if not chance(rng, 0.25):
         return raw, plan
@@ -231,7 +231,7 @@ def with_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
 
 
 def with_rollout_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
-    """Put some vLLM engines in two stages; as they are where that is not valid."""
+    """Put some vLLM engines in two stages; unchanged if that is not valid."""
     if raw["rollout"].get("engine") != "vllm" or chance(Random(repr(raw)), 0.4):
         return raw, plan
     staged = deepcopy(raw)
@@ -352,7 +352,7 @@ def _explicit(rng: Random, names: tuple[str, ...], size: int) -> Raw:
 
 
 def _mapping(rng: Random, names: tuple[str, ...], classes: dict[str, int]) -> Raw:
-    """Each model on one class, named by ``on:`` or left to be what remains; some with row shares."""
+    """Each model on one class, named by ``on:`` or the remaining one; some with row shares."""
     homes = {name: rng.choice(sorted(classes)) for name in names}
     unpinned = rng.choice(sorted(classes)) if len(classes) > 1 and chance(rng, 0.5) else None
     placement: Raw = {}
@@ -376,7 +376,7 @@ def _row_shares(rng: Random, count: int) -> list[int]:
 
 
 def coverage(specs: RandomSpecs) -> dict[str, Counter[str]]:
-    """What the specs exercise: feature → value → number of specs (or of Moves, for primitives)."""
+    """Features of the specs: feature → value → number of specs (or of Moves, for primitives)."""
     table: dict[str, Counter[str]] = {}
     for plan in specs.plans:
         for feature, values in _features(plan).items():
@@ -436,7 +436,7 @@ def _sleeps_tight(plan: Plan) -> bool:
 
 
 def _logprobs(plan: Plan) -> str:
-    """What computes those that ratios are taken to."""
+    """Source of the log-probs that ratios are taken to."""
     writer = plan.graph.producers.get("logprobs")
     return "train" if writer is None else writer.kind
 

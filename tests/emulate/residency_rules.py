@@ -1,4 +1,4 @@
-"""What is on a device fits it. Written from the rule, not from the code that decides what is offloaded."""
+"""Rule: models on a device fit it. Written from the rule, not from the code that decides on offloading."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def models_used(plan: Plan, rank: int, instruction: Instruction) -> set[str]:
 
 
 def check_residency(plan: Plan) -> None:
-    """While a rank works, all models on its device fit, or none is there that it does not work with and that could be
-    offloaded (a process of its own cannot be)."""
+    """While a rank works, all models on its device fit, or no model is there that it does not use and could offload (an
+    engine in its own process cannot be)."""
     memory = memory_of(plan)
     for rank in range(plan.placement.num_ranks):
         capacity = memory.capacity(rank)
@@ -48,17 +48,17 @@ def check_residency(plan: Plan) -> None:
                 assert instruction.destination not in here, f"rank {rank}: {instruction.destination} is not released"
                 here.add(instruction.destination)
             used = models_used(plan, rank, instruction)
-            where = f"rank {rank}, step {step}: {instruction.kind} {instruction.label}"
-            assert used <= here, f"{where} without {sorted(used - here)}"
+            place = f"rank {rank}, step {step}: {instruction.kind} {instruction.label}"
+            assert used <= here, f"{place} without {sorted(used - here)}"
             if used and capacity is not None:
                 total = sum(states[name] for name in here) + needed[id(instruction)]
                 idle = {name for name in here - used - transient if states[name]}
-                assert total <= capacity or not idle, f"{where}: {total} of {capacity} bytes, with {sorted(here)}"
+                assert total <= capacity or not idle, f"{place}: {total} of {capacity} bytes, with {sorted(here)}"
 
 
 def check_sleep(plan: Plan) -> None:
     """A rollout engine on the ranks of the trained copy is on the device while it generates a batch, chunk by chunk,
-    and for its Sync; while other models work, it is not. One that does not sleep moves only where memory is short."""
+    and for its Sync; while other models work, it is not. One that does not sleep moves only if memory is short."""
     for engine in plan.placement.models:
         is_apart = not set(engine.ranks) & set(plan.placement[engine.role].ranks)
         if engine.rollout is None or engine.is_transient or is_apart:
@@ -81,8 +81,8 @@ def _check_asleep(plan: Plan, engine: str, rank: int) -> None:
         is_done = position % len(instructions) > last_chunk
         others = models_used(plan, rank, instruction) - {engine}
         if isinstance(instruction, Run) and others and is_done:
-            where = f"rank {rank}, step {step}: {instruction.label}"
-            assert not awake, f"{where} next to {engine}, which does not sleep"
+            place = f"rank {rank}, step {step}: {instruction.label}"
+            assert not awake, f"{place} next to {engine}, which does not sleep"
 
 
 def least_and_most(plan: Plan) -> tuple[int, int]:

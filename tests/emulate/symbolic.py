@@ -1,4 +1,4 @@
-"""What an algorithm computes, without numbers: a value is a digest of everything that it depends on.
+"""Symbolic results of an algorithm: a value is a digest of everything that it depends on.
 
 Two executions agree on a value only if they agree on the weights, the rows and the order that led to it. ``reference``
 computes a run from its spec alone, one batch after another, without placement or schedule.
@@ -75,8 +75,8 @@ def inference_version(batch: int, lag: int, every: int) -> int:
 
 
 def version_used(spec: Spec, operator: Operator, batch: int) -> int:
-    """That of an operator which does not train: log-probs for a correction, or for the gate to compare with, are those
-    of the weights that training of ``batch`` starts from."""
+    """Weights of an operator that does not train: log-probs for a correction, or for the gate, use the weights at the
+    start of training on ``batch``."""
     importance = getattr(spec.algorithm, "importance", None)
     of_trained_copy = {"trainer_logprobs"} | ({"logprobs"} if importance is not None else set())
     if operator.kind == "forward" and of_trained_copy & set(operator.writes):
@@ -108,7 +108,7 @@ def is_evaluated(spec: Spec, batch: int) -> bool:
 
 
 def has_shadows(spec: Spec, num_roles: int) -> bool:
-    """Whether inference has devices of its own, as the user wrote it."""
+    """Whether inference has its own devices in the user's spec."""
     if isinstance(spec.placement, PlacementMap):
         return any("." in name for name in spec.placement.models)
     return spec.placement is not None and len(spec.placement) > num_roles

@@ -29,11 +29,11 @@ from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, R
 from flexrlhf.strategies.schedule import walk
 
 NUM_SPECS, BY_DEFAULT = 300, 150
-"""Random specs, and those of them that `make test` tries."""
+"""Numbers of random specs, in total and in `make test`."""
 SEED = 30
 MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")
 WITHIN, PER_BATCH = 1000, 100
-"""Positions that an evaluation takes in the walk, and those of one batch."""
+"""Positions of an evaluation in the walk, and of one batch."""
 SHORT_SECONDS = 0.5
 """For plans that are broken on purpose: they block for sure."""
 
@@ -48,7 +48,7 @@ def streams_of(plan: Plan) -> dict[int, list[Item]]:
 
 
 def expanded(plan: Plan) -> dict[int, list[Item]]:
-    """``streams_of`` with what ranks do inside evaluations, each by itself."""
+    """``streams_of`` with the instructions inside evaluations one by one."""
     out: dict[int, list[Item]] = defaultdict(list)
     for rank, items in streams_of(plan).items():
         for position, step, instruction in items:
@@ -65,7 +65,7 @@ def _items(position: int, step: int, instruction: Instruction, rank: int) -> lis
 
 
 def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    """A PPO run of 4 steps; ``settings``: models, rollout, sync_every, evaluation, and what an algorithm may have."""
+    """A PPO run of 4 steps; ``settings``: models, rollout, sync_every, evaluation, and settings of the algorithm."""
     sync_every, models = settings.pop("sync_every", 1), settings.pop("models", {})
     rollout, evaluation = settings.pop("rollout", {}), settings.pop("evaluation", None)
     raw = {
@@ -85,7 +85,7 @@ def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = Non
 
 
 def check_plan(plan: Plan) -> None:
-    """The whole proof for one plan: no deadlock, Moves that say what they do, the right result in both modes."""
+    """The whole check of one plan: no deadlock, Moves that match their transfers, the right result in both modes."""
     deadlock = find_deadlock(expanded(plan))
     assert deadlock is None, f"deadlock:\n{deadlock and deadlock.grid()}"
     check_moves(plan)
@@ -105,12 +105,12 @@ def check_result(plan: Plan, traces: dict[int, Trace]) -> None:
     _check_evaluated(plan, traces, expected.evaluated)
     _check_weights(plan, traces, expected)
     for rank, trace in traces.items():
-        for what, model, step, weights in trace.looks:
+        for use, model, step, weights in trace.looks:
             versions = expected.versions[plan.placement[model].role]
-            trained = step if what == "parity" else step + 1
-            assert weights == versions[trained], f"rank {rank}, step {step}: {what} sees other weights of {model}"
+            trained = step if use == "parity" else step + 1
+            assert weights == versions[trained], f"rank {rank}, step {step}: {use} reads other weights of {model}"
         holds_actor = any(model.name == "actor" for model in plan.placement.on_rank(rank))
-        compared = [step for what, _, step, _ in trace.looks if what == "parity"]
+        compared = [step for use, _, step, _ in trace.looks if use == "parity"]
         due = [step for step in range(plan.spec.steps) if holds_actor and is_compared(plan.spec, step)]
         assert compared == due, f"rank {rank} compares the engines at steps {compared}, not at {due}"
 
@@ -120,8 +120,8 @@ def _check_columns(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, in
     seen = [(cell, rank) for rank, trace in traces.items() for cell in trace.seen]
     for cell, rank in sorted(seen, key=lambda item: (item[0][0], order[item[0][1]], item[0][2], item[1])):
         step, column, row = cell
-        where = f"step {step}: {column} of row {row} on rank {rank} is not that of the reference"
-        assert traces[rank].seen[cell] == expected[cell], where
+        message = f"step {step}: {column} of row {row} on rank {rank} differs from the reference"
+        assert traces[rank].seen[cell] == expected[cell], message
     produced = sorted(cell for trace in traces.values() for cell in trace.produced)
     assert produced == sorted(expected), "not every cell is produced, or one is produced twice"
 
@@ -130,8 +130,8 @@ def _check_evaluated(plan: Plan, traces: dict[int, Trace], expected: dict[Cell, 
     """Every cell of evaluation rows, the last and smaller batch with them; nothing else is computed or travels."""
     for rank, trace in traces.items():
         for (step, column, row), value in trace.evaluated.items():
-            where = f"evaluation of step {step}: {column} of row {row} on rank {rank}"
-            assert value == expected.get((step, column, row)), f"{where} is not that of the reference"
+            place = f"evaluation of step {step}: {column} of row {row} on rank {rank}"
+            assert value == expected.get((step, column, row)), f"{place} differs from the reference"
     produced = sorted(cell for trace in traces.values() for cell in trace.evaluations)
     assert produced == sorted(expected), "not every evaluation cell is produced, or one is produced twice"
 

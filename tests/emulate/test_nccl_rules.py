@@ -113,7 +113,7 @@ ONCE_BLOCKED = {
 
 
 SLOW = ("wide, vLLM tp 2, two nodes of 8", "wide, larger buckets", "hybrid-engine", "rollout-vllm")
-"""Those of `make test-all`."""
+"""Cases of `make test-all`."""
 
 
 def params(names: Iterable[str]) -> list[object]:

@@ -1,4 +1,4 @@
-"""Placements of operators executed with one thread per rank, those of ReaL's published plans among them."""
+"""Placements of operators executed with one thread per rank, among them ReaL's published plans."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_random_placements_of_operators_reach_the_right_result(seed: int) -> Non
 
 
 def test_copies_are_freed_where_memory_is_short_and_other_models_take_turns() -> None:
-    """A copy that lives for the length of its calls is never offloaded; those that stay are."""
+    """A copy that exists only during its calls is never offloaded; permanent ones are."""
     plan = ppo_plan(operators(generate=TP, values=LEFT), 4)
     least, most = least_and_most(plan)
     tight = make_plan(plan.spec.model_copy(update={"cluster": ClusterSpec(devices=4, memory_gb=(least + most) / 2e9)}))
@@ -171,7 +171,7 @@ PUBLISHED: dict[str, list[Degrees]] = {
 
 
 def scaled(degrees: Degrees, devices: int) -> Degrees:
-    """The largest degree is halved, of equal ones dp, then pp, then tp, as the files say."""
+    """The largest degree is halved, among equal ones dp, then pp, then tp, as stated in the files."""
     tp, pp, dp = degrees
     while tp * pp * dp > devices:
         largest = max(tp, pp, dp)
@@ -186,7 +186,7 @@ def scaled(degrees: Degrees, devices: int) -> Degrees:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_have_their_published_layouts_scaled(name: str) -> None:
-    """No engine generates in stages: those of generation are replicas."""
+    """No engine generates in stages: the ranks of generation are replicas."""
     plan = emulated(REAL[name])
     runs = {x.operator.name: x for x in plan.schedule.instructions if isinstance(x, Run)}
     for call, degrees in zip(CALLS, PUBLISHED[name], strict=True):

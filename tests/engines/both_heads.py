@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Settings of the model on two ranks."""
 USUAL = ("replicas with adapters", "FSDP2 stage 3", "tensor parallel", "DeepSpeed stage 2", "DeepSpeed stage 3")
-"""Those that are not of the long matrix alone."""
+"""Cases outside the long matrix."""
 
 
 def shared(coefficient: float = 0.5) -> Loss:
@@ -53,7 +53,7 @@ def shared(coefficient: float = 0.5) -> Loss:
 
 
 def rows_of(rank: int) -> slice:
-    """Of five rows."""
+    """Inputs of five rows."""
     return slice(0, 4) if rank == 0 else slice(4, 5)
 
 

@@ -1,4 +1,4 @@
-"""What all tests of engines share."""
+"""Fixtures of all engine tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Count what a host reads of tensors, for which it waits for a GPU."""
+"""Count a host's reads of tensors, at which it waits for a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 OPERATIONS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "repeat_interleave")
 UNIQUE = ("_unique2", "unique_dim", "unique_consecutive")
 INDEXING = ("index", "index_put", "index_put_")
-"""Read where an index is a mask."""
+"""Read if an index is a mask."""
 
 
 class _Operations(TorchDispatchMode):
@@ -42,7 +42,7 @@ class _Conversions(TorchFunctionMode):
 
 
 def host_reads(work: Callable[[], object]) -> Counter[str]:
-    """What ``work`` reads, by the line that does."""
+    """Reads by ``work``, by line."""
     found: Counter[str] = Counter()
 
     def note(name: str) -> None:

@@ -19,8 +19,8 @@ class StoredModel:
     """A model as others might have saved it.
 
     config:  differences from the tiny one.
-    head:    what it is loaded with.
-    dtype:   of its files.
+    head:    head that it is loaded with.
+    dtype:   dtype of its files.
     sharded: whether its weights are in several files.
     renamed: parts of names in its files that differ from transformers'.
     """

@@ -83,7 +83,7 @@ def counted_reads() -> Iterator[list[int]]:
 
 
 def peak_bytes(work: Callable[[], Engine]) -> tuple[Engine, int]:
-    """What ``work`` returns, and the most bytes of tensors that it had allocated at a time."""
+    """Result of ``work``, and its peak of allocated tensor bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine = work()
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())

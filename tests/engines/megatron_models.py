@@ -1,4 +1,4 @@
-"""Models in Megatron-Core's parts, stages and replicas on four ranks, and what they are trained on."""
+"""Models in Megatron-Core's parts, stages and replicas on four ranks, and their training data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
     is_from_files: bool = False
 
     def placed(self, path: Path | None = None, engine: str = "megatron") -> PlacedModel:
-        """The model as the case places it; of torch on one rank, with the same numbers. ``path``: of its files."""
+        """The model as the case places it; with torch on one rank, with the same weights. ``path``: its files."""
         settings = {"micro_batch_tokens": 12, "optimizer": FAST, **self.settings, "engine": engine}
         if engine == "torch":
             settings = {name: value for name, value in settings.items() if name not in MEGATRON}
@@ -101,7 +101,7 @@ def parts_of(case: Case, step: int, rows: slice) -> list[tuple[Batch, Loss]]:
 
 
 def rows_of(layout: Layout, rank: int) -> slice:
-    """Of seven rows; the first of two replicas has most."""
+    """A batch of seven rows; the first of two replicas has most."""
     if layout.dp == 1:
         return slice(None)
     return slice(0, 5) if layout.replica(rank) == 0 else slice(5, 7)

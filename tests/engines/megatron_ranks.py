@@ -31,7 +31,7 @@ def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
 
 
 def named(name: str, case: Case, path: Path) -> PlacedModel:
-    """The model of a case under a name of its own, so that its groups are."""
+    """The model of a case under a unique name, so that its groups are unique."""
     model = case.placed(path)
     return PlacedModel(ModelName(name), model.layout, True, model.settings, head=model.head)
 

@@ -47,7 +47,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def placed(self, name: str) -> PlacedModel:
-        """The model under a name of its own, so that its groups are."""
+        """The model under a unique name, so that its groups are unique."""
         spec = ModelSpec(init=self.init, engine="megatron", micro_batch_tokens=256, logits_mb=0.5, **self.settings)
         layout = Layout(tuple(range(self.ranks)), spec.tp, spec.pp)
         return PlacedModel(ModelName(name.replace(" ", "_")), layout, True, spec, head=self.head)
@@ -118,7 +118,7 @@ def batch() -> Batch:
 def peak_bytes(work: Callable[[], object], times: int) -> int:
     """Most bytes that are allocated while ``work`` runs, in addition to those before.
 
-    The least of several times: copies that gloo sends are freed by threads of its own, sooner or later.
+    The minimum of several readings: copies that gloo sends are freed later by gloo's threads.
     """
     return min(_peak(work) for _ in range(times))
 

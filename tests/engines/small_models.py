@@ -67,7 +67,7 @@ def engine_for(model: PlacedModel, num_updates: int = 100, lengths: Lengths = LE
 
 
 def mini_batch(seed: int = 0, rows: int = 5) -> Batch:
-    """Random texts with 1 to 4 prompt and 1 to 6 response tokens."""
+    """Random sequences with 1 to 4 prompt and 1 to 6 response tokens."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.arange(LENGTHS.prompt + LENGTHS.response)
     first = LENGTHS.prompt - torch.randint(1, LENGTHS.prompt + 1, (rows, 1), generator=generator)

@@ -37,7 +37,7 @@ def output(engine: TorchEngine, column: str, adapters: bool = True) -> Tensor:
     return engine.forward(mini_batch(9), [COLUMNS[column]], adapters)[column]
 
 
-# --- what is trained
+# --- trained weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""A policy and its critic on one trunk: the same numbers as of two models, however it computes, saves and loads."""
+"""A policy and its critic on one trunk: the same results as from two models, however it computes, saves and loads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-# --- what it computes
+# --- results
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

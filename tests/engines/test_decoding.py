@@ -97,7 +97,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.allclose(column.double(), second[name].double(), atol=1e-5, rtol=0), name
 
 
-# --- what a response is
+# --- definition of a response
 
 
 @dataclass
@@ -190,7 +190,7 @@ def test_other_kinds_of_caches(prompts: Batch, kind: str, changes: dict[str, obj
 
 
 def test_a_pad_token_may_be_a_token_like_any_other(model: PreTrainedModel, prompts: Batch) -> None:
-    """Also one that ends responses: what belongs to a response is known by its length."""
+    """Also one that ends responses: a response's length defines which tokens belong to it."""
     plain = passes_of(model).generate(prompts, PLAIN)
     inside = plain["response_mask"].bool()
     for pad in (7, ENDS[0]):
@@ -289,7 +289,7 @@ def test_the_host_looks_for_ended_rows_every_few_tokens(
     assert_same(found, expected)
     looks = reads.pop("decoding.py: num_left = len(rows.ended) - int(rows.ended.sum())")
     assert looks <= LENGTHS.response / between
-    # what a batch is begun with, and rows that are dropped
+    # initial rows of a batch, and rows that are dropped
     assert max(reads.values()) <= 3, reads
 
 
@@ -315,7 +315,7 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
 @pytest.mark.parametrize("rows_together", [4, 7, 100])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_samples_of_one_prompt_read_it_once(prompts: Batch, kind: str, rows_together: int) -> None:
-    """Also where a prompt's rows are decoded apart, rows end early, and layers have a window."""
+    """Also if a prompt's rows are decoded apart, rows end early, and layers have a window."""
     model = model_of(kind, **({"sliding_window": 4} if kind == "mistral" else {}))
     samples = 5
     longer_than_a_token = (prompts["prompt_mask"].sum(1) > 1).nonzero().squeeze(1)
@@ -348,7 +348,7 @@ LONG = (520, 500, 70, 60, 55, 40, 30, 20, 10, 8, 3, 1)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_prompts_of_other_lengths_are_read_apart(kind: str, samples: int) -> None:
-    """And decoded together, as by themselves. Where layers have a window, one pass reads all of them."""
+    """And decoded together, as by themselves. If layers have a window, one pass reads all of them."""
     model = model_of(kind, max_position_embeddings=1024, **({"sliding_window": 4} if kind == "mistral" else {}))
     order = torch.randperm(len(LONG), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor(LONG)[order].repeat_interleave(samples)[:, None]
@@ -398,22 +398,22 @@ def test_columns_of_the_cache_are_appended_in_place(model: PreTrainedModel) -> N
 
 @dataclass(frozen=True)
 class Together(RankGroup):
-    """Threads in place of ranks. ``numbers``: the last one of each."""
+    """Threads instead of ranks. ``values``: the last one of each."""
 
     barrier: Barrier
-    numbers: list[int]
+    values: list[int]
 
     def largest(self, number: int, device: torch.device) -> int:
-        self.numbers[self.ranks[0]] = number
+        self.values[self.ranks[0]] = number
         self.barrier.wait(20)
-        result = max(self.numbers)
+        result = max(self.values)
         self.barrier.wait(20)
         return result
 
 
 def in_lockstep(work: Sequence[Callable[[RankGroup], None]]) -> None:
-    barrier, numbers = Barrier(len(work)), [0] * len(work)
-    ranks = [Together(None, (rank,), lambda *_: None, barrier, numbers) for rank in range(len(work))]
+    barrier, values = Barrier(len(work)), [0] * len(work)
+    ranks = [Together(None, (rank,), lambda *_: None, barrier, values) for rank in range(len(work))]
     threads = [Thread(target=one, args=(rank,)) for one, rank in zip(work, ranks, strict=True)]
     for thread in threads:
         thread.start()
@@ -423,7 +423,7 @@ def in_lockstep(work: Sequence[Callable[[RankGroup], None]]) -> None:
 
 @pytest.mark.parametrize("parts", [(20, 0), (13, 7), (1, 19, 0), (0, 0)], ids=str)
 def test_ranks_in_lockstep_call_equally_often(prompts: Batch, parts: tuple[int, ...]) -> None:
-    """Those that have fewer rows, shorter responses or none at all call idly with one row; responses stay the same."""
+    """Ranks with fewer rows, shorter responses or none at all make idle calls with one row; responses stay the same."""
     models = [model_of() for _ in parts]
     firsts = [sum(parts[:rank]) for rank in range(len(parts))]
     batches = [prompts.select(slice(first, first + size)) for first, size in zip(firsts, parts, strict=True)]

@@ -31,7 +31,7 @@ ROWS, HIDDEN, VOCABULARY = 23, 12, 40
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs, entropies and the gradients of a weighted sum of them; None where there is none."""
+    """Log-probs, entropies and gradients of their weighted sum; None if there is none."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -43,7 +43,7 @@ Function = Callable[[Tensor, Tensor, Tensor, float, EntropyUse], tuple[Tensor, T
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: EntropyUse) -> Any:
-    """What ``token_logprobs`` promises, with all logits at once."""
+    """Definition of ``token_logprobs``, with all logits at once."""
     logits = hidden @ weight.t()
     scaled = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     picked = scaled.gather(1, targets[:, None]).squeeze(1)
@@ -449,7 +449,7 @@ def split_model(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def fsdp_model(mesh: DeviceMesh, tied: bool) -> dict[str, Any]:
-    """A sharded model: what the head reads is freed behind forward and gathered again for backward."""
+    """A sharded model: weights that the head reads are freed after forward and gathered again for backward."""
     model, head = with_head(tiny(tied=tied))
     if not tied:
         fully_shard(head, mesh=mesh, reshard_after_forward=True)
@@ -478,7 +478,7 @@ def rank_main(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks found, in one launch."""
+    """Results of two ranks, in one launch."""
     directory = tmp_path_factory.mktemp("ranks")
     run_ranks("test_head", directory, number=2)
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Tensors in host memory and back: what shares memory goes on sharing it."""
+"""Tensors in host memory and back: tensors that share memory still share it afterwards."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_compiled_layers_keep_their_names_and_numbers() -> None:
 
 
 def test_liger_changes_the_models_that_ask_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liger itself needs a GPU; what is called here is a library of its interface, which patches as it does."""
+    """Liger itself needs a GPU; this test calls a library with its interface, which patches as Liger does."""
     model, calls = load_model(placed(), 3), []
     family = sys.modules[type(model).__module__]
     before = dict(vars(family))

@@ -171,7 +171,7 @@ def test_a_rank_reads_its_part(directory: Path, loaded: Callable[[int], list[Fou
 
 
 def test_a_rank_allocates_its_part_and_one_tensor(loaded: Callable[[int], list[Found]]) -> None:
-    """Of DeepSpeed, where it trains, buffers and gradients are allocated besides."""
+    """With DeepSpeed, a trained model also allocates buffers and gradients."""
     for found in loaded(2):
         for name, case in CASES.items():
             if case.get("engine") is None or case.get("role") == "ref":

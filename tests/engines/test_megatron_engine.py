@@ -1,4 +1,4 @@
-"""Megatron-Core's parts, stages and replicas compute what one rank does with PyTorch alone."""
+"""Megatron-Core's parts, stages and replicas compute the same as one rank with PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_four_ranks(tmp_path_factory: pytest.TempPathFactory, model_files: Path) -> Found:
-    """What each of four ranks found, by case."""
+    """Results of each of four ranks, by case."""
     directory = tmp_path_factory.mktemp("ranks")
     run_ranks("megatron_ranks", directory, model_files, number=4)
     return tuple(torch.load(directory / f"rank-{rank}.pt") for rank in range(4))
@@ -71,21 +71,21 @@ def test_two_models_in_one_process_do_not_disturb_each_other(of_four_ranks: Foun
         assert int(found["row"]) == 6
 
 
-def close(found: Tensor, expected: Tensor, limit: float, what: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=limit, msg=lambda text: f"{what}: {text}")
+def close(found: Tensor, expected: Tensor, limit: float, name: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=limit, msg=lambda text: f"{name}: {text}")
 
 
-def check_updated(case: Case, found: Tensor, expected: Tensor, what: str, rounding: float) -> None:
-    """What updates have changed is the same: in 16 bits on average, because Adam turns a rounding into a sign."""
+def check_updated(case: Case, found: Tensor, expected: Tensor, name: str, rounding: float) -> None:
+    """Check that updates are the same: in 16 bits on average, because Adam turns a rounding into a sign."""
     if "dtype" in case.settings:
         found, expected = (found - expected).abs().mean(), torch.zeros(())
-    close(found, expected, rounding if "dtype" in case.settings else 5e-5, what)
+    close(found, expected, rounding if "dtype" in case.settings else 5e-5, name)
 
 
 def check_weights(
     case: Case, rank: int, found: dict[str, Tensor], when: str, expected: dict[str, Tensor], exact: bool = False
 ) -> None:
-    """A rank has the part that is planned of what one rank has; exactly: of the float32 weights, rounded."""
+    """A rank has its planned part of one rank's weights; exactly: of the float32 weights, rounded."""
     shape = model_shape("actor", ModelSpec(init=case.init), case.head)
     assert shape is not None
     for name, part in parts_on(case.placed(), shape, rank).items():

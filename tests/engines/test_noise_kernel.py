@@ -1,4 +1,4 @@
-"""The kernel of the noise computes what torch's operations do, and compiles for the GPUs that are sold."""
+"""The noise kernel equals torch's operations, and compiles for current GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows, shared prompts and divided groups compute what rows apart compute: every output, every gradient."""
+"""Packed rows, shared prompts and divided groups compute the same as separate rows: every output, every gradient."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ OUTPUTS = {"causal": ("logprobs",), "scalar": ("values", "scores", "token_scores
 
 
 def results(engine: TorchEngine, head: Head, compares: bool = False) -> dict[str, Tensor]:
-    """Outputs of the model, and how an update of plain gradient descent changes each of its weights."""
+    """Outputs of the model, and the change of each weight by an update of plain gradient descent."""
     found = engine.forward(groups(), [column_of(name) for name in OUTPUTS[head]])
     for number, loss in enumerate(LOSSES[head]):
         before = {name: weight.clone() for name, weight in engine.weights().items()}
@@ -117,12 +117,12 @@ def test_a_pass_has_whole_groups_only_where_a_loss_compares_them(layout: str, co
     if compares:
         assert all(rows[::SAMPLES] == [row for row in rows if row % SAMPLES == 0] for rows in seen)
     if "text by text" in layout:
-        # equal texts are computed once
+        # equal sequences are computed once
         assert len(seen) == (4 if compares else 4 * SAMPLES - 1)
 
 
 def test_pairs_stay_in_one_pass() -> None:
-    """Whatever the budget: the loss of DPO is of the difference of two texts."""
+    """Whatever the budget: DPO's loss compares two responses."""
     batch = mini_batch(rows=8)
     logprobs = torch.linspace(-2, -1, batch.mask.numel()).view(batch.mask.shape)
     pairs = Batch({**batch.columns, "ref_logprobs": logprobs}, batch.rows, 2)

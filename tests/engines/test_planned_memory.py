@@ -1,4 +1,4 @@
-"""Memory of the torch engine on one rank equals the plan; what its calls take besides is close below it."""
+"""Memory of the torch engine on one rank equals the plan; the additional memory of calls is close below it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_planned_and_measured_bytes(head: Head, settings: str) -> None:
 @pytest.mark.parametrize("tokens", [64, 128, 4096])
 @pytest.mark.parametrize("compares", [True, False])
 def test_bytes_of_a_group_that_is_divided(tokens: int, compares: bool) -> None:
-    """As many as the budget allows, whatever the group has, unless a loss compares its texts."""
+    """As many samples as the budget allows, whatever the group has, unless a loss compares them."""
     model, shape = placed("actor", {}, "causal")
     model = replace(model, settings=model.settings.model_copy(update={"micro_batch_tokens": tokens}))
     sizing = Sizing(

@@ -1,4 +1,4 @@
-"""Memory of Megatron-Core equals the plan, stage by stage; what its calls take in addition is close below it."""
+"""Memory of Megatron-Core equals the plan, stage by stage; the additional memory of calls is close below it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Found = dict[int, dict[str, dict[str, int]]]
 
 
 def launched(directory: Path, which: str, number: int) -> Found:
-    """Return what each of ``number`` ranks measured, by case."""
+    """Return the measurements of each of ``number`` ranks, by case."""
     run_ranks("planned_memory_ranks", directory, which, number=number)
     return {rank: json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(number)}
 
@@ -61,12 +61,12 @@ def check(case: Case, name: str, found: Found) -> None:
 
 
 def compared(case: Case, name: str, found: Found) -> Iterator[tuple[int, tuple[dict[str, int], dict[str, int]]]]:
-    """Yield for each rank what is planned and what it measured, by name."""
+    """Yield for each rank planned and measured bytes, by name."""
     model = case.placed(name)
     shape = model_shape(model.role, model.settings, case.head)
     assert shape is not None
-    texts = SequenceLengths(LENGTHS.prompt, LENGTHS.response)
-    sizing = Sizing(Placement((model,), case.ranks), {model.role: shape}, texts, SyncSpec())
+    lengths = SequenceLengths(LENGTHS.prompt, LENGTHS.response)
+    sizing = Sizing(Placement((model,), case.ranks), {model.role: shape}, lengths, SyncSpec())
 
     def most(kind: Any, rank: int) -> int:
         return max(phase.part_bytes for phase in sizing.phases(Compute(kind, model.name, ROWS), rank))

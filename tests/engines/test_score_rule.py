@@ -1,4 +1,4 @@
-"""Scores are read where the library that trained the model reads them: next to plain transformers, OpenRLHF's rule and
+"""Scores are read at the same token as by the library that trained the model: plain transformers, OpenRLHF's rule and
 heads of other names."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexrlhf.operators.columns import COLUMNS
 from flexrlhf.weights.shapes import model_shape
 
 EOS, PAD, BOS = 2, 3, 1
-TEXTS = [
+SEQUENCES = [
     ([5, 6], [7, 8, EOS]),  # ends
     ([5, 6, 7, 8], [9, 10, 11, 12, 13, 14]),  # cut off
     ([4], [EOS]),  # an empty response
@@ -44,33 +44,33 @@ def save_model(directory: Path, **settings: Any) -> Path:
     return directory
 
 
-def batch_of(texts: list[tuple[list[int], list[int]]]) -> Batch:
-    """Rows as the engine gets them: prompts left-padded, responses right-padded, with a token that is no padding."""
-    tokens = torch.full((len(texts), LENGTHS.prompt + LENGTHS.response), 9, dtype=torch.int32)
+def batch_of(sequences: list[tuple[list[int], list[int]]]) -> Batch:
+    """Rows as in the engine: prompts left-padded, responses right-padded, with a token that is no padding."""
+    tokens = torch.full((len(sequences), LENGTHS.prompt + LENGTHS.response), 9, dtype=torch.int32)
     mask = torch.zeros_like(tokens, dtype=torch.uint8)
-    for row, (prompt, response) in enumerate(texts):
+    for row, (prompt, response) in enumerate(sequences):
         first, last = LENGTHS.prompt - len(prompt), LENGTHS.prompt + len(response)
         tokens[row, first:last] = torch.tensor(prompt + response, dtype=torch.int32)
         mask[row, first:last] = 1
-    return Batch({"tokens": tokens, "attention_mask": mask}, torch.arange(len(texts)), 1)
+    return Batch({"tokens": tokens, "attention_mask": mask}, torch.arange(len(sequences)), 1)
 
 
 def own_scores(path: Path, role: str = "reward") -> Tensor:
     engine = engine_of(role, head="scalar", path=str(path), micro_batch_tokens=24)
-    return engine.forward(batch_of(TEXTS), [COLUMNS["scores"]])["scores"]
+    return engine.forward(batch_of(SEQUENCES), [COLUMNS["scores"]])["scores"]
 
 
 @torch.no_grad()
 def plain_scores(path: Path, side: str = "right") -> Tensor:
-    """Scores of plain transformers: all texts in one padded batch; without a padding token one after the other."""
+    """Scores of plain transformers: all sequences in one padded batch; without a padding token one after the other."""
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     pad = model.config.pad_token_id
-    texts = [torch.tensor(prompt + response) for prompt, response in TEXTS]
+    sequences = [torch.tensor(prompt + response) for prompt, response in SEQUENCES]
     if pad is None:
-        return torch.stack([model(input_ids=text[None]).logits[0, 0] for text in texts])
-    width = max(map(len, texts))
-    ids, mask = torch.full((len(texts), width), pad), torch.zeros(len(texts), width, dtype=torch.int64)
-    for row, text in enumerate(texts):
+        return torch.stack([model(input_ids=text[None]).logits[0, 0] for text in sequences])
+    width = max(map(len, sequences))
+    ids, mask = torch.full((len(sequences), width), pad), torch.zeros(len(sequences), width, dtype=torch.int64)
+    for row, text in enumerate(sequences):
         place = slice(0, len(text)) if side == "right" else slice(width - len(text), width)
         ids[row, place], mask[row, place] = text, 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -119,7 +119,7 @@ def test_a_trained_model_is_saved_so_that_transformers_reads_the_same(
     saved.mkdir()
     engine.config.save_pretrained(saved)
     save_file({name: tensor.detach().clone() for name, tensor in engine.weights().items()}, saved / "model.safetensors")
-    scores = engine.forward(batch_of(TEXTS), [COLUMNS["scores"]])["scores"]
+    scores = engine.forward(batch_of(SEQUENCES), [COLUMNS["scores"]])["scores"]
     torch.testing.assert_close(scores, plain_scores(saved), rtol=0, atol=1e-5)
     torch.testing.assert_close(scores, own_scores(saved), rtol=0, atol=1e-5)
 
@@ -155,9 +155,9 @@ def rename_head(path: Path, name: str, **further: Tensor) -> None:
 
 
 def test_a_model_of_openrlhf_is_read_at_the_last_token_and_normalised(tmp_path: Path) -> None:
-    """OpenRLHF's rule: the last token of the mask, less the mean, divided by the deviation of its config."""
+    """OpenRLHF's rule: the last token in the mask, less the mean, divided by the deviation, both from its config."""
     path = save_model(tmp_path / "reward", pad_token_id=EOS)
-    last = torch.stack([outputs(path, prompt + response)[-1] for prompt, response in TEXTS])
+    last = torch.stack([outputs(path, prompt + response)[-1] for prompt, response in SEQUENCES])
     change_config(path, normalize_reward=False, value_head_prefix="score")
     torch.testing.assert_close(own_scores(path), last, rtol=0, atol=1e-5)
     change_config(path, normalize_reward=True, mean=0.5, std=2.0)
@@ -169,7 +169,7 @@ def test_a_model_of_openrlhf_is_read_at_the_last_token_and_normalised(tmp_path: 
 @pytest.mark.parametrize("name", ["v_head", "value_head", "reward_head", "score_head", "classifier"])
 def test_a_head_of_another_name_is_read_at_the_last_token(tmp_path: Path, name: str) -> None:
     path = save_model(tmp_path / "reward", pad_token_id=EOS)
-    last = torch.stack([outputs(path, prompt + response)[-1] for prompt, response in TEXTS])
+    last = torch.stack([outputs(path, prompt + response)[-1] for prompt, response in SEQUENCES])
     rename_head(path, name)
     torch.testing.assert_close(own_scores(path), last, rtol=0, atol=1e-5)
     head = saved_value_head(str(path))

@@ -117,7 +117,7 @@ STEPS = 8
 
 
 def closed_form(schedule: str, warmup: int, step: int) -> float:
-    """Share of the highest rate at optimizer step ``step`` of STEPS."""
+    """Fraction of the highest rate at optimizer step ``step`` of STEPS."""
     if step < warmup:
         return step / warmup
     done = (step - warmup) / (STEPS - warmup)
@@ -280,7 +280,7 @@ def test_positions_stay_in_float32() -> None:
 
 
 def test_updates_too_small_for_bfloat16_add_up() -> None:
-    """One step moves few weights by half a unit in the last place; twenty together do what they do in float32."""
+    """One step moves few weights by half a unit in the last place; twenty together change them as in float32."""
     settings = {"name": "sgd", "learning_rate": 2e-4, "max_grad_norm": None}
     low, full = engine_of(dtype="bfloat16", optimizer=settings), engine_of(optimizer=settings)
     before = snapshot(full)
@@ -334,7 +334,7 @@ def test_bytes_for_each_parameter(settings: dict[str, Any], weights: int, optimi
 
 
 def memory(engine: TorchEngine) -> dict[int, int]:
-    """Address → bytes of what lies behind weights, master weights and the optimizer's state."""
+    """Address → bytes of the storages of weights, master weights and optimizer states."""
     live = [parameter.detach() for parameter in engine._model.parameters()]
     optimizer = engine._update.state() if engine._update is not None else []
     storages = [tensor.untyped_storage() for tensor in (*live, *engine.weights().values(), *optimizer)]

@@ -1,4 +1,4 @@
-"""What an update reports: a step that float16 overflowed has no gradient norm, and spoils no mean."""
+"""Statistics of an update: a step that overflows in float16 has no gradient norm, and spoils no mean."""
 
 from __future__ import annotations
 

@@ -308,14 +308,14 @@ def test_weights_that_a_sync_brings_leave_no_copy(engine: VllmEngine) -> None:
     engine.offload(keeps=False)
     assert engine.memory_usage() == before
     engine.reload()
-    # so that what is not overwritten shows
+    # so that weights that are not overwritten are noticed
     for values in engine.weights().values():
         values.fill_(torch.nan)
     engine.load_weights(weights)
     assert same(generated, engine.generate(batch, sampling()))
 
 
-# --- what the job notices
+# --- errors that stop the job
 
 
 def everything() -> dict[str, Any]:
@@ -353,7 +353,7 @@ def test_the_process_is_left_as_it_was() -> None:
     assert {name for name in before if before[name] != kept[name]} == {"groups"}
 
 
-# --- a process of its own
+# --- a separate process
 
 
 def in_shared_memory() -> set[str]:
@@ -377,7 +377,7 @@ def comes(about: Callable[[], bool], seconds: float = 20) -> bool:
 
 @pytest.mark.parametrize("process", ["inline", "child"])
 def test_adapters_alone_change_the_policy(process: str) -> None:
-    """Of three layers that are one in vLLM one has an adapter, with 3 of the 8 rows that vLLM allocates."""
+    """One of three layers that vLLM fuses has an adapter, with 3 of the 8 rows that vLLM allocates."""
     lora = LoraSpec(rank=3, alpha=5, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
     plain, batch = placed(QWEN2, process=process), prompts(4)
     model = replace(plain, settings=plain.settings.model_copy(update={"lora": lora}))
@@ -485,6 +485,6 @@ def test_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
 
 
 def assert_equal(responses: list[Columns], others: list[Columns]) -> None:
-    """All ranks of an engine return the same numbers."""
+    """All ranks of an engine return the same results."""
     for one, other in zip(responses, others, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)

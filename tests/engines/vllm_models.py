@@ -1,4 +1,4 @@
-"""Small models for vLLM engines, and prompts for them. vLLM's attention on CPUs takes heads of 32 numbers and more."""
+"""Small models for vLLM engines, and prompts for them. vLLM's attention on CPUs requires heads of size 32 or more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LLAMA = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "hidden_size": 128, "tie_word_embeddings": True}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "tie_word_embeddings": True}
 CUT = {**QWEN2, "vocab_size": 130}
-"""With biases and a tied head; of its vocabulary, as vLLM pads it, one of two ranks holds 96 rows and the other 34."""
+"""With biases and a tied head; the vocabulary, as vLLM pads it, has 96 rows on one of two ranks and 34 on the other."""
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
 LENGTHS = Lengths(prompt=40, response=12)
 SEED = 3

@@ -19,7 +19,7 @@ SECONDS = 200
 
 
 def run_rank(directory: Path, world: World) -> None:
-    """Ranks 2 and 3 split layers, while 0 and 1 add numbers; then these have a stage each; then all have both."""
+    """Ranks 2 and 3 split layers, while 0 and 1 sum a tensor; then these have a stage each; then all have both."""
     pairs, everyone = ((0, 1), (2, 3)), (0, 1, 2, 3)
     groups_of_plan = [*(Group("tp actor.rollout", pair) for pair in pairs), Group("replica actor.rollout", everyone)]
     groups = world.make_groups(groups_of_plan, SECONDS)

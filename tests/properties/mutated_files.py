@@ -16,7 +16,7 @@ from flexrlhf.data.files import read_rows
 
 
 def damage_rows(rng: Random, path: Path) -> str:
-    """Damage a data file: its bytes, its rows, or what it is. Returns what was done."""
+    """Damage a data file: its bytes, its rows, or its kind. Returns a description."""
     kind = rng.choice((5, 9)) if path.suffix == ".parquet" else rng.randrange(10)
     if kind < 4:
         rows = read_rows(path)
@@ -99,7 +99,7 @@ def _replace(rng: Random, path: Path) -> str:
 
 
 def damage_directory(rng: Random, directory: Path) -> str:
-    """Damage one file of a model directory or a checkpoint. Returns what was done."""
+    """Damage one file of a model directory or a checkpoint. Returns a description."""
     path = rng.choice(sorted(each for each in directory.rglob("*") if each.is_file()))
     kind = rng.choice((5, 9)) if path.suffix == ".parquet" else rng.randrange(10)
     if kind < 6 and path.suffix == ".json":

@@ -49,14 +49,14 @@ RAW = (
     ),
     *("1e999999999", "'1e999999999'", "'1/1e9'"),
 )
-"""Texts in the place of a value."""
+"""Texts that replace a value."""
 LAUGHS = "l0: &l0 [a, b]\n" + "".join(f"l{n}: &l{n} [" + ", ".join([f"*l{n - 1}"] * 9) + "]\n" for n in range(1, 12))
 """A short text of many billion values."""
 MARKS = tuple("{}[]:,&*!%@`|>'\"#-?\t\x00\x07\ufeff\u2028\x85 ")
 
 
 def mutated_yaml(rng: Random, raw: dict[str, Any]) -> tuple[bytes, str]:
-    """Return the bytes of a damaged file and what was done."""
+    """Return the bytes of a damaged file and a description of the damage."""
     kind = rng.randrange(10)
     if kind < 5:
         tree = mutated(rng, raw)

@@ -66,7 +66,7 @@ TEXTS = (
 )
 CONTAINERS = ([], {}, [[]], [None], [{}], {"a": 1}, {1: 2}, {None: None}, {True: []}, {"": ""}, [1] * 2000)
 DEPTHS = (5, 50, 150)
-"""Of nested lists; what is deeper no writer of YAML or JSON takes."""
+"""Depth of nested lists; writers of YAML or JSON accept no more."""
 
 
 def odd_value(rng: Random) -> Any:

@@ -1,4 +1,4 @@
-"""Commands of broken inputs, run in this process, and what is wrong with the way that each one ends."""
+"""Commands with broken inputs, run in this process, and the problem with each one's outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 
 CPU_SECONDS, SECONDS = 10, 60
-"""Limits of one command: of its own time, and of the time that passes where other work slows the machine."""
+"""Limits of one command: CPU time, and wall time for when other work slows the machine."""
 LONGEST = 2000
 """Characters of a sentence, in which a long path may stand."""
 NOT_FOR_USERS = re.compile(r"Traceback|<class '|object at 0x|pydantic|NoneType")
@@ -37,15 +37,15 @@ class DeadlineExceeded(BaseException):
 class Case:
     """One command with a broken input.
 
-    arguments:  of the command line
-    damage:     what was broken, for messages
+    arguments:  arguments of the command line
+    damage:     description of the damage, for messages
     """
 
     arguments: tuple[str, ...]
     damage: str
 
     def dry(self) -> Case:
-        """The same, where it would start ranks only checked."""
+        """The same command, without starting ranks."""
         words = ("--dry-run",) if self.arguments[0] == "run" else ()
         return replace(self, arguments=(*self.arguments, *words))
 
@@ -54,9 +54,9 @@ class Case:
 class Outcome:
     """How one command has ended.
 
-    exit_code:  of the process; None where it ended in another way
-    sentence:   on stderr
-    problem:    what is wrong with that; None for a result or one clear sentence
+    exit_code:  exit code of the process; None if it ended in another way
+    sentence:   output on stderr
+    problem:    why this is wrong; None for a result or one clear sentence
     """
 
     exit_code: int | None
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclass
 class Outcomes:
-    """How the commands of a test have ended: number by exit code, and what was wrong with some, by its kind."""
+    """Outcomes of a test's commands: number by exit code, and problems by kind."""
 
     exit_codes: Counter[int | None] = field(default_factory=Counter)
     sentences: set[str] = field(default_factory=set)
@@ -82,11 +82,11 @@ class Outcomes:
             self.problems[kind].append(f"case {number}: {command:.300}\n{case.damage:.500}\n{ended.problem:.900}")
 
     def check(self, least_refused: float) -> None:
-        """Fail for any problem, and where fewer commands were refused than a share: then nothing was broken."""
+        """Fail for any problem, and if too small a fraction of commands was refused: then nothing was broken."""
         total, wrong = self.exit_codes.total(), sum(map(len, self.problems.values()))
         print(f"{total} cases, exit codes {dict(self.exit_codes)}, about {len(self.sentences)} sentences")
-        texts = [f"--- {len(cases)} times {kind}\n" + "\n\n".join(cases[:2]) for kind, cases in self.problems.items()]
-        assert not wrong, f"{wrong} of {total}, {len(texts)} kinds:\n" + "\n\n".join(texts)
+        reports = [f"--- {len(cases)} times {kind}\n" + "\n\n".join(cases[:2]) for kind, cases in self.problems.items()]
+        assert not wrong, f"{wrong} of {total}, {len(reports)} kinds:\n" + "\n\n".join(reports)
         assert self.exit_codes[2] >= least_refused * total, self.exit_codes
 
 
@@ -142,7 +142,7 @@ def _where(error: BaseException) -> str:
 
 
 def problem_of(exit_code: int, stderr: str) -> str | None:
-    """Return what is wrong with an exit code and what stands on stderr."""
+    """Return the problem with an exit code and the output on stderr."""
     lines = [line for line in stderr.split("\n") if line and not line.endswith("(--force: continuing)")]
     if exit_code == 0:
         return f"succeeds with words on stderr: {stderr}" if lines else None
@@ -160,7 +160,7 @@ def problem_of(exit_code: int, stderr: str) -> str | None:
 
 
 def left_behind(exit_code: int, before: dict[str, int]) -> str | None:
-    """Return what a refused command has written."""
+    """Return the files that a refused command has written."""
     after = contents(Path.cwd()) if exit_code else before
     changed = sorted(after.items() ^ before.items())
     return f"a refused command has changed files: {changed[:5]}" if changed else None

@@ -16,7 +16,7 @@ from flexrlhf.config.strict_model import StrictModel
 
 Raw = dict[str, Any]
 Examples = Mapping[str, tuple[Any, ...]]
-"""Valid values by ``Class.field``, for texts and for what follows from other settings."""
+"""Valid values by ``Class.field``, for strings and for values that follow from other settings."""
 SPAN = 6
 """Random numbers without an upper limit are at most so far above the lower one."""
 

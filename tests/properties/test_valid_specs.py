@@ -32,7 +32,7 @@ FROM_FILES = {
     *(f"ModelSpec.{name}" for name in ("path", "trust_remote_code", "retokenize", "max_text_tokens")),
     "Spec.snapshots",
 }
-"""Settings that are read from files, or name those of a run."""
+"""Settings that are read from files, or name a run's files."""
 CHOICE = re.compile(r"\n  rollout.engine: auto is .*")
 """Line of a plan whose engine is not written."""
 OWN_CODE = {f"AlgorithmSpec.{name}" for name in ("graph", "loop", "settings")}
@@ -92,7 +92,7 @@ def test_an_engine_that_is_not_written_refuses_nothing_that_transformers_can_do(
     assert min(chosen["transformers"], chosen["vllm"]) > SAMPLE / 10, chosen
 
 
-# --- what the specs exercise
+# --- features of the specs
 
 FEATURES = {
     *(f"algorithm {name}" for name in ALGORITHMS),

@@ -1,4 +1,4 @@
-"""Seeded random specs of every algorithm and every setting; where models sit and what moves as in ``random_specs``."""
+"""Seeded random specs of every algorithm and every setting; placements and schedules as in ``random_specs``."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ TEXTS = (
     "no\u2028line",
     " ",
 )
-"""What YAML would read as something else, were it not quoted."""
+"""Strings that YAML would read as something else without quotes."""
 URLS = ("http://localhost:9000/score", ["https://a.example/1", "https://b.example/2"])
 READ_BY = ("DataSpec", "SourceSpec", "EvalSpec", "PtxSpec")
-"""Sections that say how rows are read."""
+"""Sections that define how rows are read."""
 NOTHING: tuple[Any, ...] = ()
 """Examples of a setting that follows from others, or that is added elsewhere."""
 EXAMPLES: Examples = {
@@ -111,7 +111,7 @@ EXAMPLES: Examples = {
     "RuleSource.target_tokens": NOTHING,
     "RolloutSpec.config": ({"max_num_seqs": 8}, {}),
     **dict.fromkeys([f"RolloutSpec.{name}" for name in ("engine", "tp", "process", "dtype", "kv_tokens")], NOTHING),
-    # where it is placed, and on which engine: random_specs
+    # its placement and engine: random_specs
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
     **dict.fromkeys(
         [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "lora", "config", "shadow", "dtype")], NOTHING
@@ -151,7 +151,7 @@ class VariedSpecs:
 
 
 def make_varied_spec(rng: Random) -> Raw:
-    """One spec, mostly valid. Raises UserError where the algorithm's settings exclude each other."""
+    """One spec, mostly valid. Raises UserError if the algorithm's settings exclude each other."""
     share = rng.choice((0.0, 0.1, 0.3))
     raw: Raw = random_settings(rng, Spec, EXAMPLES, share)
     raw |= {"name": rng.choice(EXAMPLES["Spec.name"]), "algorithm": _algorithm(rng, share)}
@@ -194,7 +194,7 @@ def _algorithm(rng: Random, share: float) -> Raw:
     likes = [like for like, peer in PEERS.items() if name in peer.trainers]
     if likes and chance(rng, 0.3):
         settings["like"] = rng.choice(likes)
-        # those of the preset would be large, and divided otherwise than chunks
+        # the preset's mini-batches would be large, and divided differently from chunks
         settings |= {"prompts_per_step": rng.choice((8, 24)), "num_mini_batches": rng.choice((1, 2, 4))}
     if settings.get("importance", {}) and settings["importance"].get("outside") == "mask" and chance(rng, 0.5):
         settings["importance"]["floor"] = 0.25
@@ -219,7 +219,7 @@ def _cluster(rng: Random, share: float) -> Raw:
 
 
 def _sources(rng: Random, algorithm: str, share: float) -> Raw:
-    """Where scores come from: nothing said, one source or a list; costs from a model and a function."""
+    """Sources of scores: none, one or a list; costs from a model and a function."""
     if algorithm == "safe-rlhf" and chance(rng, share):
         return {"cost": [{"model": "cost"}, {"function": "costs.py:cost", "weight": 0.5}]}
     if algorithm in ("sft", "reward", "dpo", "simpo", "orpo", "kto") or not chance(rng, 0.4):
@@ -287,7 +287,7 @@ def _placement(rng: Random, graph: Graph, raw: Raw, shadows: bool) -> Any:
 
 
 def _instructions(rng: Random, raw: Raw, shadows: bool, share: float) -> Raw:
-    """The sections about the order of a step and what is written."""
+    """The sections about the order of a step and its files."""
     num_mini_batches = raw["algorithm"].get("num_mini_batches", 1)
     divisors = [n for n in range(1, num_mini_batches + 1) if num_mini_batches % n == 0]
     sections: Raw = {
