@@ -124,7 +124,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("case", params([*EQUAL, *OTHERS], in_full_alone=OTHERS))
-def test_numbers_are_those_of_the_reference(outcomes: Outcomes, case: Case) -> None:
+def test_results_equal_the_reference(outcomes: Outcomes, case: Case) -> None:
     outcome = outcomes.equal[case]
     assert outcome.trace["otherData"]["device"] == host_accelerator.NAME
     first = next((d for d in deviations(outcome) if not d.size <= d.limit), None)

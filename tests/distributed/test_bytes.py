@@ -53,7 +53,7 @@ def test_moves_and_syncs_send_the_planned_bytes(launches: Launches, case: Case) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_ranks_of_an_instruction_are_those_that_do_it(launches: Launches, case: Case) -> None:
+def test_an_instruction_runs_on_the_ranks_that_it_names(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     planned, done = defaultdict(Counter), defaultdict(Counter)
     for rank in range(case.ranks):
@@ -92,13 +92,13 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
-def test_models_sit_where_the_paper_puts_them(launches: Launches, case: Case, models: list[str]) -> None:
+def test_models_are_placed_as_in_the_paper(launches: Launches, case: Case, models: list[str]) -> None:
     usage = launches.outcome(case).trace["otherData"]["held_bytes"]
     assert [sorted(usage[str(rank)]) for rank in range(case.ranks)] == [names.split() for names in models]
 
 
 @pytest.mark.parametrize("case", [param for param in CASES if "tight" in param.id])
-def test_an_offloaded_model_leaves_what_the_plan_says(launches: Launches, case: Case) -> None:
+def test_an_offloaded_model_leaves_the_planned_bytes(launches: Launches, case: Case) -> None:
     """After the last step, when some models wait in host memory."""
     outcome, offloaded = launches.outcome(case), 0
     for rank, models in outcome.trace["otherData"]["held_bytes"].items():

@@ -184,7 +184,7 @@ def test_several_sources_are_the_same_under_two_placements(directory: Path) -> N
 
 
 @pytest.mark.full
-def test_a_resumed_run_goes_on_in_the_order_of_its_sources(directory: Path) -> None:
+def test_a_resumed_run_continues_the_order_of_sources(directory: Path) -> None:
     launch(directory, [run_of("mixed-first", "grpo", MIXED, eval=EVALUATION, checkpoint={"every": 1})])
     resume = ("run", "mixed-first.yaml", "--resume", "auto", "--set", "steps=4")
     shares = "data.sources=[{path: verl.parquet}, {path: question.jsonl}]"

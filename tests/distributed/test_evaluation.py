@@ -116,7 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("name", ["interleaving", "six-models", "gathered"])
-def test_metrics_are_those_of_co_located_models(runs: dict[str, Run], name: str) -> None:
+def test_metrics_equal_co_located_models(runs: dict[str, Run], name: str) -> None:
     expected, found = runs["co-located"].metrics, runs[name].metrics
     assert len(found) == len(expected) == STEPS
     for ours, theirs in zip(found, expected, strict=True):
@@ -125,7 +125,7 @@ def test_metrics_are_those_of_co_located_models(runs: dict[str, Run], name: str)
 
 
 @pytest.mark.parametrize("name", ["co-located", "interleaving", "six-models", "gathered"])
-def test_metrics_are_those_of_the_recorded_scores(runs: dict[str, Run], name: str) -> None:
+def test_metrics_follow_from_the_recorded_scores(runs: dict[str, Run], name: str) -> None:
     """pass@k by all ways to choose k of a prompt's responses."""
     for step, metrics in enumerate(runs[name].metrics):
         scores = runs[name].column(step, "scores", "scores").double()

@@ -151,7 +151,7 @@ def wait_for_the_end_of(processes: list[int]) -> None:
 
 
 @pytest.mark.full
-def test_what_a_user_must_mend_ends_the_ranks_without_a_restart(endless: Path, tmp_path: Path) -> None:
+def test_user_errors_end_the_ranks_without_a_restart(endless: Path, tmp_path: Path) -> None:
     """The model's weights vanish between planning and loading: only the ranks notice."""
     raw = yaml.safe_load(endless.read_text())
     model = tmp_path / "reward"

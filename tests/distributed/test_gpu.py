@@ -89,7 +89,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compute_what_sdpa_computes(name: str, cuda: torch.device) -> None:
+def test_kernels_equal_sdpa(name: str, cuda: torch.device) -> None:
     if name in ("flash_attn", "liger_kernel"):
         pytest.importorskip(name)
     tokens = torch.arange(96, device=cuda).view(2, 48) % WIDE["vocab_size"]

@@ -143,7 +143,7 @@ def test_a_run_that_stops_names_step_mini_batch_and_row(two_ranks: Printed) -> N
     assert len(two_ranks.metrics("stopped")) == BAD_STEP
 
 
-def test_two_ranks_skip_what_one_does(two_ranks: Printed, one_rank: Printed) -> None:
+def test_two_ranks_skip_the_same_steps_as_one(two_ranks: Printed, one_rank: Printed) -> None:
     """And name the same row."""
     name = "replicas-poisoned"
     assert all(f"flexrlhf: {FIRST}" in left.out for left in (two_ranks, one_rank)), one_rank.out
@@ -153,7 +153,7 @@ def test_two_ranks_skip_what_one_does(two_ranks: Printed, one_rank: Printed) -> 
         )
 
 
-def test_what_a_forward_computes_is_named_where_it_is_computed(two_ranks: Printed) -> None:
+def test_a_non_finite_output_is_named_in_its_forward_pass(two_ranks: Printed) -> None:
     """The critic's values of one row spoil the advantages of all, so no model is trained in that step; the next one
     without poison is."""
     found = [

@@ -109,7 +109,7 @@ def test_a_link_that_is_down_for_a_while_costs_nothing(link: Link, config: Path,
 
 
 @pytest.mark.parametrize("victim", ["rank", "stopped rank", "launcher of node 0", "launcher of node 1"])
-def test_what_dies_on_a_host_is_named_on_the_other(victim: str, link: Link, config: Path, tmp_path: Path) -> None:
+def test_a_death_on_one_host_is_named_on_the_other(victim: str, link: Link, config: Path, tmp_path: Path) -> None:
     job = start_job(link, config, tmp_path)
     ranks = [pid for launcher in job for pid in children(launcher)]
     if victim == "rank":

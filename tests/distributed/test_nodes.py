@@ -52,7 +52,7 @@ def assert_equals_the_reference(assets: Assets, directory: Path) -> None:
     assert not far, far[0]
 
 
-def test_two_nodes_give_the_numbers_of_one(assets: Assets, tmp_path: Path) -> None:
+def test_two_nodes_give_the_results_of_one(assets: Assets, tmp_path: Path) -> None:
     """Two launchers with a rank and half of the cores each, on a shared file system; the second has no config."""
     endpoint = ["--rdzv-endpoint", f"localhost:{free_port()}"]
     job = ["run", write_config(assets, tmp_path), "--nnodes", "2", *endpoint]
@@ -163,7 +163,7 @@ def test_machines_that_differ_end_before_anything_is_written(way: str, assets: A
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_under_torchrun_the_numbers_are_the_same(assets: Assets, tmp_path: Path) -> None:
+def test_under_torchrun_the_results_are_the_same(assets: Assets, tmp_path: Path) -> None:
     process = start(["run", write_config(assets, tmp_path)], tmp_path, torchrun(CASE.ranks))
     out, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, out[-2000:]

@@ -37,7 +37,7 @@ def length(interval: Interval) -> float:
 
 
 @pytest.mark.parametrize("case", [pytest.param(INTERLEAVING, id=INTERLEAVING.name)])
-def test_interleaving_runs_ref_beside_reward(launches: Launches, case: Case) -> None:
+def test_interleaving_runs_ref_and_reward_at_the_same_time(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     # the first step also warms up the kernels of both ranks
     for step in (1, 2):

@@ -74,7 +74,7 @@ def test_training_on_forced_tokens_stays_near_float32(launches: Launches, case: 
 
 
 @pytest.mark.parametrize("case", params(FORCED, IN_FULL_ALONE))
-def test_training_goes_where_float32_goes(launches: Launches, case: Case) -> None:
+def test_training_follows_float32(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     role, reference = role_of(outcome), reference_of(outcome.plan.spec)
     share = distance(outcome.weights(role), reference.weights[role]) / reference.moved[role]

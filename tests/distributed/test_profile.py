@@ -78,7 +78,7 @@ def test_both_models_are_measured_around_the_rows_of_the_run(measured: Measureme
     assert causal.width == 16 and causal.row is not None and causal.row > 16
 
 
-def test_what_ranks_exchange_is_measured(measured: Measurements) -> None:
+def test_transfers_between_ranks_are_measured(measured: Measurements) -> None:
     assert measured.machine.ranks == 2 and measured.machine.threads == 1
     assert set(measured.contention) == {1, 2} and measured.contention[1] == 1
     assert set(measured.moves) == {"all_gather", "all_to_all", "point_to_point"}
@@ -152,7 +152,7 @@ def test_an_interrupt_leaves_no_file_and_no_process(tmp_path: Path) -> None:
     assert not any(map(is_alive, ranks)) and not (tmp_path / "costs.json").exists()
 
 
-def test_lengths_are_those_of_the_data_or_the_maximum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_come_from_the_data_or_are_the_maximum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick start's prompts come without responses; its evaluation set has them."""
     monkeypatch.chdir(tmp_path)
     plan = make_plans([load_spec(path) for path in config_paths()])[-1]

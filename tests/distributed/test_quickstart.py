@@ -92,7 +92,7 @@ def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
 
 # tests/unit/test_kept_runs.py shows that a change is found
 @pytest.mark.full
-def test_a_changed_run_trains_again_and_so_does_what_starts_from_it(runs: Path, tmp_path: Path) -> None:
+def test_a_changed_run_and_its_successors_train_again(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs, tmp_path / "runs")
     out = trained(tmp_path, "quickstart-sft:steps=2", "quickstart-reward:eval=null", "quickstart-ppo:steps=1")
     assert "finished, kept" not in out and "quickstart-sft  step 2/2" in out and "quickstart-reward  step 80/80" in out

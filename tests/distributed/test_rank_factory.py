@@ -99,7 +99,7 @@ def test_ends_of_the_interpreter(
     assert printed in capfd.readouterr().err
 
 
-def test_a_signal_is_an_exit_code_and_the_factory_outlives_what_schedulers_send(
+def test_a_signal_is_an_exit_code_and_the_factory_survives_signals_of_schedulers(
     factory: RankFactory, tmp_path: Path
 ) -> None:
     processes = [factory.fork(["probe", str(tmp_path / str(n)), "wait"], os.environ, f"rank {n}") for n in (0, 1)]

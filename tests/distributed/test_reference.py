@@ -76,7 +76,7 @@ PARTLY = (
 
 
 @pytest.mark.parametrize(("name", "metric"), PARTLY)
-def test_what_cuts_and_masks_does_so_in_part(launches: Launches, name: str, metric: str) -> None:
+def test_limits_and_masks_apply_in_part(launches: Launches, name: str, metric: str) -> None:
     setting, shape, ranks = name.split("_")
     shares = values_of(launches.assets.spec(Case(setting, shape, int(ranks))), metric)
     assert any(0 < share < 1 for share in shares), shares
@@ -165,7 +165,7 @@ WITHOUT: dict[str, dict[str, object]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("setting", WITHOUT)
-def test_settings_change_what_is_trained(launches: Launches, setting: str) -> None:
+def test_settings_change_training(launches: Launches, setting: str) -> None:
     """Were the setting ignored, the equality of its cases would fail."""
     shape = "all" if setting in SUPERVISED else "co-located"
     spec = launches.assets.spec(Case(setting, shape, 2))
@@ -284,7 +284,7 @@ def test_greedy_responses_repeat_themselves(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("shape", ["lag", "every-3", "lag-every-3"])
-def test_stale_weights_give_other_numbers(launches: Launches, shape: str) -> None:
+def test_stale_weights_give_other_results(launches: Launches, shape: str) -> None:
     """Were the version rule ignored, the equality of these cases would fail."""
     plain = reference_of(launches.assets.spec(Case("two", "six", 2)))
     stale = reference_of(launches.assets.spec(Case("two", shape, 2)))

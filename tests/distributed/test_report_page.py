@@ -118,7 +118,7 @@ def desktop(browser: Any, report: Path) -> Visit:
     return visit(browser, report, color_scheme="light")
 
 
-def test_the_page_says_and_loads_nothing(desktop: Visit, report: Path) -> None:
+def test_the_page_logs_and_loads_nothing(desktop: Visit, report: Path) -> None:
     desktop.open_all()
     assert desktop.messages == []
     assert desktop.requests == [report.as_uri()]
@@ -188,7 +188,7 @@ def test_a_drag_zooms_and_buttons_move(desktop: Visit) -> None:
     assert closer[1] - closer[0] == pytest.approx(0.5 * (one[1] - one[0]), rel=0.01)
 
 
-def test_a_click_in_a_legend_hides_what_it_names(desktop: Visit) -> None:
+def test_a_click_in_a_legend_hides_its_line(desktop: Visit) -> None:
     key = "curve-kl"
     assert [trace["visible"] for trace in desktop.traces(key)] == [True, True]
     first, second = desktop.legend(key).all()

@@ -100,7 +100,7 @@ def weights_of(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def test_a_faulty_service_costs_the_responses_of_its_requests(left: Left) -> None:
+def test_a_faulty_service_costs_the_responses_of_failed_requests(left: Left) -> None:
     rows = left.metrics("service")
     assert [row["score_failed"] for row in rows] == [LOST.get(fault, 0.0) for fault in FAULTS]
     for name in ("score_invalid", "not_counted"):

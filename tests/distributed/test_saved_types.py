@@ -89,7 +89,7 @@ def test_a_checkpoint_has_more_digits_than_the_saved_model(trained: Path, tmp_pa
     assert all(torch.equal(same[name], tensor) for name, tensor in saved.items())
 
 
-def test_an_export_replaces_nothing_unasked(trained: Path, tmp_path: Path) -> None:
+def test_an_export_replaces_nothing_without_force(trained: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
     assert export(trained, output)[0] == 0
     before = load_file(output / "model.safetensors")

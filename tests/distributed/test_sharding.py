@@ -60,7 +60,7 @@ def shares(outcome: Outcome, model: PlacedModel, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("case", params(DEEP + PLACED, IN_FULL_ALONE))
-def test_a_rank_holds_its_part_of_what_the_stage_splits(launches: Launches, case: Case) -> None:
+def test_a_rank_stores_its_part_of_sharded_state(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     for model in (each for each in outcome.plan.placement.models if not each.is_transient):
         for kind in SPLIT.get((model.engine, model.settings.zero), ()):
@@ -72,7 +72,7 @@ def test_a_rank_holds_its_part_of_what_the_stage_splits(launches: Launches, case
 
 
 @pytest.mark.parametrize("case", params(DEEP + ADAPTED, IN_FULL_ALONE))
-def test_a_rank_holds_all_of_what_the_stage_leaves_whole(launches: Launches, case: Case) -> None:
+def test_a_rank_stores_all_unsharded_state(launches: Launches, case: Case) -> None:
     """Else the test above would show nothing. With adapters the frozen weights have no gradients and no optimizer."""
     outcome = launches.outcome(case)
     for model in outcome.plan.placement.models:

@@ -126,7 +126,7 @@ def test_a_job_that_is_signalled_goes_on_in_the_next_one(slurm: Slurm, config: P
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(200))
 
 
-def test_what_srun_must_not_start_is_refused(slurm: Slurm, config: Path, tmp_path: Path) -> None:
+def test_srun_with_a_task_per_device_is_refused(slurm: Slurm, config: Path, tmp_path: Path) -> None:
     many = slurm.call("srun", "-N2", "-n4", "flexrlhf", "run", str(config), cwd=tmp_path)
     assert "flexrlhf: srun: 4 tasks on 2 nodes; a task starts all ranks of its node" in many.stderr + many.stdout
     assert not list(tmp_path.iterdir())

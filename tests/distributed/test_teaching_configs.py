@@ -45,7 +45,7 @@ def check(runs: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_first_line_says_what_a_config_is_for(file: Path) -> None:
+def test_the_first_line_describes_a_config(file: Path) -> None:
     first = file.read_text().splitlines()[0]
     assert first.startswith((RUNS, PLANS)) and len(first) > len(RUNS) + 20, first
     spec = load_spec(file)

@@ -90,7 +90,7 @@ def run(plans: Sequence[Plan], directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["halves", "six"])
-def test_placements_have_the_same_numbers(sides: Sides, name: str) -> None:
+def test_placements_have_the_same_results(sides: Sides, name: str) -> None:
     found = sides.compared(name)
     assert first_beyond(found) is None and sides.verdict(name).startswith("same numbers")
     kinds = {(each.kind, each.step) for each in found}
@@ -135,7 +135,7 @@ def test_another_token_is_no_tie(sides: Sides) -> None:
     assert first_tie((sides.first, sides.others["another-token"]), FLOAT32) is None
 
 
-def test_replayed_responses_take_the_place_of_those_sampled(sides: Sides) -> None:
+def test_replayed_responses_replace_sampled_ones(sides: Sides) -> None:
     assert first_beyond(sides.compared("another-token-replayed")) is None
 
 
@@ -179,7 +179,7 @@ def test_scores_that_depend_on_the_batch_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_engines_shards_and_ranks_have_the_same_numbers(tmp_path: Path) -> None:
+def test_engines_shards_and_ranks_have_the_same_results(tmp_path: Path) -> None:
     config(tmp_path, "lengths")
     settings = [f"models.actor.{setting}" for setting in ("zero=3", "shadow={zero: 0}", "micro_batch_tokens=32")]
     further = [word for setting in settings for word in ("--against-set", setting)]

@@ -160,7 +160,7 @@ def test_random_spec_reaches_the_right_result(index: int) -> None:
         raise
 
 
-def test_random_specs_cover_what_a_user_may_ask_for() -> None:
+def test_random_specs_cover_the_settings() -> None:
     specs = random_specs()
     table = coverage(specs)
     print(f"\n{NUM_SPECS} specs, {specs.valid_share:.0%} of all are valid; refused: {dict(specs.refused)}")
@@ -374,7 +374,7 @@ def test_a_wrong_sync_period_is_reported() -> None:
         return replace(instruction, every=2) if isinstance(instruction, Sync) else instruction
 
     plan = with_instructions(ppo_plan(SIX, 2), seldom)
-    with pytest.raises(AssertionError, match=r"step 1: tokens of row 0 on rank \d is not that of the reference"):
+    with pytest.raises(AssertionError, match=r"step 1: tokens of row 0 on rank \d differs from the reference"):
         check_result(plan, emulate(plan, "asynchronous"))
 
 
@@ -490,7 +490,7 @@ def test_models_that_take_turns_on_a_device_reach_the_right_result() -> None:
     ("kind", "message"),
     [(Reload, r"\w+ waits in host memory on rank \d"), (Offload, r"\w+ is on the device already")],
 )
-def test_a_model_that_is_not_where_it_should_be_is_reported(kind: type[Instruction], message: str) -> None:
+def test_a_model_on_the_wrong_side_is_reported(kind: type[Instruction], message: str) -> None:
     plan = without(tight_plan(), kind)
     with pytest.raises(EmulationError, match=message):
         emulate(plan, "asynchronous")
@@ -565,7 +565,7 @@ def test_log_probs_of_the_trained_copy_after_it_has_trained_are_reported(rollout
         return replace(instruction, operator=replace(instruction.operator, reads=reads))
 
     blind = with_instructions(moved, without_reading)
-    with pytest.raises(AssertionError, match="step 0: logprobs of row 0 on rank 0 is not that of the reference"):
+    with pytest.raises(AssertionError, match="step 0: logprobs of row 0 on rank 0 differs from the reference"):
         check_result(blind, emulate(blind, "asynchronous"))
 
 

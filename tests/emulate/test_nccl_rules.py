@@ -121,7 +121,7 @@ def params(names: Iterable[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("name", params(ONCE_BLOCKED))
-def test_batches_pass_where_single_messages_block(name: str) -> None:
+def test_batches_pass_and_single_messages_block(name: str) -> None:
     cluster, init, rollout, settings = ONCE_BLOCKED[name]
     calls = calls_of(plan_of(cluster, init, rollout, **settings))
     assert find_block(calls, lower_first)

@@ -112,7 +112,7 @@ def test_random_placements_of_operators_reach_the_right_result(seed: int) -> Non
     check_plan(plan)
 
 
-def test_copies_are_freed_where_memory_is_short_and_other_models_take_turns() -> None:
+def test_copies_are_freed_if_memory_is_short_and_other_models_take_turns() -> None:
     """A copy that exists only during its calls is never offloaded; permanent ones are."""
     plan = ppo_plan(operators(generate=TP, values=LEFT), 4)
     least, most = least_and_most(plan)
@@ -122,7 +122,7 @@ def test_copies_are_freed_where_memory_is_short_and_other_models_take_turns() ->
     check_plan(tight)
 
 
-def test_a_sync_does_not_hold_up_what_other_ranks_compute_meanwhile() -> None:
+def test_a_sync_does_not_delay_other_ranks() -> None:
     """The critic's values on the left half overlap the scores on the right one, which has the critic that trains."""
     plan = ppo_plan(operators(ref_logprobs=RIGHT, scores=RIGHT, values=LEFT, train_critic=RIGHT), 4)
     order = [x.operator.name if isinstance(x, Run) else x.kind for x in plan.schedule.instructions]
@@ -130,7 +130,7 @@ def test_a_sync_does_not_hold_up_what_other_ranks_compute_meanwhile() -> None:
     assert order[values - 3 : values + 2] == ["sync", "ref_logprobs", "scores", "values", "release"]
 
 
-def test_what_advise_finds_is_written_and_runs() -> None:
+def test_placements_of_advise_are_written_and_run() -> None:
     plan = ppo_plan(None, 4, models={"actor": {"engine": "megatron"}}, rollout={"engine": "vllm"})
     cluster = ClusterSpec.model_validate({"nodes": [{"devices": 4, "class": "A100-80G"}]})
     spec = plan.spec.model_copy(update={"cluster": cluster, "rollout": RolloutSpec()})

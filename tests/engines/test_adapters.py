@@ -51,7 +51,7 @@ def test_only_adapters_and_the_scalar_head_change(role: str, dtype: str) -> None
     assert ("score.weight" in changed) == (role == "critic")
 
 
-def test_only_what_is_trained_has_float32_copies_gradients_and_state() -> None:
+def test_only_trained_weights_have_float32_copies_gradients_and_state() -> None:
     engine = trained_engine(dtype="bfloat16", steps=1)
     kinds = {name: weight.dtype for name, weight in engine.weights().items()}
     assert all((kind == torch.float32) == (".lora_" in name) for name, kind in kinds.items())

@@ -76,7 +76,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_columns_are_those_of_two_models(dtype: str) -> None:
+def test_both_columns_equal_two_models(dtype: str) -> None:
     engine = trunk("ref", dtype=dtype)
     policy, critic = (
         engine_of(role, head=head, dtype=dtype) for role, head in (("ref", "causal"), ("reward", "scalar"))
@@ -113,7 +113,7 @@ def test_columns_take_one_pass_over_the_trunk_and_no_more_heads_than_they_need()
 
 
 @pytest.mark.parametrize("head", ["scalar", "both"])
-def test_scores_are_the_values_behind_the_texts(head: Head) -> None:
+def test_scores_are_the_values_after_the_last_token(head: Head) -> None:
     engine, batch = engine_of("critic", head=head), mini_batch(4)
     found = engine.forward(batch, [column_of(name) for name in ("values", "token_scores", "scores")])
     inside = batch["response_mask"].bool()
@@ -139,7 +139,7 @@ def test_no_rows_have_columns_of_their_widths() -> None:
     assert [tuple(column.shape) for column in found.values()] == widths
 
 
-def test_responses_are_those_of_the_policy_alone() -> None:
+def test_responses_equal_the_policy_alone() -> None:
     engine = trunk()
     assert same(engine.generate(prompts(), sampling()), apart(engine)[0].generate(prompts(), sampling()))
 
@@ -147,7 +147,7 @@ def test_responses_are_those_of_the_policy_alone() -> None:
 # --- how it is trained
 
 
-def test_the_gradient_is_the_sum_of_those_of_two_models() -> None:
+def test_the_gradient_is_the_sum_over_two_models() -> None:
     """By one step of plain gradient descent."""
     engine = trunk(optimizer=PLAIN)
     before = snapshot(engine)
@@ -297,7 +297,7 @@ def test_the_second_head_is_initialised_as_wide_as_others() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", LLAMA_LIKE)
-def test_planned_shapes_are_those_that_are_loaded(family: str, tied: bool, tmp_path: Path) -> None:
+def test_planned_shapes_equal_loaded_ones(family: str, tied: bool, tmp_path: Path) -> None:
     settings = ModelSpec(init=TINY | {"model_type": family, "tie_word_embeddings": tied})
     model = load_model(replace(placed(head="both"), settings=settings), SEED)
     found = tuple(sorted((name, tuple(weight.shape)) for name, weight in model.named_parameters()))
@@ -374,7 +374,7 @@ def of_two_ranks(
     """Return the results of each rank, by case."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     cases = [
-        test.callspec.params["case"] for test in tests if test.originalname == "test_two_ranks_compute_what_one_does"
+        test.callspec.params["case"] for test in tests if test.originalname == "test_two_ranks_compute_the_same_as_one"
     ]
     directory = tmp_path_factory.mktemp("ranks")
     run_ranks("both_heads_ranks", directory, *cases, number=2)
@@ -384,7 +384,7 @@ def of_two_ranks(
 @pytest.mark.parametrize(
     "case", [case if case in USUAL else pytest.param(case, marks=pytest.mark.full) for case in CASES]
 )
-def test_two_ranks_compute_what_one_does(case: str, of_two_ranks: tuple[dict[str, dict[str, Tensor]], ...]) -> None:
+def test_two_ranks_compute_the_same_as_one(case: str, of_two_ranks: tuple[dict[str, dict[str, Tensor]], ...]) -> None:
     """Rows are shared unevenly, and of the second loss one rank has none."""
     settings = {name: value for name, value in CASES[case].items() if name not in ("zero", "tp", "engine")}
     engine = trunk_of(INIT, **settings)

@@ -142,7 +142,7 @@ def has_stop(tokens: list[int], sampling: Sampling) -> bool:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_responses_are_those_of_a_plain_loop(model: PreTrainedModel, prompts: Batch, sampling: Sampling) -> None:
+def test_responses_equal_a_plain_loop(model: PreTrainedModel, prompts: Batch, sampling: Sampling) -> None:
     columns = passes_of(model, rows_together=7).generate(prompts, sampling)
     lengths = columns["response_mask"].sum(1).tolist()
     assert int(columns["finished"].sum()) > 0 and len(set(lengths)) > 3
@@ -330,7 +330,7 @@ def test_samples_of_one_prompt_read_it_once(prompts: Batch, kind: str, rows_toge
     assert prefills == [len(groups[places].unique()) for places in longest_first.split(rows_together)]
 
 
-def test_samples_read_their_prompt_one_by_one_where_a_setting_says_so(model: PreTrainedModel, prompts: Batch) -> None:
+def test_samples_read_their_prompt_one_by_one_if_set(model: PreTrainedModel, prompts: Batch) -> None:
     columns = {name: column[:1].expand(6, -1) for name, column in prompts.columns.items()}
     samples = Batch(columns, prompts.rows[:6], 6)
     passes = passes_of(model)

@@ -116,9 +116,7 @@ def assert_close(found: Scores, expected: Scores, tolerance: float) -> None:
 @pytest.mark.parametrize("entropy", MODES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows_per_chunk", [0, 1, 7, 23, 1000])
-def test_values_and_gradients_are_those_of_log_softmax(
-    entropy: EntropyUse, temperature: float, rows_per_chunk: int
-) -> None:
+def test_values_and_gradients_equal_log_softmax(entropy: EntropyUse, temperature: float, rows_per_chunk: int) -> None:
     """Chunks that divide the rows, that do not, that are more than all rows, and less than one."""
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
         case = replace(case_of().to(dtype), temperature=temperature)
@@ -127,7 +125,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
         assert_close(found, case.scores(plain, entropy), tolerance)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     case = case_of(rows=5, vocabulary=7, hidden=3).to(torch.float64)
     leaves = (case.hidden.requires_grad_(), case.weight.requires_grad_())
     assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, case.targets, 0.7, "gradient", 14), leaves)
@@ -144,7 +142,7 @@ def test_entropy_has_a_gradient_in_its_mode_alone() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+def test_frozen_weights_get_no_gradient(frozen: str) -> None:
     case = case_of()
     found = case.scores(chunked(100), "gradient", frozen)
     assert (found.by_hidden is None) == (frozen == "hidden")
@@ -210,7 +208,7 @@ def saved(node: Node | None) -> tuple[Tensor | None, ...]:
     return tensors
 
 
-def test_what_is_kept_for_backward_is_the_weight_itself_and_nothing_of_its_size() -> None:
+def test_backward_keeps_the_weight_itself_and_nothing_of_its_size() -> None:
     case = case_of()
     weight = nn.Parameter(case.weight)
     logprobs, _ = token_logprobs(case.hidden, weight, case.targets, entropy="gradient")

@@ -41,7 +41,7 @@ def test_host_memory_is_kept_for_the_next_time() -> None:
     assert len(places) == 1
 
 
-def test_what_is_not_kept_is_freed_and_allocated_again_for_all_that_share_it() -> None:
+def test_released_storages_are_freed_and_allocated_again_for_all_sharers() -> None:
     whole, other = torch.arange(10.0), torch.ones(3, dtype=torch.float16)
     part, host_offload = whole[2:5], HostOffload(torch.device("cpu"))
     host_offload.offload([part, whole, other, torch.zeros(0)], keeps=False)
@@ -52,7 +52,7 @@ def test_what_is_not_kept_is_freed_and_allocated_again_for_all_that_share_it() -
     assert part.tolist() == [7.0, 7.0, 7.0]
 
 
-def test_a_module_computes_with_what_fills_it() -> None:
+def test_a_module_computes_with_refilled_weights() -> None:
     layer, host_offload = torch.nn.Linear(4, 4), HostOffload(torch.device("cpu"))
     stored = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
     inputs = torch.ones(1, 4)

@@ -26,13 +26,13 @@ def logits_of(model: PreTrainedModel) -> Tensor:
     return model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 5:]
 
 
-def test_attention_is_chosen_at_load_and_gives_the_same_numbers() -> None:
+def test_attention_is_chosen_at_load_and_gives_the_same_results() -> None:
     plain, eager = load_model(placed(), 3), load_model(placed(attention="eager"), 3)
     assert (plain.config._attn_implementation, eager.config._attn_implementation) == ("sdpa", "eager")
     assert torch.allclose(logits_of(plain), logits_of(eager), atol=1e-5)
 
 
-def test_compiled_layers_keep_their_names_and_numbers() -> None:
+def test_compiled_layers_keep_their_names_and_results() -> None:
     """By dynamo without code for a device, which a CPU's compiler would make within minutes."""
     plain, compiled = load_model(placed(), 3), load_model(placed(), 3)
     compile_layers(compiled, backend="eager")

@@ -40,7 +40,7 @@ def of_four_ranks(tmp_path_factory: pytest.TempPathFactory, model_files: Path) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_compute_what_one_does(name: str, of_four_ranks: Found, model_files: Path) -> None:
+def test_ranks_compute_the_same_as_one(name: str, of_four_ranks: Found, model_files: Path) -> None:
     case = CASES[name]
     engine, batch = engine_for(case.placed(model_files, "torch"), UPDATES), mini_batch(20, rows=7)
     layout, column = case.placed(model_files).layout, case.column.name

@@ -105,7 +105,7 @@ def test_all_layouts_have_the_same_outputs_and_gradients(family: str, head: Head
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compares", [True, False])
-def test_a_pass_has_whole_groups_only_where_a_loss_compares_them(layout: str, compares: bool) -> None:
+def test_a_pass_has_whole_groups_only_if_a_loss_compares_them(layout: str, compares: bool) -> None:
     seen: list[list[int]] = []
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Any]:

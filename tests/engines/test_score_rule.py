@@ -86,7 +86,7 @@ def outputs(path: Path, text: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("pad", [EOS, PAD, None])
-def test_scores_are_those_of_plain_transformers(tmp_path: Path, pad: int | None, side: str) -> None:
+def test_scores_equal_plain_transformers(tmp_path: Path, pad: int | None, side: str) -> None:
     path = save_model(tmp_path / "reward", pad_token_id=pad)
     torch.testing.assert_close(own_scores(path), plain_scores(path, side), rtol=0, atol=1e-5)
 

@@ -85,7 +85,7 @@ def plain_training(optimizer: Any, limit: float | None, steps: int) -> tuple[dic
     ],
     ids=["adamw", "adam", "sgd with momentum", "sgd"],
 )
-def test_three_updates_are_those_of_torch(settings: dict[str, Any], optimizer: Any, limit: float | None) -> None:
+def test_three_updates_equal_torch(settings: dict[str, Any], optimizer: Any, limit: float | None) -> None:
     engine = engine_of(optimizer=settings | {"max_grad_norm": limit})
     before = snapshot(engine)
     statistics = train(engine, 3)
@@ -126,7 +126,7 @@ def closed_form(schedule: str, warmup: int, step: int) -> float:
 
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rates_are_those_of_the_formula_and_are_reported(schedule: str, warmup: int) -> None:
+def test_rates_follow_the_formula_and_are_reported(schedule: str, warmup: int) -> None:
     settings = {"learning_rate": 0.5, "schedule": schedule, "warmup_steps": warmup}
     engine = engine_of(num_updates=STEPS, optimizer=settings)
     expected = [0.5 * closed_form(schedule, warmup, step) for step in range(STEPS)]
@@ -342,7 +342,7 @@ def memory(engine: TorchEngine) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_was_offloaded_comes_back_as_it_was(dtype: str) -> None:
+def test_offloaded_tensors_return_unchanged(dtype: str) -> None:
     offloaded, other = engine_of(dtype=dtype, optimizer=FAST), engine_of(dtype=dtype, optimizer=FAST)
     for engine in (offloaded, other):
         train(engine, 2)

@@ -160,7 +160,7 @@ def letters(tokens: Sequence[int]) -> str:
     ],
     ids=["greedy", "whole", "sharper", "cut", "long", "ends", "stop"],
 )
-def test_responses_are_those_of_a_plain_loop(engine: VllmEngine, changes: dict[str, Any]) -> None:
+def test_responses_equal_a_plain_loop(engine: VllmEngine, changes: dict[str, Any]) -> None:
     how, batch = sampling(**changes), prompts(8)
     expected = reference(load_model(placed(), SEED), batch, how)
     check(engine.generate(batch, how), batch, expected)
@@ -189,7 +189,7 @@ def test_families(init: dict[str, Any]) -> None:
     made.close()
 
 
-def test_files_with_a_head_for_values_are_those_of_a_policy(tmp_path: Path) -> None:
+def test_files_with_a_value_head_are_read_as_a_policy(tmp_path: Path) -> None:
     model, batch = placed(), prompts(4)
     trunk = load_model(replace(model, head="both"), SEED + 1)
     save_model(tmp_path / "trunk", {n: w.detach() for n, w in trunk.named_parameters()}, trunk.config, None)
