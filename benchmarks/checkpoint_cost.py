@@ -1,6 +1,6 @@
-"""Seconds of a step with a checkpoint after every step, and without: the quick start's PPO, on this machine.
+"""Step time with a checkpoint after every step, and without: the quick start's PPO, on this machine.
 
-    flexrlhf run                                # once: trains what PPO starts from
+    flexrlhf run                                # once: trains the models that PPO starts from
     python benchmarks/checkpoint_cost.py        # in the same directory; about three minutes
 
 Both are run several times, in turns. ``blocked`` is the time that a rank spends copying its pieces, by the timeline.
@@ -32,12 +32,12 @@ def run(name: str, steps: int) -> Path:
 
 
 def step_seconds(directory: Path) -> list[float]:
-    """Return the seconds of each step but the first, in which libraries warm up."""
+    """Return the times of all steps but the first, in which libraries warm up."""
     return [row["seconds"] for row in read_lines(directory / "metrics.jsonl")[1:]]
 
 
 def blocked_seconds(directory: Path) -> list[float]:
-    """Return the seconds of each Checkpoint but the first, on the rank where it took longest."""
+    """Return the times of all Checkpoints but the first, on the slowest rank."""
     events = json.loads((directory / "timeline.json").read_text())["traceEvents"]
     longest: dict[int, float] = {}
     for event in events:

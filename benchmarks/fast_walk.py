@@ -1,4 +1,4 @@
-"""Seconds of one assignment, fast: to the bit those of the search and the simulation.
+"""Step time of one assignment, fast, and equal to the search's and the simulation's to the last bit.
 
 A device is free when its last call has ended. Ends on one device never go back, so a call begins when every earlier
 call that shares a device with it has ended: all that matters of devices is which *parts* overlap.
@@ -20,10 +20,10 @@ def overlaps_of(spans: Sequence[tuple[int, int]]) -> list[list[int]]:
 def play(
     graph: CallGraph, seconds: Sequence[float], links: Sequence[float], overlaps: Sequence[Sequence[int]]
 ) -> float:
-    """Seconds of a settled step, by the trainer's loop.
+    """Time of a settled step by the trainer's loop.
 
-    seconds:   of each call.
-    links:     seconds of each link.
+    seconds:   time of each call.
+    links:     time of each link.
     overlaps:  parts that share a device with each part.
     """
     visits = [_visit(graph, call, seconds[call], links, overlaps) for call in range(graph.num_calls)]
@@ -58,8 +58,8 @@ def play(
 
 
 Visit = tuple[int, int, int, int, int, Sequence[int], list[tuple[int, float]], float, int]
-"""(call, lag, every, its first part, its last part, the parts that share a device with them, (writer, wait) of what it
-reads, seconds, the part that it fills in the background)."""
+"""(call, lag, every, its first part, its last part, the parts that share a device with them, (writer, wait) of its
+inputs, seconds, the part that it fills in the background)."""
 
 
 def _visit(

@@ -1,4 +1,4 @@
-"""A step of PPO under four ways to generate with what ZeRO-3 trains, on four CPU ranks: seconds, bytes, memory.
+"""A step of PPO with ZeRO-3 training and four ways to generate, on four CPU ranks: time, bytes, memory.
 
     python -m benchmarks.hybrid_engine [--json FILE]
 
@@ -70,7 +70,7 @@ KB, MB = 1e3, 1e6
 class Step:
     """Means over ranks of one step.
 
-    seconds:  by kind of instruction; ``rest`` is what no instruction takes.
+    seconds:  time by kind of instruction; ``rest`` is time without an instruction.
     moved:    bytes of rows that all ranks send.
     synced:   bytes of weights that all ranks send.
     """
@@ -82,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """Measurements of one way, and what was planned for it.
+    """Measurements of one way, and its plan.
 
     steps:    measured steps.
     peaks:    bytes of each rank's process in addition to those before its models were loaded.
@@ -100,7 +100,7 @@ class Result:
 
     @property
     def lines(self) -> dict[str, str]:
-        """Cells of its column, by the name of the row."""
+        """Cells of its column, by name of the row."""
         total = median(sum(step.seconds.values()) for step in self.steps)
         cells = {f"{kind}, s": f"{self.seconds(kind):.2f}" for kind in KINDS} | {"step, s": f"{total:.2f}"}
         cells["moved, kB (planned)"] = _beside(median(s.moved for s in self.steps), _planned(self.plan, Move), KB)
@@ -125,7 +125,7 @@ def _planned(plan: Plan, kind: type[Move] | type[Sync]) -> float:
 
 
 def _gathered(plan: Plan) -> float:
-    """Bytes that all ranks receive where generation gathers ZeRO-3's shards: all weights for every token of a row."""
+    """Bytes that all ranks receive if generation gathers ZeRO-3's shards: all weights for every token of a row."""
     run = next(each for each in _runs(plan) if each.operator.kind == "generate")
     model = plan.placement[run.model]
     size = 4 * count_elements(plan.shapes[model.role].parameters)
@@ -190,7 +190,7 @@ def run(config: Path) -> Result:
 
 
 def _step(plan: Plan, spans: Sequence[Span]) -> Step:
-    """Return what a step's spans add up to. Saves, which end a run, do not count."""
+    """Return the sums of a step's spans. Saves, which end a run, do not count."""
     kinds = {f"{each.operator.name} on {each.model}": each.operator.kind for each in _runs(plan)}
     spans = [span for span in spans if span.kind in ("run", "move", "sync", "offload", "reload", "release")]
     seconds: dict[str, float] = defaultdict(float)
@@ -208,7 +208,7 @@ def _runs(plan: Plan) -> Iterable[Run]:
 
 
 def _kind(span: Span, kinds: Mapping[str, str]) -> str:
-    """Return the row of the table that the seconds of ``span`` belong to."""
+    """Return the row of the table that the time of ``span`` belongs to."""
     if span.kind in ("offload", "reload", "release"):
         return "free, reload"
     kind = kinds[span.label] if span.kind == "run" else span.kind

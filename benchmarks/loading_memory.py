@@ -2,12 +2,12 @@
 
     python benchmarks/loading_memory.py [--parameters 1.5e9] [--ranks 1 2 4] [--limit-gb 8] [--rows frozen]
 
-A checkpoint with random numbers in bfloat16 is made once, tensor by tensor. Then for every row of the table ranks are
+A checkpoint with random weights in bfloat16 is made once, tensor by tensor. Then for every row of the table ranks are
 started on this machine, on CPU: each loads its part into an engine, gathers the weights, and the first one writes them.
-Printed is the most of the ranks: the peak of a process (VmHWM, mapped pages of files included) less what it had before
-(libraries, process groups; for saving also the loaded model). ``whole`` is how transformers loads: all of the model in
-float32 on every rank, which is then sharded or cast; and to save all gathered tensors on one rank. What would need more
-than the limit is left out.
+Printed is the maximum over ranks: the peak of a process (VmHWM, mapped pages of files included) less its memory before
+(libraries, process groups; for saving also the loaded model). ``whole`` is loading by transformers: the whole model in
+float32 on every rank, which is then sharded or cast; and saving with all gathered tensors on one rank. Rows that would
+exceed the limit are left out.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _status(key: str) -> int:
 
 
 def begin() -> int:
-    """Set the peak back to what the process has now, and return that."""
+    """Reset the peak to the process's present memory, and return it."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -150,7 +150,7 @@ def _load_whole(stack: ExitStack, case: Case) -> None:
 
 
 def _import_libraries(case: Case) -> None:
-    """Import what the engine imports later, also transformers' classes of the model."""
+    """Import the engine's later imports, also transformers' classes of the model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -228,7 +228,7 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
 
 
 def measured(case: Case, ranks: int, whole: bool, directory: Path) -> list[dict[str, int]]:
-    """Start the ranks of one row and return what each has measured."""
+    """Start the ranks of one row and return their measurements."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -249,14 +249,14 @@ def measured(case: Case, ranks: int, whole: bool, directory: Path) -> list[dict[
     return [json.loads(output.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
 
 
-def print_table(parameters: float, numbers: Sequence[int], limit: float, rows: str, directory: Path) -> None:
+def print_table(parameters: float, rank_counts: Sequence[int], limit: float, rows: str, directory: Path) -> None:
     """Measure every row, and print it as soon as it is there."""
     count = write_checkpoint(directory / "model", parameters)
     print(f"{count / 1e9:.2f} B parameters, bfloat16 files of {2 * count / 1e9:.2f} GB; GB of host memory a rank\n")
     print("| model | ranks | its part | loading, whole | in parts | saving, whole | by tensor |")
     print("|---|---|---|---|---|---|---|")
     for case in [case for case in CASES if rows in case.name]:
-        for ranks in numbers:
+        for ranks in rank_counts:
             cells: dict[bool, tuple[str, str]] = {}
             part = "-"
             for whole in (True, False):

@@ -34,7 +34,7 @@ def train(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targe
 
 
 def peak_bytes(work: Callable[[], None], ignored: int) -> int:
-    """Return the peak bytes of tensors, without those of exactly ``ignored`` bytes: the gradient of the weight."""
+    """Return the peak bytes of tensors, without tensors of exactly ``ignored`` bytes: the weight's gradient."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         work()
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())

@@ -2,8 +2,8 @@
 
     python -m benchmarks.many_ranks [--ranks 4 16 64] [--json FILE]
 
-A toy model and three steps of PPO, co-located, interleaving and disaggregated. Ranks that are more than cores load
-their libraries in turn: the seconds of a start are then those of the cores. One thread a rank.
+A toy model and three steps of PPO, co-located, interleaving and disaggregated. If there are more ranks than cores, they
+load their libraries in turn, so the cores limit the start. One thread a rank.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Result:
 
     groups:        process groups of the plan.
     instructions:  of a step.
-    plan_s:        seconds to plan.
-    start_s:       seconds from the command to the end of its first step.
-    step_s:        mean seconds of the steps after the first.
+    plan_s:        time to plan.
+    start_s:       time from the command to the end of its first step.
+    step_s:        mean time of the steps after the first.
     end_s:         seconds from the last step to the end of the command.
     """
 

@@ -1,4 +1,4 @@
-"""PPO on two device classes: seconds of a step by the rows that the slow one gets, beside the share by measured speed.
+"""PPO on two device classes: step time by the rows of the slow one, next to the division by measured speed.
 
     sudo python -m benchmarks.mixed_classes [--quota 0.5] [--json FILE]
 
@@ -74,7 +74,7 @@ def limited_group(share: float) -> Iterator[Path]:
 
 
 def start(arguments: list[str], directory: Path, node: int, group: Path) -> subprocess.Popen[str]:
-    """Start ``flexrlhf`` on a core of its own, the second node with its part of it."""
+    """Start ``flexrlhf`` on its own core, the second node with a part of it."""
 
     def limit() -> None:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[node]})
@@ -94,7 +94,7 @@ def start(arguments: list[str], directory: Path, node: int, group: Path) -> subp
 
 
 def together(arguments: list[str], directory: Path, group: Path) -> str:
-    """Return what the first of both nodes prints."""
+    """Return the output of the first of both nodes."""
     jobs = [start(arguments, directory, node, group) for node in (0, 1)]
     outputs = [job.communicate()[0] for job in jobs]
     if jobs[0].returncode and "preflight:" not in outputs[0]:

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.placement_search``. Six parts, one for each model call (ReaL: Mei et al., MLSys 2025): generate,
 reward, ref and critic inference, actor and critic training; weights are sent from a trained part to the one that uses
-them. Options of a mesh: all dp * tp * pp of its size, micro-batches in powers of two, ZeRO 1 and 3 for training.
-``--space shadows`` and ``--space ratios``: a part for each placed model of the placement ratios instead.
+them. Options of a mesh: all dp * tp * pp that equal its size, micro-batches in powers of two, ZeRO 1 and 3 for
+training. ``--space shadows`` and ``--space ratios``: a part for each placed model of the placement ratios instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEVICE = DEVICE_CLASSES["A100-80G"]
 LINKS = Links(DEVICE.link_gb_s, DEVICE.node_gb_s)
 PER_NODE, PROMPT, RESPONSE = 8, 1024, 1024
 USABLE = 0.9
-"""Share of a device's memory that a plan may use."""
+"""Fraction of a device's memory that a plan may use."""
 MODELS = {
     "7b": Transformer(32, 4096, 11008, 32, 32, 128, 32000),
     "70b": Transformer(80, 8192, 28672, 64, 8, 128, 32000),
@@ -135,8 +135,8 @@ def active_bytes(kind: CallKind, model: Model, settings: Settings) -> float:
 
 
 def sync_seconds(model: Transformer) -> LinkSeconds:
-    """Seconds of a sync: every device of the destination receives its shard once, unless both meshes and layouts are
-    equal."""
+    """Time of a sync in seconds: every device of the destination receives its shard once, unless both meshes and
+    layouts are equal."""
 
     @cache
     def seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
@@ -254,19 +254,19 @@ def describe(result: SearchResult) -> str:
 
 
 Spot = tuple[int, int]
-"""A part's start and the position of its option."""
+"""A part's start and its option's position."""
 
 
 @dataclass
 class Metropolis:
     """Random walk of ReaL: change one part's option, accept by exp(-beta (new - old)).
 
-    Seconds of calls and links are looked up, as in the search.
+    Times of calls and links are looked up, as in the search.
 
     tables:  the problem.
-    seed:    of the random numbers.
-    alpha:   factor on the seconds of what does not fit.
-    beta:    inverse temperature, for seconds relative to those of the first assignment.
+    seed:    seed of the random generator.
+    alpha:   factor on the time of assignments that do not fit.
+    beta:    inverse temperature, for times relative to the first assignment.
     """
 
     tables: Tables
@@ -306,7 +306,7 @@ class Metropolis:
         return [*plan[:part], (start, rng.randrange(options.start, options.stop)), *plan[part + 1 :]]
 
     def _meshes(self, part: PartTable) -> list[tuple[int, int]]:
-        """(start, shape) of the meshes where the part has options."""
+        """(start, shape) of meshes on which the part has options."""
         has_options = [part.first[shape] < part.first[shape + 1] for shape in range(len(self.tables.shapes))]
         return [(start, shape) for (start, _), shape in self.tables.shape_at.items() if has_options[shape]]
 
@@ -355,8 +355,8 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--actor", choices=MODELS, help="default: 7b on a node, else 70b")
     parser.add_argument("--critic", choices=MODELS, default="7b")
     parser.add_argument("--gap", type=float, help="default: 0 on a node, else 0.01")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of search")
-    parser.add_argument("--metropolis", type=float, default=10.0, help="seconds of Metropolis-Hastings; 0: none")
+    parser.add_argument("--limit", type=float, default=60.0, help="search time in seconds")
+    parser.add_argument("--metropolis", type=float, default=10.0, help="seconds for Metropolis-Hastings; 0: none")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
-"""Predicted and measured seconds of a step: the quick start's PPO under three placements, on this machine.
+"""Predicted and measured step time: the quick start's PPO under three placements, on this machine.
 
-    flexrlhf run                                # once: trains what PPO starts from
+    flexrlhf run                                # once: trains the models that PPO starts from
     python benchmarks/predicted_steps.py        # in the same directory; about five minutes
     python benchmarks/predicted_steps.py --model 20M --steps 4 --runs 3
 
@@ -42,7 +42,7 @@ MODELS = {
     "quick start": (),
     "20M": tuple(f"models.{role}.{key}" for role in ("actor", "reward") for key in ("path=null", f"init={SIZES}")),
 }
-"""Settings of the models, in addition to those of the quick start."""
+"""Settings of the models, in addition to the quick start's."""
 CLEARLY = 0.1
 """Difference of two plans above which their order must be right."""
 
@@ -66,7 +66,7 @@ def settings(changes: Iterable[str]) -> tuple[str, ...]:
 
 
 def measure(name: str, vector: str, steps: int, model: str) -> Path:
-    """Run once; return the path of its timeline."""
+    """Run once; return the timeline's path."""
     command("run", str(config_paths()[-1]), *settings(changes_of(name, vector, steps, model)))
     return Path("runs") / name / "timeline.json"
 

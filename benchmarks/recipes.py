@@ -1,15 +1,15 @@
-"""Settings that a YAML leaves out: what is chosen, next to what ``advise`` finds and to public recipes of the peers.
+"""Settings chosen for a YAML that leaves them out, next to results of ``advise`` and public recipes of the peers.
 
     python -m benchmarks.recipes
 
-Prints two tables of predicted steps, at the longest prompts and responses. The first has YAMLs of algorithm, models,
-data and cluster alone. The second has runs of public recipes: each with
-the recipe's batch, lengths and GPUs, planned once with the recipe's execution settings and once without any.
+Prints two tables of predicted steps, at the longest prompts and responses. The first has YAMLs with only algorithm,
+models, data and cluster. The second has runs of public recipes: each with the recipe's batch, lengths and GPUs, planned
+once with the recipe's execution settings and once without any.
 
 A recipe's micro-batch of n sequences on a GPU is ``micro_batch_tokens`` of n times the longest prompt and response.
-vLLM's share of a GPU is a cache of the memory that the weights leave of it. Ranks that share a sequence are
-data-parallel ranks here. Weights and optimizer states that a recipe offloads between phases are offloaded here where
-the plan needs it.
+vLLM's GPU memory fraction becomes a cache of the memory that the weights leave in it. Ranks that share a sequence are
+data-parallel ranks here. Weights and optimizer states that a recipe offloads between phases are offloaded here if the
+plan needs it.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def _nodes(number: int, name: str) -> Section:
 class Recipe:
     """Public recipe of a peer.
 
-    run:        what is computed.
-    source:     key of ``REPOSITORIES``.
+    run:        algorithm, models, batch and lengths.
+    source:     key in ``REPOSITORIES``.
     file:       path there.
     models:     settings by role.
-    note:       what differs from the file.
-    vllm:       vLLM's tensor-parallel ranks and its share of a GPU's memory; None: nothing is generated.
+    note:       differences from the file.
+    vllm:       vLLM's tensor-parallel ranks and its GPU memory fraction; None: nothing is generated.
     placement:  section of that name; None: every model on all devices.
     """
 
@@ -116,7 +116,7 @@ class Recipe:
 
     @property
     def _rollout(self) -> Section:
-        """Engine that generates, with a cache of the memory that its weights leave of its share."""
+        """Engine that generates, with a cache of the memory that its weights leave in its fraction."""
         if self.vllm is None:
             return {}
         (tp, share), shape = self.vllm, model_shape("actor", ModelSpec.model_validate({"init": self.run.model}))
@@ -361,7 +361,7 @@ class Chosen:
 
 
 def chosen(run: Run) -> Chosen:
-    """Plan ``run`` with what its YAML leaves out chosen."""
+    """Plan ``run`` with its missing settings chosen."""
     began = perf_counter()
     ((plan, text),) = planned([parse_spec(run.sections, run.title)])
     seconds = perf_counter() - began

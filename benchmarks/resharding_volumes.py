@@ -2,9 +2,10 @@
 
     python -m benchmarks.resharding_volumes
 
-Shares of all weights M, of a model whose tensors all degrees divide. Formulas and names: HybridFlow (Sheng et al. 2024,
-sec. 5.4, table 2): DeepSpeed-Chat gathers everything from ZeRO-3 over all t p d GPUs, HybridFlow-V everything within a
-training replica, HybridFlow what is missing, with generation ranks in an order in which each keeps what it trains.
+Fractions of all weights M, for a model whose tensors all degrees divide. Formulas and names: HybridFlow (Sheng et al.
+2024, sec. 5.4, table 2): DeepSpeed-Chat gathers everything from ZeRO-3 over all t p d GPUs, HybridFlow-V everything
+within a training replica, HybridFlow only missing weights, with generation ranks in an order in which each reuses its
+trained part.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ DEGREES = [
 
 
 def holdings(layout: Layout, engine: str = "torch", zero: int = 0) -> Holdings:
-    """Return what each rank stores of the model."""
+    """Return each rank's part of the model."""
     model = PlacedModel(ModelName("actor"), layout, True, ModelSpec(engine=engine, zero=zero))
     return {rank: parts_on(model, SHAPE, rank) for rank in layout.ranks}
 
 
 def received(source: Holdings, destination: Holdings) -> Fraction:
-    """Return the largest share of all weights that a rank receives."""
+    """Return the largest fraction of all weights that a rank receives."""
     plan = plan_transfers(source, destination, 10**9)
     return Fraction(max(plan.received.values(), default=0), count_elements(SHAPE.parameters))
 

@@ -113,7 +113,7 @@ def in_turn(world: World, work: Callable[[], Any]) -> Any:
 def synced(
     world: World, engine: Engine, placed: dict[str, PlacedModel], group: dist.ProcessGroup, settings: SyncSpec
 ) -> list[float]:
-    """Return the seconds of each sync of all weights, from the first bucket until they are loaded and checked."""
+    """Return the time of each sync of all weights, from the first bucket until they are loaded and checked."""
     shape = model_shape("actor", placed["actor"].settings)
     assert shape is not None
     trained, copy = placed["actor"], placed["actor.rollout"]
@@ -132,7 +132,7 @@ def synced(
 
 
 def broadcast(world: World, num_bytes: int, group: dist.ProcessGroup) -> list[float]:
-    """Return the seconds of each broadcast of one tensor of ``num_bytes``."""
+    """Return the time of each broadcast of one tensor of ``num_bytes``."""
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
     seconds = []
     for number in range(REPEATS):

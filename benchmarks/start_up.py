@@ -1,4 +1,4 @@
-"""Time from a command to its first step and to its end, of a restart after a killed rank, and memory of its ranks.
+"""Time from a command to its first step and to its end, and of a restart after a killed rank; memory of the ranks.
 
     python -m benchmarks.start_up [--ranks 2] [--times 5]
 
@@ -54,7 +54,7 @@ def await_line(process: subprocess.Popen[str], *signs: str) -> float:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Return the processes of ranks and of what forks them."""
+    """Return the processes of ranks and of their factory."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
@@ -67,7 +67,7 @@ def first_step(ranks: int) -> float:
 
 
 def whole_run(ranks: int) -> float:
-    """Return the seconds of a run of one step."""
+    """Return the time of a run with one step, in seconds."""
     began = time.perf_counter()
     with command(ranks, steps=1) as process:
         assert process.stdout is not None, "it is a pipe"
@@ -87,7 +87,7 @@ def restart(ranks: int) -> float:
 
 
 def memory(ranks: int) -> float:
-    """Return the MB of all ranks and what forks them, each shared page once."""
+    """Return the MB of all ranks and their factory, each shared page once."""
     with command(ranks, steps=ENDLESS) as process:
         await_line(process, "  step 5/")
         files = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in ranks_of(process.pid)]

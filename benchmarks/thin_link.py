@@ -1,4 +1,4 @@
-"""PPO of two hosts with a thin link between them: samples a second, bytes and seconds of placements, beside the plan's.
+"""PPO on two hosts with a thin link between them: samples a second, bytes and times of placements, next to the plan's.
 
     sudo python -m benchmarks.thin_link [--mbit 200] [--ranks 1] [--ways NAME ...] [--json FILE]
 
@@ -73,8 +73,8 @@ class Result:
     """One way on one link.
 
     samples_s:  samples a second, measured.
-    seconds:    of a step, measured.
-    predicted:  seconds of a step.
+    seconds:    measured step time.
+    predicted:  predicted step time.
     sent_mb:    MB that each host sends in a step, by its interface.
     planned_mb: MB of rows, weights and gradients that each host sends in a step by the plan; shards that ZeRO-3 gathers
                 for a pass are not counted.
@@ -180,7 +180,7 @@ def _simulated(config: Path, profile: Path) -> Simulation:
 
 
 def table(results: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Return the lines of the table: a row for each way, with each of its runs."""
+    """Return the lines of the table: a row for each way, with each run."""
     head = "| placement | samples/s | step, s | predicted, s | MB sent, by host | planned |"
     lines = [head, "|---" * 6 + "|"]
     for name, runs in results.items():

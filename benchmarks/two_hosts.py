@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with a link between them, each with a host name of its own."""
+"""Two hosts on this machine: network namespaces with a link between them, each with its own host name."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Bench:
         return {name: torch.ones(part.num_elements) for name, part in parts_on(model, self.shape, self.rank).items()}
 
     def ways(self, settings: SyncSpec) -> dict[str, Callable[[], None]]:
-        """Return what is compared, by name."""
+        """Return the compared ways, by name."""
         weights, copy = self.weights(self.source), self.weights(self.destination)
         return {
             "sync": self._sync(settings, weights, copy),
@@ -168,7 +168,7 @@ def rank_main(rank: int, port: int, settings: SyncSpec, rounds: int, names: list
 
 
 def measure(bench: Bench, ways: Mapping[str, Callable[[], None]], rounds: int, name: str) -> dict[str, float]:
-    """Return the median seconds of each way; a first round is a warm-up."""
+    """Return the median time of each way; a first round is a warm-up."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(1 + rounds):
         for way, run in ways.items():
@@ -186,7 +186,7 @@ HEADER = f"{'':<22}{'MB':>6}" + "".join(
 
 
 def line(name: str, size_mb: float, seconds: Mapping[str, float]) -> str:
-    """Return a line of the table: seconds of each way, and its speed over that of the raw send."""
+    """Return a line of the table: time of each way, and its speed relative to the raw send."""
     raw = seconds["raw send"]
     cells = "".join(f"{each:>11.2f} s {raw / each:>5.2f}" for each in seconds.values())
     return f"{name:<22}{size_mb:>6.0f}{cells}"

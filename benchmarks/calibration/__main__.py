@@ -29,7 +29,7 @@ ROW_GOALS = {"real/h100": 0.25, "real-v1/a100": 0.25}
 """Group → highest error of a row that its own planner claims (ReaL: below 25 %), for rows of that system."""
 MEMORY_GOAL, ORDER_GOAL = 0.90, 0.96
 MARGINS = (0.0, memory.MARGIN, 0.08, 0.12, 0.2)
-"""Shares of a device that are left free, to show what more care costs."""
+"""Fractions of a device that are left free, to show the cost of a larger margin."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class GroupErrors:
     def text(self) -> str:
         errors = [each.error for each in self.found]
         naive = [mean(abs(value(each) - each.measured) / each.measured for each in self.found) for value in _NAIVE]
-        numbers = [mean(errors), median(errors), max(errors), *naive]
-        cells = "".join(f"{100 * number:9.1f}" for number in numbers)
+        summary = [mean(errors), median(errors), max(errors), *naive]
+        cells = "".join(f"{100 * error:9.1f}" for error in summary)
         return f"{self.goal:12} {self.group:34} {len(errors):5d}{cells}   {verdict(self.mean, self.goal_error)}"
 
 
@@ -61,7 +61,7 @@ _NAIVE = (lambda each: each.constant_mfu, lambda each: each.roofline)
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration", description=__doc__)
-    parser.add_argument("directory", type=Path, help="where the tables of measurements are")
+    parser.add_argument("directory", type=Path, help="directory with the tables of measurements")
     directory = parser.parse_args().directory
     steps = rlhf.read(directory)
     found = distinct([*_predictions(directory), *steps.predictions])
@@ -115,7 +115,7 @@ def _memory(directory: Path) -> Iterator[str]:
     wrong = [each for each in found.verdicts if not each.is_right]
     for each in wrong:
         predicted, published = ("fits", "does not") if each.predicted else ("does not fit", "fits")
-        yield f"  {each.row} ({each.what}): predicted that it {predicted}; published: {published}"
+        yield f"  {each.row} ({each.claim}): predicted that it {predicted}; published: {published}"
     by_source: dict[str, list[float]] = defaultdict(list)
     for peak in found.peaks:
         by_source[peak.source].append(peak.error)

@@ -33,6 +33,6 @@ def _report(module: ModuleType, directory: Path) -> None:
         for group in (each.group, "all"):
             errors[group].append((each.error, each.row))
     for group, found in errors.items():
-        numbers = [error for error, _ in found]
-        print(f"{group}: {len(found)} rows, {mean(numbers):.1%}, median {median(numbers):.1%}, worst {max(found)}")
+        values = [error for error, _ in found]
+        print(f"{group}: {len(found)} rows, {mean(values):.1%}, median {median(values):.1%}, worst {max(found)}")
     print(f"{len(module.fitted())} constants; left out: {module.read_cases(directory)[1] or 'nothing'}")

@@ -22,12 +22,12 @@ from benchmarks.systems.profiles import SYSTEMS
 from flexrlhf.guideline.costs.cost_model import Transformer
 
 STEP = 1.15
-"""Factor by which a constant is varied to see what follows."""
+"""Factor by which a constant is varied to see its effect."""
 MOST_ERROR = 3.0
 """Relative error above which a row pulls no harder."""
 LEAST_SECONDS = 1e-6
 PULL = 0.003
-"""Loss for a constant that differs from what is assumed of it by a factor of e."""
+"""Loss for a constant that differs from its assumed value by a factor of e."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def fit(rows: Sequence[LinearRow], start: Constants) -> dict[str, float]:
 
 
 def linear_rows(rows: Sequence[Row], models: Mapping[str, Transformer], start: Constants) -> list[LinearRow]:
-    """Return the rows that can be predicted, with what follows from each constant."""
+    """Return the predictable rows, with the effect of each constant."""
     base = {each.row["id"]: each for each in _predicted(rows, models, start)}
     slopes: dict[str, dict[str, float]] = {name: {} for name in base}
     for constant, value in start.items():
@@ -127,18 +127,18 @@ def _predicted(rows: Sequence[Row], models: Mapping[str, Transformer], values: C
 def ratio_at(rows: Sequence[CheckedRow], share: float) -> float:
     """Return the ratio of measured to predicted seconds below which a ``share`` of the rows is; every system has the
     same weight."""
-    numbers = Counter(family_of(each.row) for each in rows)
-    below, total = 0.0, len(numbers)
+    counts = Counter(family_of(each.row) for each in rows)
+    below, total = 0.0, len(counts)
     for each in sorted(rows, key=lambda each: each.ratio):
-        below += 1 / numbers[family_of(each.row)]
+        below += 1 / counts[family_of(each.row)]
         if below >= share * total:
             return each.ratio
     raise ValueError(f"{share}: no share of the rows")
 
 
 def placement_gaps(rows: Sequence[CheckedRow]) -> list[float]:
-    """Return, for each two placements of one problem on the same engines, how far the ratio of their measured seconds
-    is from that of the predicted ones: 0.1 where it is a tenth larger or smaller."""
+    """Return, for each two placements of one problem on the same engines, the deviation of their measured time ratio
+    from the predicted one: 0.1 if it is a tenth larger or smaller."""
     problems: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for each in rows:
         if each.prediction.goal == STEPS and each.fits:

@@ -38,9 +38,9 @@ ENGINES = (
 ALIASES = {"llama-70b": "llama-2-70b", "mistral-7b": "mistral-7b-v0.3"}
 FP8_FAMILIES = ("H100", "H200", "H800", "H20", "L40S", "RTX4090", "B200")
 FP8_GAIN = 1.55
-"""Speed of fp8 matrix products relative to 16-bit ones, where peaks differ by a factor of 2. Fitted."""
+"""Speed of fp8 matrix products relative to 16-bit ones, if peaks differ by a factor of 2. Fitted."""
 FREE_SHARE, FIXED_GB = 0.9, 2.0
-"""Share of a device's memory that engines use, and the part of it that is neither weights nor cache."""
+"""Fraction of a device's memory that engines use, and its part that is neither weights nor cache."""
 LEAST_HBM_GB_S = 900
 MOST_SEQUENCES = {"tensorrt-llm": 2048}
 """Default of the most rows that an engine decodes together; other engines: 256."""
@@ -64,7 +64,7 @@ FITTED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 """Engines that share constants, and the constants."""
 MOST_CACHE = 0.92
-"""Highest share of the stated memory bandwidth that a kernel reaches."""
+"""Highest fraction of the stated memory bandwidth that a kernel reaches."""
 OTHERS = ("FP8_GAIN", "host factor of PCIe 4")
 """Other constants that are fitted."""
 
@@ -77,7 +77,7 @@ class GenerationCase:
     call:      the call
     mesh:      its devices
     measured:  measured seconds
-    rows:      live rows of a single decoding step, where that was measured; else 0
+    rows:      live rows of a single decoding step, if that was measured; else 0
     context:   tokens of each of them
     """
 
@@ -231,7 +231,7 @@ def _plain(name: str) -> str:
 
 
 def _item(text: str) -> int | None:
-    """Return the bytes of a weight; None where they are no whole number."""
+    """Return the bytes of a weight; None if they are no whole number."""
     text = text.lower()
     if re.search("int4|gptq|awq|4bit|4-bit|nf4|fp4", text):
         return None
@@ -239,7 +239,7 @@ def _item(text: str) -> int | None:
 
 
 def _at(device: DeviceClass, item: int, gain: float) -> DeviceClass:
-    """Return ``device`` with eight-bit arithmetic where it has that."""
+    """Return ``device`` with eight-bit arithmetic, if supported."""
     if item != 1 or not device.name.startswith(FP8_FAMILIES):
         return device
     return replace(device, tflops=gain * device.tflops, attention=device.attention / gain)
@@ -261,7 +261,7 @@ def _mesh(row: Row, device: DeviceClass) -> Mesh:
 
 
 def _sized(row: Row, call: Call, mesh: Mesh) -> Call:
-    """Return ``call`` with the batch of the row, and as many rows decoded together as fit into memory where the engine
+    """Return ``call`` with the batch of the row, and as many rows decoded together as fit into memory if the engine
     schedules them."""
     text = row["global_batch"] or row["micro_bs"] or "1"
     together = MOST_SEQUENCES.get(call.engine, 256)
@@ -292,7 +292,7 @@ def _fitting(call: Call, mesh: Mesh) -> int:
 
 
 def _measured(row: Row, call: Call) -> float | None:
-    """Return the seconds of the whole call, or of the one step or pass that was measured."""
+    """Return the time of the whole call, or of the one step or pass that was measured, in seconds."""
     value, unit = float(row["value"]), row["unit"].lower()
     tokens = call.rows * call.mean_response
     if unit.startswith("out tokens/s"):
@@ -370,7 +370,7 @@ def _improved(
 
 
 def _scaled(profile: DecodeProfile, field: str, factor: float) -> DecodeProfile:
-    """Return ``profile`` with ``field``, or that of its forward passes, times ``factor``."""
+    """Return ``profile`` with its ``field``, or its forward passes' one, times ``factor``."""
     if hasattr(profile, field):
         return replace(profile, **{field: factor * getattr(profile, field)})
     passes = replace(profile.passes, **{field: factor * getattr(profile.passes, field)})

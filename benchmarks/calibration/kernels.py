@@ -131,7 +131,7 @@ def _element_bytes(row: Row) -> float:
 
 
 def fitted() -> dict[str, float]:
-    """Return every constant that the fit sets, with its present value: the figures, and the share of the peak."""
+    """Return every constant that the fit sets, with its present value: the figures, and the fraction of the peak."""
     return asdict(FIGURES) | {"matmul": DeviceClass.matmul}
 
 

@@ -48,8 +48,8 @@ class LinkCase:
 
     @property
     def group(self) -> str:
-        where = "within" if self.ranks <= self.per_node else "across"
-        return f"{self.row['collective']} {where}/{self.row['cluster']}"
+        scope = "within" if self.ranks <= self.per_node else "across"
+        return f"{self.row['collective']} {scope}/{self.row['cluster']}"
 
     def seconds(self, figures: Figures = (WITHIN, ACROSS)) -> float:
         if self.row["collective"] == "all_reduce":

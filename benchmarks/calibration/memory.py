@@ -31,10 +31,10 @@ FLOAT_SHARDS = PerParameter(weights=4, gradients=4, optimizer=8)
 VLLM_TOKENS = 8192
 """Tokens of one prefill pass for which vLLM reserves memory when it starts."""
 HF_BYTES = 0.02
-"""Share of the weights that Transformers takes in addition to keys and values."""
+"""Memory of Transformers in addition to keys and values, as a fraction of the weights."""
 MARGIN = 0.04
-"""Share of a device's memory that a setting must leave free to count as fitting, in addition to ``FRAGMENTATION``: the
-largest with which nothing that was published to run is predicted not to fit."""
+"""Fraction of a device's memory that a setting must leave free to count as fitting, in addition to ``FRAGMENTATION``:
+the largest one that contradicts no published run."""
 CHUNKED = 1024
 """Tokens of one chunk in trainers that compute the log-probs of a rollout in chunks."""
 
@@ -52,21 +52,21 @@ _GROUPS = {
 class Verdict:
     """Whether a setting fits the devices.
 
-    row:        name of its row
-    what:       published cell, or what follows from one, such as that half of the fewest devices is too few
+    row:        name of the row
+    claim:      published cell, or a conclusion from one, such as that half of the fewest devices is too few
     measured:   whether it fits as published
     predicted:  whether it fits as predicted
     """
 
     row: str
-    what: str
+    claim: str
     measured: bool
     predicted: bool
 
     @property
     def is_cell(self) -> bool:
         """Whether this very setting was tried."""
-        return self.what in ("trains", "step", "generates") or self.what.endswith("k tokens")
+        return self.claim in ("trains", "step", "generates") or self.claim.endswith("k tokens")
 
     @property
     def is_right(self) -> bool:
@@ -75,7 +75,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one device (of all, where the row counts them all)."""
+    """Bytes of one device (of all devices, if the row counts them all)."""
 
     row: str
     source: str
@@ -96,10 +96,10 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class Known:
-    """What rows are compared with.
+    """Models and margin that rows are compared with.
 
     models:  model shapes by name
-    margin:  share of a device's memory that must stay free
+    margin:  fraction of a device's memory that must stay free
     """
 
     models: Mapping[str, Transformer]
@@ -126,7 +126,7 @@ def read(directory: Path, margin: float = MARGIN) -> MemoryReport:
 
 
 def _measured(directory: Path) -> Iterator[Row]:
-    """Yield the rows of memory among the measurements; those of inference are in both files."""
+    """Yield the rows of memory among the measurements; rows of inference are in both files."""
     for row in read_rows(directory, "measurements_calib"):
         if row["kind"] == "memory" and row["metric"] != "gpu_memory":
             yield row

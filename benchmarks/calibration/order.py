@@ -1,4 +1,4 @@
-"""Order of measurements and predictions: systems, placements, numbers of devices and meshes of one problem."""
+"""Order of measurements and predictions: systems, placements, device counts and meshes of one problem."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLEAR = 0.1
 class OrderedPair:
     """Two rows that are compared.
 
-    kind:       what differs between them
+    kind:       the difference between them
     rows:       their names
     measured:   measured seconds of the second relative to the first
     predicted:  the same as predicted
@@ -59,7 +59,7 @@ def read(directory: Path) -> list[OrderedPair]:
 
 
 def _timed(directory: Path) -> Iterator[TimedRow]:
-    """Yield steps and calls in seconds; for throughputs, seconds of a row."""
+    """Yield steps and calls in seconds; for throughputs, seconds per row."""
     models = read_models(directory)
     for row in rows_of(directory):
         if row["kind"] not in ("e2e", "percall"):
@@ -102,7 +102,7 @@ def _problem(row: Row) -> tuple[str, ...] | None:
 
 
 def _scaled(row: Row) -> tuple[str, ...] | None:
-    """Return the key of the same step of one system on different numbers of devices."""
+    """Return a key that the same step of one system has on any number of devices."""
     if row["kind"] != "e2e":
         return None
     return (*_models(row), *_lengths(row), row["system"], row["version"], row["placement"].split(":")[0])
@@ -137,7 +137,7 @@ _NAMES = {"colocate": "co-located", "standalone": "standalone", "split": "split"
 
 
 def _placed_seconds(row: Row, models: Mapping[str, Transformer]) -> Iterator[tuple[str, float]]:
-    """Yield the seconds of HybridFlow with each of its placements."""
+    """Yield HybridFlow's step time with each placement."""
     sizes = {7: "LLaMA-2-7B", 13: "LLaMA-2-13B", 34: "CodeLlama-34B", 70: "LLaMA-2-70B"}
     actor, critic = (int(re.findall(r"\d+", row[name] or row["actor_b"])[0]) for name in ("actor_b", "critic_b"))
     counts = [int(count) for count in re.findall(r"\d+", row["notes"].split(";")[0])]

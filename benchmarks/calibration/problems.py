@@ -15,7 +15,7 @@ from flexrlhf.guideline.costs.cost_model import Links, Transformer
 from flexrlhf.placement.devices import DeviceClass
 
 NODE_GB_S = {"flexrlhf": 100.0, "real": 400.0, "hybridflow": 25.0, "nemo-rl": 400.0}
-"""GB/s between nodes, where the source of the rows states it (hardware.yaml, clusters); else that of the device."""
+"""GB/s between nodes, if the source of the rows states it (hardware.yaml, clusters); else the device's."""
 
 _SYSTEMS = {
     ("flexrlhf", "DeepSpeed-Chat"): "deepspeed-chat",
@@ -88,7 +88,7 @@ class LeftOut(ValueError):
 
 
 class NothingFits(LeftOut):
-    """What was run and published is predicted not to fit."""
+    """A published run is predicted not to fit."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class PublishedStep:
 
     row:        the row
     system:     the system that ran it
-    workload:   what it ran
-    placement:  its placement, where the row states it
+    workload:   models, batch and lengths
+    placement:  its placement, if the row states it
     tables:     profiles of the engines
     planner:    the system that chose the meshes, if it is another
     """
@@ -142,13 +142,13 @@ def system_of(row: Row, systems: Mapping[str, System]) -> System:
         system = replace(system, trainer="megatron")
     if row["grad_ckpt"] in ("on", "off"):
         system = replace(system, recompute="full" if row["grad_ckpt"] == "on" else "none")
-    if "async" in row["placement"]:  # an engine of its own neither sleeps nor wakes
+    if "async" in row["placement"]:  # a separate engine neither sleeps nor wakes
         system = replace(system, ahead=True, placements=("disaggregated",))
     return system
 
 
 def problem_of(row: Row, known: Catalogue) -> PublishedStep:
-    """Return the row as a workload. Raises LeftOut where it is no test of a prediction."""
+    """Return the row as a workload. Raises LeftOut if it is no test of a prediction."""
     if "MoE" in row["model"] or re.search(r"A\d+B|3A\b|DeepSeek.?(V3|671)|\d3A", row["model"]):
         raise LeftOut("mixture of experts")
     device = device_of(row)
@@ -201,7 +201,7 @@ def _links(row: Row, device: DeviceClass) -> Links:
 
 
 def _lengths(row: Row) -> tuple[float, tuple[float, ...]]:
-    """Return tokens of prompt and responses. Raises LeftOut where no mean is published."""
+    """Return tokens of prompt and responses. Raises LeftOut if no mean is published."""
     text = row["gen_len"]
     if not text or "unstated" in text or text.startswith("max"):
         raise LeftOut("mean response length unpublished")
@@ -274,7 +274,7 @@ def _pair(row: Row, models: Mapping[str, Transformer]) -> tuple[Transformer, Tra
 
 
 def model_named(text: str, models: Mapping[str, Transformer]) -> str:
-    """The shape that a cell names. Raises LeftOut where there is none."""
+    """The shape that a cell names. Raises LeftOut if there is none."""
     plain = re.sub(r"[^a-z0-9.]", "", re.split(r"\s+(actor|shadow|\()", text)[0].lower()).removesuffix("instruct")
     known = {re.sub(r"[^a-z0-9.]", "", name.lower()): name for name in models}
     name = known.get(plain) or _ALIASES.get(plain)
@@ -289,18 +289,18 @@ def _placement(row: Row, workload: Workload) -> SystemPlacement | None:
     if len(counts) >= 4:
         order = [key for key in ("ref", "rm", "critic", "actor", "vllm") if key in counts]
         names = {"ref": REF, "rm": REWARD, "critic": CRITIC, "actor": ACTOR, "vllm": ROLLOUT}
-        where = {names[key]: (index,) for index, key in enumerate(order)}
-        return SystemPlacement("standalone", tuple(counts[key] for key in order), where)
+        groups = {names[key]: (index,) for index, key in enumerate(order)}
+        return SystemPlacement("standalone", tuple(counts[key] for key in order), groups)
     nodes = re.search(r"actor (\d+) nodes, critic\S* (\d+) nodes", text)
     if nodes:
         first, second = (int(count) * workload.per_node for count in nodes.groups())
-        where = {ACTOR: (0,), REF: (0,), CRITIC: (1,), REWARD: (1,)}
-        return SystemPlacement("split", (first, second), where)
+        groups = {ACTOR: (0,), REF: (0,), CRITIC: (1,), REWARD: (1,)}
+        return SystemPlacement("split", (first, second), groups)
     halves = re.search(r"(\d+) generation GPUs \+ (\d+) training GPUs", text)
     if halves:
         generation, training = (int(count) for count in halves.groups())
-        where = {role: (0,) for role in workload.models} | {ROLLOUT: (1,)}
-        return SystemPlacement("disaggregated", (training, generation), where)
+        groups = {role: (0,) for role in workload.models} | {ROLLOUT: (1,)}
+        return SystemPlacement("disaggregated", (training, generation), groups)
     return None
 
 

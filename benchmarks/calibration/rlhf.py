@@ -32,7 +32,7 @@ DSCHAT_SAMPLES = 264_292
 DSCHAT_ROWS = 1024
 """Most rows of a step in them."""
 NAIVE_MFU = 0.10
-"""Share of the peak at which the median step runs."""
+"""Fraction of the peak at which the median step runs."""
 
 _CALLS = {
     "actor_generate": ("generate", ACTOR),
@@ -83,7 +83,7 @@ def read(directory: Path, systems: Mapping[str, System] = SYSTEMS, tables: Engin
 
 
 def rows_of(directory: Path) -> list[Row]:
-    """Return the rows of steps and calls. A step that does not state its micro-batch has that of its calls."""
+    """Return the rows of steps and calls. A step that does not state its micro-batch has its calls' one."""
     kinds = ("percall", "e2e", "phase", "transition")
     rows = [row for row in read_rows(directory, "measurements_calib") if row["kind"] in kinds]
     named: dict[tuple[str, ...], str] = {}
@@ -98,8 +98,8 @@ def _experiment(row: Row) -> tuple[str, ...]:
 
 
 def predict(row: Row, known: Catalogue) -> Prediction:
-    """Return the prediction of a row: no seconds, an error of all, for what is predicted not to fit. Raises LeftOut
-    where it is no test."""
+    """Return the prediction of a row: 0 seconds, an error of 100 %, if it is predicted not to fit. Raises LeftOut if it
+    is no test."""
     try:
         return _predicted(row, known)
     except NothingFits:
@@ -121,7 +121,7 @@ def _predicted(row: Row, known: Catalogue) -> Prediction:
 
 
 def step_of(problem: PublishedStep) -> SystemStep:
-    """Return the predicted step. Raises LeftOut where nothing fits."""
+    """Return the predicted step. Raises LeftOut if nothing fits."""
     if problem.planner is not None:  # without graphs it runs the plan that was searched with them
         planned = replace(problem.planner, layout=problem.system.layout, placements=problem.system.placements)
         step = best_step(problem.workload, planned, problem.tables.costs(planned.overheads))
@@ -226,7 +226,7 @@ def placed_call(row: Row, known: Catalogue) -> tuple[SystemCall, PublishedStep]:
 
 
 def _phase(row: Row, known: Catalogue) -> Prediction:
-    """Return the prediction of calls of some kinds together, in parallel where they have separate devices."""
+    """Return the prediction of calls of some kinds together, in parallel if they have separate devices."""
     problem = problem_of(row, known)
     step = step_of(problem)
     kinds = _PHASES[row["call"]]
@@ -244,7 +244,7 @@ def _phase(row: Row, known: Catalogue) -> Prediction:
 
 
 def _phase_share(row: Row, known: Catalogue) -> Prediction:
-    """Return the prediction of a phase's share of its step."""
+    """Return the predicted fraction of a phase in its step."""
     value = number(row["value"])
     if value is None or row["value"].startswith(">"):
         raise LeftOut("a bound, no value")
@@ -270,7 +270,7 @@ def _transition(row: Row, known: Catalogue) -> Prediction:
 
 
 def _gaps(row: Row, known: Catalogue) -> tuple[float, float]:
-    """Return the seconds of a step of ReaL in addition to the calls on its critical path."""
+    """Return the time of ReaL's step in addition to the calls on its critical path, in seconds."""
     problem = problem_of(row, known)
     step = step_of(problem)
     calls = timed_as(step, replace(problem.system, controller_seconds=0.0), problem.costs)
@@ -278,7 +278,7 @@ def _gaps(row: Row, known: Catalogue) -> tuple[float, float]:
 
 
 def _sync(row: Row, known: Catalogue) -> tuple[float, float]:
-    """Return the seconds of weights to the copy that generates, and naively those at the speed of a node's links."""
+    """Return the time of sending weights to the generating copy, and naively at the speed of a node's links."""
     name = row["model"] or f"LLaMA-2-{row['actor_b']}B"
     stated = {"gen_len": "1024", "prompt_len": "1024", "algo": "GRPO", "model": name, "n_gpus": row["n_gpus"] or "64"}
     problem = problem_of(row | stated, known)

@@ -1,4 +1,4 @@
-"""Published measurements as rows, and what is predicted of them."""
+"""Published measurements as rows, and their predictions."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _CLASSES = {
 class Prediction:
     """One measurement in seconds, and its predictions.
 
-    goal:          goal that it counts for, such as ``training`` or ``decode``
-    group:         group of its row
-    row:           name of its row
+    goal:          goal that the row counts for, such as ``training`` or ``decode``
+    group:         group of the row
+    row:           name of the row
     measured:      measured seconds
-    predicted:     seconds of the cost model
+    predicted:     seconds by the cost model
     constant_mfu:  seconds at one utilisation for all rows
-    roofline:      seconds of the roofline
+    roofline:      seconds by the roofline
     """
 
     goal: str
@@ -67,8 +67,8 @@ class Prediction:
 
 
 def distinct(found: Sequence[Prediction]) -> list[Prediction]:
-    """Return ``found`` with each cell once, by the mean of what was measured for it. A cell is what all three
-    predictors predict the same for."""
+    """Return ``found`` with each cell once, by the mean of its measurements. Rows are one cell if all three predictors
+    give the same."""
     cells: dict[tuple[str | float, ...], list[Prediction]] = defaultdict(list)
     for each in found:
         cells[each.goal, each.group, each.predicted, each.constant_mfu, each.roofline].append(each)

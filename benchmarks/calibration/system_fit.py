@@ -26,7 +26,7 @@ from flexrlhf.guideline.costs.cost_model import Transformer
 Family = tuple[str, ...]
 """Systems that share their overheads."""
 LEAST_ROWS = 3
-"""Rows of a family for each constant of its own."""
+"""Rows of a family per own constant."""
 PULL = 0.01
 """Loss for a constant that differs from the shared one by a factor of e."""
 
@@ -41,7 +41,7 @@ _FIELDS: dict[Family, tuple[str, ...]] = {
 
 
 def fitted() -> dict[str, float]:
-    """Return every constant with its present value: those that all systems share, and those of their own."""
+    """Return every constant with its present value: shared by all systems, and of single systems."""
     own = {
         f"{field} of {', '.join(names)}": getattr(SYSTEMS[names[0]].overheads, field)
         for names, fields in _FIELDS.items()
@@ -52,7 +52,7 @@ def fitted() -> dict[str, float]:
 
 
 def fit_own(directory: Path) -> Iterator[tuple[Family, int, dict[str, float]]]:
-    """Yield each family with the number of its rows and its own overheads."""
+    """Yield each family with its number of rows and its own overheads."""
     models, rows = read_models(directory), rows_of(directory)
     for family, fields in _FIELDS.items():
         own = [row for row in rows if _name(row) in family]

@@ -82,7 +82,7 @@ _GPT = {
 }
 _GPT_VOCABULARY, _GPT_WIDTH = 51200, 2048
 _PIPELINE_FILL = 8
-"""Micro-batches for each pipeline stage where a row does not state them (selective recomputation, table 3)."""
+"""Micro-batches per pipeline stage if a row does not state them (selective recomputation, table 3)."""
 _ENGINES = {
     "llm-foundry": "foundry",
     "prime-rl": "prime-rl",
@@ -113,7 +113,7 @@ class TrainingCase:
 
     @property
     def ideal(self) -> float:
-        """Seconds of its operations at the device's peak, recomputation aside."""
+        """Time of its operations at the device's peak in seconds, without recomputation."""
         operations = _operations(self.call, 3) * self.call.rows * self.call.width
         return operations / (self.mesh.tp * self.mesh.pp * self.mesh.device.tflops * 1e12)
 
@@ -150,7 +150,7 @@ def _seconds(case: TrainingCase, values: Mapping[Knob, float] | None = None) -> 
 
 
 def _with(item: Item, values: Mapping[Knob, float]) -> Item:
-    """Return ``item`` with those of ``values`` that are its own; a hidden share is at most 1."""
+    """Return ``item`` with its fields among ``values``; a hidden fraction is at most 1."""
     own: dict[str, Any] = {
         field: min(value, 1.0) if field == "overlap" else value
         for (names, field), value in values.items()
@@ -324,8 +324,8 @@ def _engine(row: Row) -> str:
 
 
 def _recompute(row: Row) -> Recompute:
-    """Return the recomputation of a row. Where it is not stated, Megatron's utilisations are with selective
-    recomputation, earlier rates with full."""
+    """Return the recomputation of a row. If it is not stated, Megatron's utilisations are with selective recomputation,
+    earlier rates with full."""
     text = row["grad_ckpt"]
     if text in ("no", "none"):
         return "none"

@@ -1,10 +1,10 @@
-"""What a GPU changes, in the order in which it fails; where there is none, on the CPU with smaller models.
+"""Checks and measurements on a GPU, in the order of likely failures; without a GPU on the CPU with smaller models.
 
     make gpu
 
-Fetches nothing. Each stage has its own time; what it found is kept where it or a later one fails, and what is not
-installed or did not fit into the time is named. Writes gpu.json and gpu.md; ``--only`` runs stages again and leaves the
-others as they were written. Ends with 1 where a test failed.
+Fetches nothing. Each stage has its own time limit; results stay if it or a later stage fails, and skipped measurements
+are named. Writes gpu.json and gpu.md; ``--only`` runs stages again and keeps the others' results. Ends with 1 if a test
+failed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ SECONDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What all stages have in common.
+    """Context of all stages.
 
-    trl:  a Python with TRL; None where there is none
+    trl:  a Python with TRL, or None
     """
 
     directory: Path
@@ -56,7 +56,7 @@ class Job:
     trl: str | None
 
     def run(self, stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
-        """Yield what a stage finds."""
+        """Yield the results of a stage."""
         match stage:
             case "nccl" if self.device == "cpu":
                 yield LeftOut(stage, "memory of communicators", "no GPU")
@@ -95,7 +95,7 @@ def main() -> int:
                 results.write(directory)
                 print(f"{stage} {budget.seconds - budget.left:4.0f} s  {found}", flush=True)
         except Unfinished as error:
-            results.add(LeftOut(stage, "what comes next", str(error)))
+            results.add(LeftOut(stage, "later measurements", str(error)))
             results.write(directory)
     print(f"\n{results.table()}\nwritten to {directory / 'gpu.json'} and {directory / 'gpu.md'}")
     return int(any(row.figures.get("failed") for row in results.rows))
@@ -105,7 +105,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, help="of each stage, in place of its own")
+    parser.add_argument("--seconds", type=float, help="limit of each stage, instead of its own")
     parser.add_argument("--only", nargs="+", choices=SECONDS, default=list(SECONDS), help="stages to run, or run again")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/gpu"), help="directory for everything that is written"

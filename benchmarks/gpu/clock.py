@@ -28,7 +28,7 @@ class Failed(Unfinished):
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Seconds of a stage.
+    """Time budget of a stage.
 
     seconds:  from the making of this
     """
@@ -42,7 +42,7 @@ class TimeBudget:
         return self.seconds - (time.monotonic() - self._start)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None, most: float = 1e9) -> str:
-        """Run a command within the time that is left, at most ``most`` seconds; return what it printed.
+        """Run a command within the remaining time, at most ``most`` seconds; return its output.
 
         Raises OutOfTime, after which no process of it is left, and Failed.
         """
@@ -66,7 +66,7 @@ class TimeBudget:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """End a command, whose ranks end with it, and return what it printed: by SIGTERM, after 15 s by SIGKILL."""
+    """End a command and its ranks by SIGTERM, after 15 s by SIGKILL; return its output."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         return process.communicate(timeout=15)[0]

@@ -1,4 +1,4 @@
-"""The tests marked ``gpu``: on the GPU, or where there is none on CPU ranks."""
+"""The tests marked ``gpu``: on the GPU, or without one on CPU ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.gpu.results import LeftOut, Row
 
 FILES = ("tests/distributed/test_gpu.py", "tests/engines/test_head.py")
 SELECTED = {"one-rank": "not _2", "ranks": "_2"}
-"""By stage: tests of one rank or none, and those of two ranks on the GPU, as their names end."""
+"""By stage: tests of one rank or none, and of two ranks on the GPU, by the ends of their names."""
 WHAT = "tests marked gpu"
 
 
 def run_tests(stage: str, directory: Path, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
-    """Run those of a stage with pytest; yield a row for all and a line for each that was skipped."""
+    """Run the tests of a stage with pytest; yield a row for all and a line for each that was skipped."""
     report = directory / f"{stage}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-k", SELECTED[stage], "-p", "no:cacheprovider"]

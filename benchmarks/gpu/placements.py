@@ -1,4 +1,4 @@
-"""``flexrlhf profile`` of this machine, and seconds of a PPO step under three placements, predicted and measured."""
+"""``flexrlhf profile`` of this machine, and the time of a PPO step under three placements, predicted and measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMAND = (sys.executable, "-m", "flexrlhf")
 
 
 def run_placements(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
-    """Profile with two ranks, which share a GPU; then yield predicted and measured seconds of each placement."""
+    """Profile with two ranks, which share a GPU; then yield each placement's predicted and measured step time."""
     shorter = replace(scale, prompts=max(4, scale.prompts // 2), response=scale.response // 2)
     cluster = {"devices": RANKS, "device": device}
     profile = directory / "profile.json"

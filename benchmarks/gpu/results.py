@@ -1,4 +1,5 @@
-"""What the stages found: rows of one table, which are also written as JSON, and what was left out, with the reason."""
+"""Results of the stages: rows of one table, which are also written as JSON, and skipped measurements with the
+reason."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from typing import Any
 class Row:
     """One line of the table.
 
-    stage:    of the command
-    what:     was measured
+    stage:    stage of the command
+    what:     name of the measurement
     found:    result in words
-    figures:  the numbers in it, by name
+    figures:  its figures, by name
     """
 
     stage: str
@@ -39,8 +40,8 @@ class Results:
     """All that one command found.
 
     machine:   facts of the machine and its libraries
-    rows:      of the table
-    left_out:  what did not run
+    rows:      rows of the table
+    left_out:  skipped measurements
     """
 
     machine: dict[str, str]
@@ -49,7 +50,7 @@ class Results:
 
     @classmethod
     def of(cls, machine: dict[str, str], directory: Path, again: Collection[str]) -> Results:
-        """Return what earlier commands wrote into ``directory``, without the stages that run ``again``."""
+        """Return the results of earlier commands in ``directory``, without the stages that run ``again``."""
         file = directory / "gpu.json"
         written = json.loads(file.read_text()) if file.exists() else {"rows": [], "left_out": []}
         kept = {kind: [each for each in written[kind] if each["stage"] not in again] for kind in ("rows", "left_out")}
@@ -63,9 +64,9 @@ class Results:
     def table(self) -> str:
         """Return everything as Markdown."""
         lines = [f"{', '.join(f'{name} {value}' for name, value in self.machine.items())}", ""]
-        lines += ["| stage | what | found |", "|---|---|---|"]
+        lines += ["| stage | measurement | result |", "|---|---|---|"]
         lines += [f"| {row.stage} | {row.what} | {row.found} |" for row in self.rows]
-        lines += [f"| {each.stage} | {each.what} | left out: {each.reason} |" for each in self.left_out]
+        lines += [f"| {each.stage} | {each.what} | skipped: {each.reason} |" for each in self.left_out]
         return "\n".join(lines) + "\n"
 
     def write(self, directory: Path) -> None:

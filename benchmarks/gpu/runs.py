@@ -26,9 +26,9 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "without graphs and sleep": ("rollout.cuda_graphs=false", "rollout.sleep=false"),
     "without sleep": ("rollout.sleep=false",),
     "with graphs and sleep": (),
-    "with adapters of its own": ("models.actor.lora={}", "rollout.adapters=separate"),
+    "with its own adapters": ("models.actor.lora={}", "rollout.adapters=separate"),
 }
-"""Settings of the runs with vLLM, by what they try."""
+"""Settings of the runs with vLLM, by feature."""
 
 
 def run_offloading(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
@@ -64,7 +64,7 @@ def _tight_config(directory: Path, scale: Scale, device: str) -> Path:
 
 
 def run_vllm(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
-    """Train GRPO with vLLM on the rank of the actor, from what is most likely to run."""
+    """Train GRPO with vLLM on the actor's rank, beginning with the features that are most likely to work."""
     if find_spec("vllm") is None:
         yield LeftOut("vllm", "GRPO with vLLM", "vllm is not installed")
         return

@@ -24,12 +24,12 @@ from flexrlhf.timeline import Span, read_trace
 STAGE = "speed"
 PHASES = ("generate", "forward", "train")
 FREE = 0.85
-"""Share of the free memory that a plan may take."""
+"""Fraction of the free memory that a plan may take."""
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Texts of a step.
+class StepRows:
+    """Sequences of a step.
 
     rows:      prompts times samples
     prompt:    tokens of each prompt
@@ -49,7 +49,7 @@ class Texts:
 def run_speed(
     directory: Path, scale: Scale, device: str, budget: TimeBudget, trl: str | None
 ) -> Iterator[Row | LeftOut]:
-    """Yield the figures of PPO and GRPO on one rank. ``trl``: a Python with TRL, None where there is none."""
+    """Yield the figures of PPO and GRPO on one rank. ``trl``: a Python with TRL, or None."""
     peak, source = peak_flops(scale.dtype)
     for algorithm in ("grpo", "ppo"):
         config = _fitting(algorithm, directory, scale, device)
@@ -83,15 +83,15 @@ def _measured(algorithm: str, path: Path, budget: TimeBudget, peak: float) -> It
     directory = plan.spec.directory
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
     lengths = [step["response_length"] for step in steps]
-    texts = Texts(plan.batch.num_rows, plan.lengths.prompt, sum(lengths) / len(lengths))
+    sequences = StepRows(plan.batch.num_rows, plan.lengths.prompt, sum(lengths) / len(lengths))
     spans = [span for span in read_trace(directory / "timeline.json") if span.step in range(1, plan.spec.steps)]
     models = {model.role: _shape(plan, model) for model in plan.placement.models}
     size = f"{algorithm.upper()}, {models['actor'].parameters / 1e6:.0f} M, {plan.model('actor').dtype}"
     seconds = _seconds(plan, spans, len(steps))
     for phase in PHASES:
-        yield _phase_row(size, phase, plan, models, texts, seconds[phase], peak)
+        yield _phase_row(size, phase, plan, models, sequences, seconds[phase], peak)
     total = sum(step["seconds"] for step in steps) / len(steps)
-    rate = texts.tokens / total
+    rate = sequences.tokens / total
     yield Row(STAGE, f"{size}: step", f"{total:.2f} s, {rate:.0f} tokens/s", {"seconds": total, "tokens_s": rate})
 
 
@@ -102,7 +102,7 @@ def _shape(plan: Plan, model: PlacedModel) -> Transformer:
 
 
 def _seconds(plan: Plan, spans: Sequence[Span], steps: int) -> dict[str, float]:
-    """Return the seconds of a step in each phase."""
+    """Return a step's time in each phase, in seconds."""
     kinds = {f"{operator.name} on {operator.role}": operator.kind for operator in plan.graph.operators}
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -112,25 +112,25 @@ def _seconds(plan: Plan, spans: Sequence[Span], steps: int) -> dict[str, float]:
 
 
 def _phase_row(
-    size: str, phase: str, plan: Plan, models: dict[str, Transformer], texts: Texts, seconds: float, peak: float
+    size: str, phase: str, plan: Plan, models: dict[str, Transformer], sequences: StepRows, seconds: float, peak: float
 ) -> Row:
     # log-probs that only the first step compares are in no step that counts
     roles = [operator.role for operator in plan.graph.operators if operator.kind == phase and operator.every == 1]
-    flops = sum(_flops(phase, models[role], texts) for role in roles)
-    tokens = texts.rows * texts.response if phase == "generate" else texts.tokens * len(roles)
+    flops = sum(_flops(phase, models[role], sequences) for role in roles)
+    tokens = sequences.rows * sequences.response if phase == "generate" else sequences.tokens * len(roles)
     rate, mfu = tokens / seconds, flops / seconds / peak
     found = f"{seconds:.2f} s, {rate:.0f} tokens/s, MFU {mfu:.1%}"
     return Row(STAGE, f"{size}: {phase}", found, {"seconds": seconds, "tokens_s": rate, "mfu": mfu})
 
 
-def _flops(phase: str, model: Transformer, texts: Texts) -> float:
-    """Return the FLOPs that the real tokens of a step need: of products and of causal attention; training is three."""
-    width = texts.prompt + texts.response
+def _flops(phase: str, model: Transformer, sequences: StepRows) -> float:
+    """Return the FLOPs of a step's real tokens in products and causal attention; training counts three times."""
+    width = sequences.prompt + sequences.response
     layers = model.layers * model.matrix_parameters
     attention = 2 * model.layers * model.heads * model.head_dim * width * width
-    # log-probs are of responses alone
-    head = model.head_parameters * (texts.response if model.head == "causal" else width)
-    return (3 if phase == "train" else 1) * texts.rows * (2 * layers * width + attention + 2 * head)
+    # only responses have log-probs
+    head = model.head_parameters * (sequences.response if model.head == "causal" else width)
+    return (3 if phase == "train" else 1) * sequences.rows * (2 * layers * width + attention + 2 * head)
 
 
 def _trl(
@@ -142,7 +142,7 @@ def _trl(
     budget: TimeBudget,
     trl: str | None,
 ) -> Row | LeftOut:
-    """Train by TRL with the same prompts and sizes, and return its seconds of a step."""
+    """Train by TRL with the same prompts and sizes, and return its step time in seconds."""
     name = f"{algorithm.upper()} by TRL"
     if trl is None:
         return LeftOut(STAGE, name, "trl is not installed; --trl PYTHON names an environment that has it")

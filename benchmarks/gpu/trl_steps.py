@@ -28,7 +28,7 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 MINI_BATCHES = 2
-"""Of one set of responses, as ours."""
+"""Steps with one set of responses, as ours."""
 KL = 0.05
 
 
@@ -49,13 +49,13 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of a step, without the first, in which libraries load."""
+        """Mean step time in seconds, without the first, in which libraries load."""
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is trained.
+    """Model and batch of the training.
 
     fields:   sizes of ``benchmarks.gpu.machine.Scale``, the model's config, the device and the directory
     lengths:  mean tokens of the responses of each generation
@@ -103,7 +103,7 @@ class Request:
 
 def grpo(request: Request) -> tuple[Any, StepClock]:
     """Return TRL's GRPO, whose optimizer steps are calls of the clock."""
-    # TRL loads the reference from where it loads the model
+    # TRL loads the reference from the model's directory
     path = request.directory / "trl-model"
     request.model(AutoModelForCausalLM, use_cache=True).save_pretrained(path)
     longest = request.fields["response"]
@@ -178,7 +178,7 @@ TRAINERS = {"grpo": grpo, "ppo": ppo}
 
 
 def main(path: Path) -> None:
-    """Train, and write the seconds of a step next to the request."""
+    """Train, and write the step time next to the request."""
     request = Request(json.loads(path.read_text()))
     trainer, clock = TRAINERS[request.fields["algorithm"]](request)
     trainer.train()

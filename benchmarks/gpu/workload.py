@@ -23,12 +23,12 @@ def write_data(directory: Path, scale: Scale) -> None:
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
     rng = random.Random(0)
     # one more token than words: bos
-    texts = [" ".join(rng.choices(WORDS, k=scale.prompt - 1)) for _ in range(NUM_PROMPTS)]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    prompts = [" ".join(rng.choices(WORDS, k=scale.prompt - 1)) for _ in range(NUM_PROMPTS)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
 def run_config(name: str, directory: Path, scale: Scale, model: dict[str, Any], device: str, **rest: Any) -> Path:
-    """Write the YAML of a run and return its path. ``name`` begins with that of its algorithm."""
+    """Write the YAML of a run and return its path. ``name`` begins with its algorithm."""
     algorithm = name.partition("-")[0]
     settings = {"init": deepcopy(model), "dtype": scale.dtype, "micro_batch_tokens": scale.micro}
     many = {"samples_per_prompt": scale.samples} if algorithm == "grpo" else {}

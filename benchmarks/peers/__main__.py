@@ -1,4 +1,4 @@
-"""Seconds of a step of PPO and GRPO by flexrlhf and by TRL 1.9.0, on CPU: two ranks with one thread each.
+"""Step time of PPO and GRPO by flexrlhf and by TRL 1.9.0, on CPU: two ranks with one thread each.
 
     python -m benchmarks.peers --make-environment --environment DIRECTORY      # once, by pip
     python -m benchmarks.peers --environment DIRECTORY --data DIRECTORY --model MODEL --json FILE
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="*", choices=["float32", "bfloat16"], default=["float32"])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turns")
-    parser.add_argument("--rows", type=int, help="responses of a step; those of the workload if not given")
+    parser.add_argument("--rows", type=int, help="responses of a step; default: the workload's")
     parser.add_argument("--data", type=Path, help="directory with hh_pairs.jsonl.gz")
     parser.add_argument("--model", type=Path, help="directory of a pretrained model")
     parser.add_argument("--json", type=Path, help="file for all seconds")
@@ -58,7 +58,7 @@ def chosen(options: argparse.Namespace) -> list[PeerWorkload]:
 
 
 def check_rows(work: Sequence[PeerWorkload]) -> None:
-    """Raise SystemExit where a workload's rows do not split over ranks and mini-batches, with the nearest that do."""
+    """Raise SystemExit if a workload's rows do not split over ranks and mini-batches, with the nearest that do."""
     unfit = [one for one in work if one.rows < 1 or one.rows % one.least_rows]
     if not unfit:
         return

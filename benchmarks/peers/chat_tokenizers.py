@@ -1,6 +1,6 @@
 """Small tokenizers of five families: their chat templates, special tokens and ways to split a text.
 
-The vocabulary is trained on a few sentences, so texts have several tokens for a word, as with the large vocabularies.
+The vocabulary is trained on a few sentences, so words have several tokens, as with the large vocabularies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random inputs of both sides, and what is left of their difference."""
+"""Random inputs of both sides, and their differences."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TOLERANCE = 1e-6
 class Row:
     """One comparison.
 
-    function:    the peer's, with what is set
+    function:    the peer's, with its settings
     difference:  largest difference, over the larger of 1 and the largest number
     named:       why it is not 0; then ``left`` is the difference without that
-    left:        None where nothing is named
+    left:        None if nothing is named
     """
 
     function: str
@@ -50,7 +50,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Sample:
-    """Random responses and what models say of them, float64 (ROWS, LENGTH) unless noted.
+    """Random responses and outputs of models for them, float64 (ROWS, LENGTH) unless noted.
 
     mask:      int64; ``gaps``: with tokens in between that do not count
     scores:    (ROWS,), a multiple of 1/8, which is exact in float32
@@ -140,7 +140,7 @@ def with_gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 
 def print_rows(title: str, rows: Sequence[Row]) -> None:
     """Print a Markdown table of comparisons."""
-    print(f"\n### {title}\n\n| function | largest difference | named |\n|---|---|---|")
+    print(f"\n### {title}\n\n| function | largest difference | explanation |\n|---|---|---|")
     for row in rows:
         named = f"{row.named}; without it {row.left:.0e}" if row.left is not None else row.named
         mark = "" if row.is_explained else " **not explained**"

@@ -41,7 +41,7 @@ SAME: tuple[tuple[Any, Any], ...] = (
 
 
 def print_defaults(directory: Path) -> None:
-    """Print for each preset how many of its cells the package confirms, and those that are read from code by eye."""
+    """Print for each preset how many cells the package confirms, and the cells that are read from code by eye."""
     print(
         "\n### Defaults of presets, looked up in the packages\n\n"
         "| preset | cells | confirmed | read from code |\n|---|---|---|---|"
@@ -64,14 +64,14 @@ def print_defaults(directory: Path) -> None:
 
 
 def _plain(cells: tuple[Cell, ...]) -> Iterator[Cell]:
-    """Yield cells whose values can be told apart: no mappings."""
+    """Yield cells whose values can be compared: no mappings."""
     for cell in cells:
         if not isinstance(cell.value, Mapping):
             yield cell
 
 
 def _values(directory: Path, cell: Cell) -> Iterator[Any]:
-    """Yield the values that the source of a cell has for its names; none where they are no settings."""
+    """Yield the values that the source of a cell has for its names; none if they are no settings."""
     file, _, text = cell.source.partition(": ")
     names = [name.partition(":")[0].partition(" ")[0] for name in text.split(", ")]
     known = _file(directory, file)

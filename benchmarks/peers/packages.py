@@ -1,4 +1,4 @@
-"""Import of other engines' modules from a folder of their own, without what they need for GPUs alone."""
+"""Import of other engines' modules from a separate folder, without their dependencies for GPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def use_packages(directory: Path) -> None:
-    """Let imports find the packages in ``directory``, behind those of this environment. Nothing is compiled."""
+    """Let imports find the packages in ``directory``, after this environment's. Nothing is compiled."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sys.path.append(str(directory))
     sys.meta_path.append(_Finder())

@@ -1,13 +1,13 @@
 """Core functions of verl and OpenRLHF, imported from their packages, next to this project's, on random inputs.
 
-Their packages go into a folder of their own, without what they depend on:
+Their packages go into a separate folder, without their dependencies:
 
     pip install --no-deps --target PEERS verl==0.9.1 trl==1.9.0 openrlhf==0.11.2 ray tensordict omegaconf pandas \\
         antlr4-python3-runtime==4.9.3 pyvers pylatexenc codetiming torchdata hydra-core pyarrow wandb
     python -m benchmarks.peers.semantics PEERS
 
-Prints a table of the largest differences, and of the presets' defaults that the packages confirm. Ends with an error
-where a difference above 1e-6 has no name.
+Prints a table of the largest differences, and of the presets' defaults that the packages confirm. Ends with an error if
+a difference above 1e-6 has no explanation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Token ids and loss masks of chats by flexrlhf and by TRL's trainers, token by token, for five chat templates.
 
-    pip install trl==1.9.0                    # in an environment of its own that also has flexrlhf
+    pip install trl==1.9.0                    # in a separate environment that also has flexrlhf
     python -m benchmarks.peers.trl_chat [--tokenizer DIRECTORY ...]
 
 TRL's side is the data set that ``SFTTrainer`` and ``DPOTrainer`` have prepared for training, with ``max_length: null``.
 For chats of several turns TRL masks by ``{% generation %}`` markers alone (``assistant_only_loss``): it has templates
-with markers for some families, and the script gives it one for the others. Exits with 1 where ids differ, or masks do
+with markers for some families, and the script gives it one for the others. Exits with 1 if ids differ, or masks do
 in more than the line end that TRL's template of Qwen2.5 counts to the assistant.
 """
 
@@ -100,7 +100,7 @@ def rows_of(name: str, kind: str) -> list[dict[str, Any]]:
 
 
 def by_trl(kind: str, rows: list[dict[str, Any]], tokenizer: Any, directory: str) -> list[Prepared]:
-    """Return what TRL's trainer trains on; of a pair the chosen response, then the rejected one."""
+    """Return the trained tokens of TRL's trainer; for a pair the chosen response, then the rejected one."""
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model, ref = (LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size)) for _ in range(2))
     common: dict[str, Any] = {"output_dir": directory, "max_length": None, "report_to": [], "use_cpu": True}
@@ -119,7 +119,7 @@ def by_trl(kind: str, rows: list[dict[str, Any]], tokenizer: Any, directory: str
 
 
 def by_flexrlhf(rows: list[dict[str, Any]], needs: Needs, tokenizer: Any, template: str | None) -> list[Prepared]:
-    """Return what ``load_examples`` makes of a file with the rows."""
+    """Return the examples of ``load_examples`` from a file with the rows."""
     with TemporaryDirectory() as directory:
         file = Path(directory) / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -140,7 +140,7 @@ def _prepared(example: Example, number: int) -> Prepared:
 
 
 def compare(label: str, ours: Sequence[Prepared], theirs: Sequence[Prepared], tokenizer: Any, expected: str) -> bool:
-    """Print a row of the table; return whether ids are equal and masks differ in nothing but ``expected`` texts."""
+    """Print a row of the table; return whether ids are equal and masks differ only in ``expected`` strings."""
     same_ids = len(ours) == len(theirs) and all(a.ids == b.ids for a, b in zip(ours, theirs, strict=True))
     differing: set[str] = set()
     count = 0
@@ -150,8 +150,8 @@ def compare(label: str, ours: Sequence[Prepared], theirs: Sequence[Prepared], to
         differing |= {tokenizer.decode([a.ids[i]]) for i in places}
     is_same = same_ids and differing <= ({expected} if expected else set())
     tokens, masked = sum(len(a.ids) for a in ours), sum(sum(a.mask) for a in ours)
-    what = f"{count} ({', '.join(map(repr, sorted(differing)))})" if count else "0"
-    print(f"| {label} | {len(ours)} | {tokens} | {masked} | {'equal' if same_ids else 'DIFFERENT'} | {what} |")
+    differences = f"{count} ({', '.join(map(repr, sorted(differing)))})" if count else "0"
+    print(f"| {label} | {len(ours)} | {tokens} | {masked} | {'equal' if same_ids else 'DIFFERENT'} | {differences} |")
     return is_same
 
 
@@ -182,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Token ids and loss masks of chats by flexrlhf and by TRL.")
     parser.add_argument("--tokenizer", nargs="*", default=[], help="family=directory of a real tokenizer")
     named = dict(each.split("=", 1) for each in parser.parse_args().tokenizer)
-    print("| | texts | tokens | trained on | ids | mask tokens that differ |\n|---|---|---|---|---|---|")
+    print("| | samples | tokens | trained on | ids | mask tokens that differ |\n|---|---|---|---|---|---|")
     results = []
     with TemporaryDirectory() as directory:
         for name in FAMILIES:

@@ -1,11 +1,11 @@
 """SFT, DPO and reward models by flexrlhf and by TRL's trainers: losses and gradient norms of the same steps.
 
-    pip install trl==1.9.0                    # in an environment of its own that also has flexrlhf
+    pip install trl==1.9.0                    # in a separate environment that also has flexrlhf
     python -m benchmarks.peers.trl_training --model MODEL --data DIRECTORY
 
 ``MODEL`` is an instruct model with a chat template, ``DIRECTORY`` has the files of ``make real``. Both sides start from
 the same weights, take the same rows in the same order, all in float32, and update with the same AdamW. The rows are
-messages, which each side renders by itself. Exits with 1 where a number differs by more than the limit.
+messages, which each side renders by itself. Exits with 1 if a value differs by more than the limit.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Comparison:
     role:     model that is trained
     loss:     metric of flexrlhf with the loss
     norm:     metric of flexrlhf with the gradient norm
-    trainer:  class of TRL
-    config:   class of its settings
+    trainer:  TRL's class
+    config:   class of the trainer's settings
     """
 
     name: str
@@ -89,7 +89,7 @@ def longest(row: Row, tokenizer: Any) -> int:
 
 
 def trace_flexrlhf(comparison: Comparison, model: Path, rows: Sequence[Row], directory: Path) -> Trace:
-    """Train by ``flexrlhf run``; return what its metrics say."""
+    """Train by ``flexrlhf run``; return its metrics."""
     data = directory / f"{comparison.name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = {
@@ -111,7 +111,7 @@ def trace_flexrlhf(comparison: Comparison, model: Path, rows: Sequence[Row], dir
 
 
 def trace_trl(comparison: Comparison, model: Path, rows: Sequence[Row], directory: Path) -> Trace:
-    """Train by TRL's trainer; return what it logs."""
+    """Train by TRL's trainer; return its log."""
     settings = comparison.config(
         output_dir=str(directory / "trl"),
         max_steps=STEPS,

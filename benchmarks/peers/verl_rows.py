@@ -96,8 +96,8 @@ def _returns(sample: Sample, common: dict[str, Any], further: str) -> Iterator[R
         f"`compute_reinforce_plus_plus_baseline_outcome_advantage`{further}", apart(ours["advantages"], theirs[0])
     )
     remax = RemaxSpec(like="verl")
-    texts = {"response_mask": sample.mask.to(torch.uint8), "finished": torch.ones(ROWS, dtype=torch.uint8)}
-    greedy = {f"{name}.greedy": column for name, column in {**texts, "scores": sample.greedy.float()}.items()}
+    columns = {"response_mask": sample.mask.to(torch.uint8), "finished": torch.ones(ROWS, dtype=torch.uint8)}
+    greedy = {f"{name}.greedy": column for name, column in {**columns, "scores": sample.greedy.float()}.items()}
     ours, _ = remax_advantages(remax, sample.batch(1, **greedy), context(remax))
     theirs = core_algos.compute_remax_outcome_advantage(**common, reward_baselines=sample.greedy)
     yield Row(f"`compute_remax_outcome_advantage`{further}", apart(ours["advantages"], theirs[0] * sample.mask))
@@ -111,7 +111,7 @@ def _losses(sample: Sample) -> Iterator[Row]:
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.1, clip_ratio_high=0.3
     )
     alike = replace(sample, advantages=sample.advantages[:, :1].expand(ROWS, LENGTH))
-    """Advantages of responses, as those of a group are: verl weighs tokens that differ apart (GSPO-token)."""
+    """Advantages of whole responses, as in a group: verl weighs different tokens separately (GSPO-token)."""
 
     def theirs(name: str, how: str, sample: Sample = sample) -> Tensor:
         function = core_algos.get_policy_loss_fn(name)

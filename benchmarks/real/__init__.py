@@ -1,1 +1,1 @@
-"""A pretrained model on real texts, as a user would train it: ``python -m benchmarks.real --data DIRECTORY``."""
+"""A pretrained model on real data, as a user would train it: ``python -m benchmarks.real --data DIRECTORY``."""

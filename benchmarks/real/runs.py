@@ -1,4 +1,4 @@
-"""Runs of ``flexrlhf run`` in a working directory, and what they leave there."""
+"""Runs of ``flexrlhf run`` in a working directory, and their results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_stage(stage: Stage, work: Path) -> tuple[Outcome, Outcome]:
 
 
 def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome:
-    """Run in the directory ``work``, where paths of the configs lead to data and models; ends as the command does."""
+    """Run in the directory ``work``, to which the configs' paths are relative; ends as the command does."""
     shutil.rmtree(work / name, ignore_errors=True)
     words = [word for change in (f"name={name}", *stage.changes, *changes) for word in ("--set", change)]
     command = [sys.executable, "-m", "flexrlhf", "run", str(CONFIGS / f"{stage.name}.yaml"), *words]
@@ -63,7 +63,7 @@ def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome
 def largest_difference(first: Outcome, second: Outcome) -> tuple[float, str]:
     """Return the largest difference of a metric between two runs and its name.
 
-    Relative to the metric's root mean square over the steps, or to 1 nat where it is a difference of log-probs.
+    Relative to the metric's root mean square over the steps, or to 1 nat for differences of log-probs.
     """
     names = {name for step in first.metrics for name in step} - NOT_COMPARED
     return max((_difference(name, first, second), name) for name in sorted(names))

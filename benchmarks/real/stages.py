@@ -1,4 +1,4 @@
-"""The runs of ``make real``: which config, under which second placement, and what its table shows."""
+"""The runs of ``make real``: config, second placement, and metrics in the table."""
 
 from __future__ import annotations
 

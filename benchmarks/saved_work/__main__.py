@@ -1,18 +1,18 @@
-"""FLOPs and seconds of what is not computed: padding, copies of a prompt, and log-probs that another pass has.
+"""FLOPs and time that are saved: padding, copies of a prompt, and log-probs that another pass computes.
 
     python -m benchmarks.saved_work [--data DIRECTORY]
 
 One rank with one thread, 3.3 million parameters, float32, the default ``micro_batch_tokens``. Every row of the table
-does the same work in both ways, in turns; seconds are medians, and FLOPs are counted while the passes run, once. What
-is left out:
+does the same work in both ways, in turns; times are medians, and FLOPs are counted while the passes run, once. Saved
+work:
 
-* padding: of hh-rlhf's texts (``--data`` has hh_pairs.jsonl.gz of ``make real``), or of texts with exponentially
-  distributed lengths of about the same means: prompts of 129 tokens, up to 512, and responses of 40, up to 128.
-  ``pack_texts`` is compared with itself turned off, which is one text in a row, sorted, without a gap; and with rows of
-  the longest prompt and response of a pass, in the order of the batch, which no setting computes any more.
-* copies of a prompt, by ``share_prompts``: two prompts of 512 tokens, 8 responses of 64 tokens to each.
-* log-probs, by ``rollout.logprobs``: a step of PPO on a part of the texts, and one of GRPO with 8 samples of a prompt,
-  by the trainer, with one mini-batch and one epoch.
+* padding: of hh-rlhf's sequences (``--data`` has hh_pairs.jsonl.gz of ``make real``), or of sequences with
+exponentially distributed lengths of about the same means: prompts of 129 tokens, up to 512, and responses of 40, up to
+128. ``pack_texts`` is compared with itself turned off, which is one sequence in a row, sorted, without a gap; and with
+rows of the longest prompt and response of a pass, in the order of the batch, which no setting computes any more. *
+copies of a prompt, by ``share_prompts``: two prompts of 512 tokens, 8 responses of 64 tokens to each. * log-probs, by
+``rollout.logprobs``: a step of PPO on some of the sequences, and one of GRPO with 8 samples of a prompt, by the
+trainer, with one mini-batch and one epoch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flexrlhf.operators.columns import Lengths
 
 NUM_TEXTS = 16
 NUM_STEP_TEXTS = 8
-"""Of a step of PPO, which has two trained models and two others."""
+"""Sequences in a step of PPO, which has two trained models and two others."""
 RESPONSE = 40
 """Tokens of a response of PPO: random weights seldom end one before."""
 
@@ -45,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     count = options.texts
     texts = dialogue_texts(options.data, count, SMALL["vocab_size"]) if options.data else sampled_texts(count)
-    print(f"{count} texts, {_mean([text.prompt for text in texts])} + {_mean([text.response for text in texts])}\n")
+    print(f"{count} sequences, {_mean([text.prompt for text in texts])} + {_mean([text.response for text in texts])}\n")
     print(HEADER)
     for row in rows(texts, options.rounds):
         print(row.line(), flush=True)
@@ -76,7 +76,7 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, help="directory with hh_pairs.jsonl.gz")
-    parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="texts of a mini-batch")
+    parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="sequences of a mini-batch")
     parser.add_argument("--rounds", type=int, default=3, help="measured runs of each way")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""FLOPs and seconds of the same work done in two ways."""
+"""FLOPs and time of the same work done in two ways."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Cost:
 class SavedWork:
     """Cost of a piece of work with something computed, and with it left out.
 
-    what:      is left out
+    saved:     saved work
     work:      that was measured
     computed:  with it
     left_out:  without it
     """
 
-    what: str
+    saved: str
     work: str
     computed: Cost
     left_out: Cost
@@ -48,7 +48,7 @@ class SavedWork:
             (self.computed.seconds, self.left_out.seconds, ".2f"),
         )
         cells = [f"{both[0]:{form}} | {both[1]:{form}} | {both[0] / both[1]:.2f}" for *both, form in pairs]
-        return f"| {self.what} | {self.work} | {' | '.join(cells)} |"
+        return f"| {self.saved} | {self.work} | {' | '.join(cells)} |"
 
 
 HEADER = (
@@ -60,8 +60,8 @@ HEADER = (
 def count_flops(work: Work) -> float:
     """Run ``work`` and return the FLOPs of its matrix products and its attention, of backward too.
 
-    torch's counter has no formula for the attention kernel of CPUs; it is that of the other kernels: all rows of
-    queries with all keys, also where a mask or causality leaves products out.
+    torch's counter has no formula for the attention kernel of CPUs; the other kernels' formula is used: all rows of
+    queries with all keys, also if a mask or causality leaves products out.
     """
     aten = torch.ops.aten
     kernels = {
@@ -81,7 +81,7 @@ def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape,
     return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
 
 
-def compare(what: str, work: str, computed: Work, left_out: Work, rounds: int) -> SavedWork:
+def compare(saved: str, work: str, computed: Work, left_out: Work, rounds: int) -> SavedWork:
     """Measure both ways in turns, ``rounds`` times. FLOPs are counted in a run before, which warms up."""
     ways = (computed, left_out)
     flops = [count_flops(way) for way in ways]
@@ -89,7 +89,7 @@ def compare(what: str, work: str, computed: Work, left_out: Work, rounds: int) -
     for _ in range(rounds):
         for way, found in zip(ways, seconds, strict=True):
             found.append(_seconds(way))
-    return SavedWork(what, work, *(Cost(each, median(found)) for each, found in zip(flops, seconds, strict=True)))
+    return SavedWork(saved, work, *(Cost(each, median(found)) for each, found in zip(flops, seconds, strict=True)))
 
 
 def _seconds(work: Work) -> float:

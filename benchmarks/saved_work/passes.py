@@ -27,7 +27,7 @@ ONE_RANK = RankGroup(None, (0,), lambda work, ranks: None)
 
 
 def padding(texts: Sequence[Text], rounds: int) -> Iterator[SavedWork]:
-    """Yield what ``pack_texts`` leaves out, next to padded rows and next to rows with one text each."""
+    """Yield the savings of ``pack_texts``, compared with padded rows and with rows of one sequence each."""
     batch = batch_of(texts, LONGEST, SMALL["vocab_size"])
     packs, apart = (engine_with(LONGEST, pack_texts=each) for each in (True, False))
     rows = padded(batch, texts, LONGEST, ModelSpec().micro_batch_tokens)
@@ -36,7 +36,7 @@ def padding(texts: Sequence[Text], rounds: int) -> Iterator[SavedWork]:
 
 
 def prompts(rounds: int) -> Iterator[SavedWork]:
-    """Yield what ``share_prompts`` leaves out of groups of samples."""
+    """Yield the savings of ``share_prompts`` in groups of samples."""
     texts = [Text(GROUPS.prompt, GROUPS.response)] * (SAMPLES * NUM_GROUPS)
     batch = batch_of(texts, GROUPS, SMALL["vocab_size"], SAMPLES)
     shares, copies = (engine_with(GROUPS, share_prompts=each) for each in (True, False))
@@ -66,9 +66,9 @@ Way = tuple[TorchEngine, Sequence[Batch]]
 """Engine, and the batches that it computes one after another."""
 
 
-def _both(what: str, computed: Way, left_out: Way, rounds: int) -> Iterator[SavedWork]:
-    yield compare(what, "forward", forward_pass(*computed), forward_pass(*left_out), rounds)
-    yield compare(what, "training", optimizer_step(*computed), optimizer_step(*left_out), rounds)
+def _both(saved: str, computed: Way, left_out: Way, rounds: int) -> Iterator[SavedWork]:
+    yield compare(saved, "forward", forward_pass(*computed), forward_pass(*left_out), rounds)
+    yield compare(saved, "training", optimizer_step(*computed), optimizer_step(*left_out), rounds)
 
 
 def forward_pass(engine: TorchEngine, batches: Sequence[Batch]) -> Work:

@@ -56,12 +56,12 @@ class StepRuns:
         return SavedWork("log-probs", f"{self.algorithm.upper()}, step", *costs)
 
     def _second_step(self, way: str) -> float:
-        """Return the FLOPs of a step behind the first, which compares log-probs with those of generation."""
+        """Return the FLOPs of a step after the first, which compares log-probs with generation's."""
         one, two = (count_flops(partial(self._run, way, steps)) for steps in (1, 2))
         return two - one
 
     def _run(self, way: str, steps: int) -> list[float]:
-        """Train and return the seconds of each step."""
+        """Train and return the time of each step."""
         settings = (f"rollout.logprobs={way}", f"steps={steps}")
         with (self.directory / "log").open("a") as log, redirect_stdout(log), redirect_stderr(log), _as_rank():
             run = ExecutionEngine(self._config, overrides=settings)
@@ -77,8 +77,8 @@ class StepRuns:
         """Write a tokenizer with one token a word, prompts, and the YAML."""
         build_tokenizer([" ".join(WORDS)], self.directory / "tokenizer")
         # one more token than words: bos
-        texts = [" ".join(WORDS[place % len(WORDS)] for place in range(count - 1)) for count in self.prompts]
-        lines = [json.dumps({"prompt": text}) for text in texts]
+        prompts = [" ".join(WORDS[place % len(WORDS)] for place in range(count - 1)) for count in self.prompts]
+        lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
         (self.directory / f"{self.algorithm}.jsonl").write_text("\n".join(lines) + "\n")
         self._config.write_text(yaml.safe_dump(self._spec()))
 

@@ -1,4 +1,4 @@
-"""Texts of the measured passes: their lengths, and batches of random tokens of these lengths."""
+"""Sequences of the measured passes: their lengths, and batches of random tokens of these lengths."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flexrlhf.operators.columns import Lengths
 
 LONGEST = Lengths(512, 128)
 MEAN_PROMPT, MEAN_RESPONSE = 131.6, 42.0
-"""Of exponential distributions, whose means are 129 and 40 once they are cut at ``LONGEST``."""
+"""Means of exponential distributions, which are 129 and 40 once they are cut at ``LONGEST``."""
 
 
 @dataclass(frozen=True)
 class Text:
     """Tokens of one text.
 
-    prompt:    of its prompt
-    response:  of its response
+    prompt:    tokens of the prompt
+    response:  tokens of the response
     """
 
     prompt: int
@@ -32,7 +32,7 @@ class Text:
 
 
 def sampled_texts(number: int) -> list[Text]:
-    """Return texts whose lengths are exponentially distributed, as those of hh-rlhf nearly are."""
+    """Return sequences whose lengths are exponentially distributed, nearly as in hh-rlhf."""
     chance = random.Random(0)
 
     def length(mean: float, most: int) -> int:
@@ -68,7 +68,7 @@ def batch_of(texts: Sequence[Text], lengths: Lengths, vocabulary: int, samples: 
 
 
 def _masked(tokens: torch.Tensor, sizes: torch.Tensor, lengths: Lengths, samples: int) -> Batch:
-    """Return a batch with text where ``sizes`` (n, 2) have tokens of prompts and responses."""
+    """Return a batch whose mask has ``sizes`` (n, 2) tokens of prompts and responses."""
     columns = torch.arange(lengths.total)
     prompts, responses = (lengths.prompt - sizes[:, :1], lengths.prompt + sizes[:, 1:])
     mask = ((columns >= prompts) & (columns < responses)).to(torch.uint8)
@@ -77,7 +77,7 @@ def _masked(tokens: torch.Tensor, sizes: torch.Tensor, lengths: Lengths, samples
 
 
 def padded(batch: Batch, texts: Sequence[Text], lengths: Lengths, budget: int) -> list[Batch]:
-    """Return the passes of padded rows in the order of ``batch``, each as texts that are as long as its rows.
+    """Return the passes of padded rows in the order of ``batch``, each as sequences that are as long as its rows.
 
     A row has the longest prompt and the longest response of its pass, and a pass at most ``budget`` such tokens, as
     engines compute that pad and cut a batch in its order.

@@ -41,9 +41,9 @@ def calls_of(
     workload: Workload, system: System, placement: SystemPlacement, meshes: ModelMeshes, rows: int
 ) -> Iterator[SystemCall]:
     """Yield the calls of a step in order, before micro-batches are chosen."""
-    models, where = workload.models, placement.where
+    models, groups = workload.models, placement.groups
     gathered = _gathered(workload, system, meshes)
-    home = where.get(ROLLOUT, where[ACTOR])
+    home = groups.get(ROLLOUT, groups[ACTOR])
     call = call_of(workload, system, "generate", ACTOR, meshes.generate, rows)
     yield SystemCall("actor generate", ACTOR, call, meshes.generate, home, gathered=gathered)
     readers = [role for role in (REF, REWARD, CRITIC) if role in models]
@@ -51,13 +51,13 @@ def calls_of(
     for role in readers:
         mesh = meshes.models[role]
         call = call_of(workload, system, "forward", role, mesh, rows)
-        yield SystemCall(f"{role} forward", role, call, mesh, where[role], ("actor generate",))
+        yield SystemCall(f"{role} forward", role, call, mesh, groups[role], ("actor generate",))
     read = tuple(f"{role} forward" for role in readers)
     for role in (CRITIC, ACTOR):
         if role in models:
             mesh = meshes.models[role]
             call = call_of(workload, system, "train", role, mesh, rows, meshes.offload)
-            yield SystemCall(f"{role} train", role, call, mesh, where[role], read or ("actor generate",))
+            yield SystemCall(f"{role} train", role, call, mesh, groups[role], read or ("actor generate",))
 
 
 def call_of(
@@ -86,7 +86,7 @@ def _gathered(workload: Workload, system: System, meshes: ModelMeshes) -> float:
 
 
 def call_seconds(placed: SystemCall, costs: CostModel) -> float:
-    """Return the seconds of one call with all its portions."""
+    """Return the time of one call with all its portions, in seconds."""
     if placed.call.kind == "generate":
         return _generate_seconds(placed, costs)
     call = replace(placed.call, rows=max(1, -(-placed.call.rows // placed.portions)))
@@ -98,8 +98,8 @@ def call_seconds(placed: SystemCall, costs: CostModel) -> float:
 
 
 def _generate_seconds(placed: SystemCall, costs: CostModel) -> float:
-    """Return the seconds of a generation. A pipeline passes every token through all its stages: its micro-batches fill
-    them, each as slow as on a mesh without stages (``pp`` saves memory, no time)."""
+    """Return the time of a generation in seconds. A pipeline passes every token through all its stages: its
+    micro-batches fill them, each as slow as on a mesh without stages (``pp`` saves memory, no time)."""
     mesh, call = placed.mesh, placed.call
     rows = max(1, -(-call.rows // (placed.portions * mesh.pp)))
     whole = replace(call, rows=rows, decode_rows=max(1, min(rows, call.decode_rows // mesh.pp)))
@@ -110,12 +110,12 @@ def _generate_seconds(placed: SystemCall, costs: CostModel) -> float:
 def transition_seconds(
     workload: Workload, system: System, placement: SystemPlacement, trained: Mesh, generate: Mesh, costs: CostModel
 ) -> float:
-    """Return the seconds from weights on the mesh ``trained`` to weights on the mesh ``generate``: every device
-    receives its share, and every node what none of its devices has."""
+    """Return the time of moving weights from the mesh ``trained`` to the mesh ``generate``: every device receives its
+    part, and every node the parts that none of its devices has."""
     model = workload.models[ACTOR]
-    if system.gathers not in ("own copy", "reshard") and ROLLOUT not in placement.where:
+    if system.gathers not in ("own copy", "reshard") and ROLLOUT not in placement.groups:
         return 0.0
-    apart = ROLLOUT in placement.where and not set(placement.where[ROLLOUT]) & set(placement.where[ACTOR])
+    apart = ROLLOUT in placement.groups and not set(placement.groups[ROLLOUT]) & set(placement.groups[ACTOR])
     if not apart and system.gathers == "reshard" and _shards(trained) == _shards(generate):
         return 0.0
     lacking = _node_share(generate) - (0.0 if apart else _node_share(trained))
@@ -130,6 +130,6 @@ def _shards(mesh: Mesh) -> tuple[int, int, int]:
 
 
 def _node_share(mesh: Mesh) -> float:
-    """Return the share of the weights that the devices of a node have together."""
+    """Return the fraction of the weights that the devices of a node have together."""
     shards = mesh.tp * mesh.pp * (mesh.dp if mesh.zero == 3 else 1)
     return min(1.0, mesh.per_node / shards)

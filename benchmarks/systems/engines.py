@@ -1,4 +1,4 @@
-"""Engines of the field: those of the package and those of other systems alone, one row of constants each."""
+"""Engines of the field: the package's and engines of only other systems, one row of constants each."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from flexrlhf.guideline.costs.profiles import PROFILES as OWN_PROFILES
 from flexrlhf.guideline.costs.profiles import DecodeProfile, EngineProfile, read_decoders, read_engines
 
 PROFILES = OWN_PROFILES | read_engines(Path(__file__).with_name("engines.csv"))
-"""Engine name → profile of its forward and training passes."""
+"""Engine name → profile of forward and training passes."""
 DECODERS = OWN_DECODERS | read_decoders(Path(__file__).with_name("decoders.csv"), PROFILES)
-"""Engine name → profile of its generation."""
+"""Engine name → profile of generation."""
 
 
 @dataclass(frozen=True)
 class EngineTables:
     """Profiles of all engines.
 
-    profiles:  engine name → profile of its forward and training passes
-    decoders:  engine name → profile of its generation
+    profiles:  engine name → profile of forward and training passes
+    decoders:  engine name → profile of generation
     """
 
     profiles: Mapping[str, EngineProfile]
@@ -38,4 +38,4 @@ class EngineTables:
 
 TABLES = EngineTables(PROFILES, DECODERS)
 COSTS = TABLES.costs()
-"""Costs of a system without overheads of its own."""
+"""Costs of a system without its own overheads."""

@@ -1,6 +1,6 @@
 """Bytes on a device for models and calls of any system, with pipelines and ZeRO.
 
-The formulas are those of the package's ``memory`` (``PerParameter``, ``zero_split``, ``Blocks``), which counts a plan's
+The formulas come from the package's ``memory`` (``PerParameter``, ``zero_split``, ``Blocks``), which counts a plan's
 bytes rank by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
 """
 
@@ -18,11 +18,11 @@ FLOAT_GRADIENTS = PerParameter(weights=2, gradients=4, optimizer=12)
 """Megatron's distributed optimizer: gradients in float32 (HybridFlow, sec. 8.1)."""
 
 FRAGMENTATION = 0.06
-"""Share of the allocator's memory that is unused: 5 to 10 %."""
+"""Unused fraction of the allocator's memory: 5 to 10 %."""
 LOGIT_BYTES, READ_LOGIT_BYTES = 16, 6
 """Bytes of each logit in a training pass (16 bits, float32, its logarithm, and gradients of all) and a forward pass."""
 SELECTIVE = 0.5
-"""Share of a layer's activations that selective recomputation keeps: results of matrix products."""
+"""Fraction of a layer's activations that selective recomputation keeps: results of matrix products."""
 HOST_BYTES = 1e12
 """Bytes of a node's memory that offloaded states can take."""
 LIVE_ELEMENTS = 1_000_000_000
@@ -68,8 +68,8 @@ def pass_bytes(call: Call, mesh: Mesh, rows: int) -> float:
 
 
 def _activation_bytes(call: Call, mesh: Mesh, rows: int) -> float:
-    """Return the bytes of activations. Attention is fused, without mask and scores, so a row of n tokens takes what n
-    rows of one take. A pipeline's first stage has a micro-batch in flight for every stage, each with its part of the
+    """Return the bytes of activations. Attention is fused, without mask and scores, so a row of n tokens takes as much
+    as n rows of one. A pipeline's first stage has a micro-batch in flight for every stage, each with its part of the
     layers: as many as a mesh without stages."""
     blocks, tokens = blocks_of(call.model, call.item, mesh.tp), round(rows * call.width)
     if call.kind != "train":
@@ -95,7 +95,7 @@ def decode_bytes(call: Call, mesh: Mesh, rows: int) -> float:
 
 def rows_that_fit(call: Call, mesh: Mesh, free: float) -> int:
     """Return the most rows of a micro-batch, or the most that are decoded together, in ``free`` bytes of each device;
-    0 where not even one fits."""
+    0 if not even one fits."""
     need = decode_bytes if call.kind == "generate" else pass_bytes
     one, two = need(call, mesh, 1), need(call, mesh, 2)
     return max(0, int((free - one) // max(two - one, 1.0)) + 1) if free >= one else 0

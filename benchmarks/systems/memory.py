@@ -1,4 +1,4 @@
-"""Memory of a step: states between calls, and the micro-batches that fit into what is left."""
+"""Memory of a step: states between calls, and the micro-batches that fit into the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexrlhf.guideline.costs.cost_model import Call
 from flexrlhf.operators.graph import CallKind
 
 RESTLESS = 0.1
-"""Share of a device that an allocator without release leaves fragmented."""
+"""Fraction of a device that an allocator without release leaves fragmented."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def memory_use(workload: Workload, system: System, placement: SystemPlacement, m
     states, copy = [0.0] * len(placement.blocks), [0.0] * len(placement.blocks)
     for role in workload.models:
         size = state_bytes(workload, system, role, meshes.models[role], meshes.offload)
-        for block in placement.where[role] if not _swapped(system, role) else ():
+        for block in placement.groups[role] if not _swapped(system, role) else ():
             states[block] += size
-    if system.gathers == "own copy" or ROLLOUT in placement.where:
-        for block in placement.where.get(ROLLOUT, placement.where[ACTOR]):
+    if system.gathers == "own copy" or ROLLOUT in placement.groups:
+        for block in placement.groups.get(ROLLOUT, placement.groups[ACTOR]):
             copy[block] += frozen_bytes(workload.models[ACTOR], meshes.generate)
     return MemoryUse(tuple(states), tuple(copy), system.sleeps)
 
@@ -71,7 +71,7 @@ def _own_bytes(system: System, placed: SystemCall, placement: SystemPlacement) -
     exchanges."""
     if _swapped(system, placed.role):
         return frozen_bytes(placed.call.model, placed.mesh)
-    if placed.call.kind != "generate" or system.gathers == "own copy" or ROLLOUT in placement.where:
+    if placed.call.kind != "generate" or system.gathers == "own copy" or ROLLOUT in placement.groups:
         return 0.0
     return frozen_bytes(placed.call.model, placed.mesh) if placed.gathered or system.gathers == "reshard" else 0.0
 
@@ -91,7 +91,7 @@ def _as_counted(call: Call, system: System) -> Call:
 def sized(
     workload: Workload, system: System, placement: SystemPlacement, placed: SystemCall, usage: MemoryUse
 ) -> SystemCall | None:
-    """Return ``placed`` with the largest micro-batch that fits next to the states; None where not even one row does."""
+    """Return ``placed`` with the largest micro-batch that fits next to the states; None if not even one row does."""
     free = _capacity(workload, system) - max(usage.during(placed.call.kind)[block] for block in placed.blocks)
     most = rows_that_fit(_as_counted(placed.call, system), placed.mesh, free - _own_bytes(system, placed, placement))
     if not most:
@@ -109,7 +109,7 @@ def sized(
 
 
 def _sent_rows(workload: Workload, system: System, placement: SystemPlacement, placed: SystemCall) -> int | None:
-    """Return the rows that a replica of the generator has at a time; None where it has all."""
+    """Return the rows that a replica of the generator has at a time; None if it has all."""
     if system.sends_tokens is None:
         return None
     each = max(1, int(system.sends_tokens / (workload.prompt + workload.mean)))
@@ -119,8 +119,7 @@ def _sent_rows(workload: Workload, system: System, placement: SystemPlacement, p
 def most_rows(
     workload: Workload, system: System, placement: SystemPlacement, calls: tuple[SystemCall, ...], usage: MemoryUse
 ) -> int:
-    """Return the rows of a step where the workload leaves them open: for each device one of the numbers that people
-    choose."""
+    """Return the rows of a step if the workload leaves them open: for each device one of the usual values."""
     most = min(
         _rows_at_once(system, placement, calls, block, _capacity(workload, system) - usage.most[block])
         for block in range(len(placement.blocks))
@@ -181,7 +180,7 @@ def fitted(
     usage: MemoryUse,
     rows: int,
 ) -> tuple[SystemCall, ...] | None:
-    """Return the calls of a step with their micro-batches; None where one of them does not fit."""
+    """Return the calls of a step with their micro-batches; None if one of them does not fit."""
     drafts = calls_of(workload, system, placement, meshes, rows)
     calls = [sized(workload, system, placement, placed, usage) for placed in drafts]
     fitting = tuple(placed for placed in calls if placed is not None)

@@ -95,7 +95,7 @@ def _mesh_within(
 
 
 def state_bytes(workload: Workload, system: System, role: str, mesh: Mesh, offload: bool) -> float:
-    """Return the bytes of ``role`` on one of its devices."""
+    """Return the bytes of ``role`` on one device."""
     model = workload.models[role]
     if role not in (ACTOR, CRITIC):
         return frozen_bytes(model, mesh)
@@ -105,7 +105,7 @@ def state_bytes(workload: Workload, system: System, role: str, mesh: Mesh, offlo
 def _generation_meshes(
     workload: Workload, system: System, placement: SystemPlacement, models: Mapping[str, Mesh]
 ) -> Iterator[Mesh]:
-    actor, own = models[ACTOR], placement.where.get(ROLLOUT, placement.where[ACTOR])
+    actor, own = models[ACTOR], placement.groups.get(ROLLOUT, placement.groups[ACTOR])
     size = sum(placement.blocks[index] for index in own)
     if system.gathers in ("every step", "at once"):
         each = system.gathers == "every step" or not _fits_whole(workload, workload.models[ACTOR])

@@ -1,4 +1,4 @@
-"""ReaL's space as a search problem: every model call on any mesh, with any dp, tp, pp and micro-batches of its own.
+"""ReaL's space as a search problem: every model call on any mesh, with its own dp, tp, pp and micro-batches.
 
 The weights of a role are reallocated between the meshes of its calls (ReaL: Mei et al., MLSys 2025, section 4). The
 space contains plans that no YAML can state (pipeline stages, a third copy of a role): its optimum is the most that
@@ -33,7 +33,7 @@ BUCKET_BYTES = 16e6
 
 
 GENERATED, PASSED = (1, 4, 16), (8, 64, 1 << 20)
-"""Numbers of groups decoded one after the other, and of passes, into which the rows of a replica are split."""
+"""Counts of groups decoded one after the other, and of passes, into which a replica's rows are split."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class PerCallSpace:
         part = whole // second.tp
         kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
-        # layouts differ, so weights move even where devices are the same
+        # layouts differ, so weights move even if devices are the same
         moved: Relation = "overlapping" if relation == "same" else relation
         between = ModelLink(first, second, moved, links, len(self.pool.nodes) > 1)
         weights = SyncWeights(part, whole, -(-whole // int(BUCKET_BYTES)), 12 * self.models[role].layers)

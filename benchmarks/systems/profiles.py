@@ -23,7 +23,7 @@ fits; as little of both as fits; the best mesh for each call."""
 
 
 CONTROLLER_SECONDS = 0.88
-"""Seconds of a controlling process in each call, of all systems that have one. Fitted."""
+"""Time of a controlling process in each call, for all systems that have one. Fitted."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class System:
     """One system of the field. How it works (``systems.csv``):
 
     name:               the system
-    trainer:            engine profile of its forward and training passes
-    generator:          decode profile of its generation
+    trainer:            engine profile of forward and training passes
+    generator:          decode profile of generation
     layout:             how a model's devices share its work
     gathers:            how weights come to generation
     placements:         names of the placements that it chooses among
     decode_rows:        most rows that a replica decodes together
-    scores_again:       whether the actor computes the log-probs of what it has generated
-    offloads:           whether gradients and optimizer go to host memory where nothing else fits
+    scores_again:       whether the actor computes the log-probs of its responses
+    offloads:           whether gradients and optimizer go to host memory if nothing else fits
     ahead:              whether it generates the next batch while it trains
     sleeps:             whether trained states and the copy that generates leave the device for each other
     all_heads:          whether its planner counts keys and values of all heads

@@ -1,8 +1,8 @@
-"""Seconds of one PPO or GRPO step in the systems of the field.
+"""Time of one PPO or GRPO step in the systems of the field.
 
 A ``System`` names its engines, how weights come to generation, and the placements that it chooses among. ``steps_of``
-lays a ``Workload`` out in each of them: meshes from what fits, micro-batches from the memory that is left, and the
-step's time from a walk of its calls over groups of devices: calls that share a device run in turn, others in parallel.
+lays a ``Workload`` out in each of them: meshes that fit, micro-batches from the remaining memory, and the step's time
+from a walk of its calls over groups of devices: calls that share a device run in turn, others in parallel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexrlhf.guideline.costs.cost_model import CostModel, Mesh
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
 
 ROOMY = 0.75
-"""Share of a device that states may take before a user turns to the next ZeRO stage, and at last to offloading."""
+"""Fraction of a device that states may take before a user turns to the next ZeRO stage, and at last to offloading."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def steps_of(
 def best_step(
     workload: Workload, system: System, costs: CostModel | None = None, placement: SystemPlacement | None = None
 ) -> SystemStep | None:
-    """Return the fastest step; None where none fits."""
+    """Return the fastest step; None if none fits."""
     return next(iter(steps_of(workload, system, costs, placement)), None)
 
 
@@ -86,7 +86,7 @@ def _steps_on(workload: Workload, system: System, placement: SystemPlacement, co
 def _step(
     workload: Workload, system: System, placement: SystemPlacement, meshes: ModelMeshes, costs: CostModel
 ) -> SystemStep | None:
-    """Return the step on ``meshes``; None where it does not fit."""
+    """Return the step on ``meshes``; None if it does not fit."""
     usage = memory_use(workload, system, placement, meshes)
     is_last = meshes.models[ACTOR].zero == 3 and (meshes.offload or not system.offloads)
     if system.layout == "ZeRO" and not is_last and max(usage.most) > ROOMY * capacity_bytes(workload.device):
@@ -104,7 +104,7 @@ def _step(
         if not rows:
             return None
         calls = fitted(replace(workload, rows=rows), system, placement, meshes, usage, rows)
-    assert calls is not None, "where many rows fit, fewer do"
+    assert calls is not None, "if many rows fit, fewer do"
     transition = transition_seconds(workload, system, placement, meshes.models[ACTOR], meshes.generate, costs)
     seconds, by_name = _walked(system, placement, calls, transition, costs)
     return SystemStep(placement, calls, rows, seconds, by_name, peak_bytes(system, placement, calls, usage))
@@ -125,7 +125,7 @@ def _generated_by(placed: SystemCall, generator: str) -> SystemCall:
 
 
 def part_seconds(step: SystemStep, kinds: tuple[str, ...]) -> float:
-    """Return the seconds of the calls of some kinds, in parallel where their groups of devices differ."""
+    """Return the time of calls of some kinds, in parallel if their groups of devices differ."""
     calls = [placed for placed in step.calls if placed.call.kind in kinds]
     order = {placed.name: index for index, placed in enumerate(calls)}
     timed = [
@@ -142,7 +142,7 @@ def part_seconds(step: SystemStep, kinds: tuple[str, ...]) -> float:
 def _walked(
     system: System, placement: SystemPlacement, calls: Sequence[SystemCall], transition: float, costs: CostModel
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step, and of each of its calls by name."""
+    """Return the time of a step, and of each call by name."""
     seconds = {placed.name: system.controller_seconds + call_seconds(placed, costs) for placed in calls}
     order = {placed.name: index for index, placed in enumerate(calls)}
     timed = [
@@ -155,7 +155,7 @@ def _walked(
         for placed in calls
     ]
     if transition:
-        blocks = {*placement.where[ACTOR], *placement.where.get(ROLLOUT, ())}
+        blocks = {*placement.groups[ACTOR], *placement.groups.get(ROLLOUT, ())}
         timed.append(TimedInstruction(tuple(sorted(blocks)), transition, (len(calls) - 1,), lag=int(system.ahead)))
         seconds["transition"] = transition
     total = steady_seconds(timed, len(placement.blocks)) if system.ahead else on_policy_seconds(timed, placement)
@@ -163,7 +163,7 @@ def _walked(
 
 
 def on_policy_seconds(timed: list[TimedInstruction], placement: SystemPlacement) -> float:
-    """Return the seconds of a step that ends before the next one begins, as in every on-policy system."""
+    """Return the time of a step that ends before the next one begins, as in every on-policy system."""
     return walk_steps(timed, len(placement.blocks), 1).ends[0]
 
 
@@ -172,7 +172,7 @@ BUDGETS = (0.1, 0.2, 0.3, 0.5)
 
 
 def _searched(workload: Workload, system: System, placement: SystemPlacement, costs: CostModel) -> SystemStep | None:
-    """Return the fastest of several searches, each with another share of the memory for states."""
+    """Return the fastest of several searches, each with another fraction of the memory for states."""
     steps = (_searched_within(workload, system, placement, costs, budget) for budget in BUDGETS)
     return min((step for step in steps if step is not None), key=lambda step: step.seconds, default=None)
 
@@ -202,7 +202,7 @@ def _searched_within(
 def _drafts(workload: Workload, system: System, placement: SystemPlacement, rows: int) -> tuple[SystemCall, ...]:
     """Return the calls before meshes are chosen: replicas alone."""
     replicas = {role: mesh_of(workload, placement.devices(role), zero=1) for role in workload.models}
-    home = placement.where.get(ROLLOUT, placement.where[ACTOR])
+    home = placement.groups.get(ROLLOUT, placement.groups[ACTOR])
     size = sum(placement.blocks[block] for block in home)
     return tuple(calls_of(workload, system, placement, ModelMeshes(replicas, mesh_of(workload, size)), rows))
 
@@ -226,7 +226,7 @@ def _fastest(
     costs: CostModel,
     budget: float,
 ) -> SystemCall | None:
-    """Return ``placed`` on its fastest mesh that fits next to ``states``; None where none does."""
+    """Return ``placed`` on its fastest mesh that fits next to ``states``; None if none does."""
     size = sum(placement.blocks[block] for block in placed.blocks)
     others = max(states[block] for block in placed.blocks)
     options = []

@@ -1,4 +1,4 @@
-"""Workload of a system: one step of PPO or GRPO, and the placements of its models on groups of devices."""
+"""Workload of a system: one step of PPO or GRPO, and placements of the models on groups of devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flexrlhf.placement.devices import DeviceClass
 
 ACTOR, CRITIC, REF, REWARD = "actor", "critic", "ref", "reward"
 ROLLOUT = "rollout"
-"""Name of the actor's copy that generates, when that is not where it trains."""
+"""Name of the actor's copy that generates, if that has its own devices."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step and the devices that run it. Where an optional setting is None the system chooses it.
+    """One step and the devices that run it. If an optional setting is None the system chooses it.
 
     models:       shapes by role; a step without critic has no values
     devices:      number of devices
@@ -57,20 +57,20 @@ class SystemPlacement:
 
     name:    name of the placement
     blocks:  devices of each group
-    where:   groups of each role (or of ``ROLLOUT``)
+    groups:   groups of each role (or of ``ROLLOUT``)
     """
 
     name: str
     blocks: tuple[int, ...]
-    where: Mapping[str, tuple[int, ...]]
+    groups: Mapping[str, tuple[int, ...]]
 
     @property
     def home(self) -> str:
-        """Role, or ``ROLLOUT``, where generation is."""
-        return ROLLOUT if ROLLOUT in self.where else ACTOR
+        """Role that generates: the actor, or ``ROLLOUT``."""
+        return ROLLOUT if ROLLOUT in self.groups else ACTOR
 
     def devices(self, role: str) -> int:
-        return sum(self.blocks[index] for index in self.where[role])
+        return sum(self.blocks[index] for index in self.groups[role])
 
 
 def placements_of(name: str, workload: Workload) -> Iterator[SystemPlacement]:
@@ -78,8 +78,8 @@ def placements_of(name: str, workload: Workload) -> Iterator[SystemPlacement]:
     yield from _PLACEMENTS[name](workload)
 
 
-def _roles(workload: Workload, **where: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {role: where[role] for role in (*workload.models, ROLLOUT) if role in where}
+def _roles(workload: Workload, **groups: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {role: groups[role] for role in (*workload.models, ROLLOUT) if role in groups}
 
 
 def _co_located(workload: Workload) -> Iterator[SystemPlacement]:
@@ -87,23 +87,23 @@ def _co_located(workload: Workload) -> Iterator[SystemPlacement]:
 
 
 def _reward_alone(workload: Workload) -> Iterator[SystemPlacement]:
-    where = {role: (1,) if role == REWARD else (0,) for role in workload.models}
+    groups = {role: (1,) if role == REWARD else (0,) for role in workload.models}
     if workload.devices > 1:
-        yield SystemPlacement("reward alone", (workload.devices - 1, 1), where)
+        yield SystemPlacement("reward alone", (workload.devices - 1, 1), groups)
 
 
 def _interleaved(workload: Workload) -> Iterator[SystemPlacement]:
     half = workload.devices // 2
     if half:
-        where = _roles(workload, actor=(0, 1), critic=(0, 1), ref=(0,), reward=(1,))
-        yield SystemPlacement("interleaved", (half, workload.devices - half), where)
+        groups = _roles(workload, actor=(0, 1), critic=(0, 1), ref=(0,), reward=(1,))
+        yield SystemPlacement("interleaved", (half, workload.devices - half), groups)
 
 
 def _split(workload: Workload) -> Iterator[SystemPlacement]:
     """Yield placements with actor and reference on one part, critic and reward on the other."""
-    where = _roles(workload, actor=(0,), ref=(0,), critic=(1,), reward=(1,))
+    groups = _roles(workload, actor=(0,), ref=(0,), critic=(1,), reward=(1,))
     for first in _first_parts(workload):
-        yield SystemPlacement("split", (first, workload.devices - first), where)
+        yield SystemPlacement("split", (first, workload.devices - first), groups)
 
 
 def _halves(workload: Workload) -> Iterator[SystemPlacement]:
@@ -111,12 +111,12 @@ def _halves(workload: Workload) -> Iterator[SystemPlacement]:
     the other."""
     half = workload.devices // 2
     if half:
-        where = _roles(workload, rollout=(0, 1), actor=(0,), ref=(0,), critic=(1,), reward=(1,))
-        yield SystemPlacement("halves", (half, workload.devices - half), where)
+        groups = _roles(workload, rollout=(0, 1), actor=(0,), ref=(0,), critic=(1,), reward=(1,))
+        yield SystemPlacement("halves", (half, workload.devices - half), groups)
 
 
 def _first_parts(workload: Workload) -> tuple[int, ...]:
-    """Return sizes of the first of two parts, in eighths; in whole nodes where there are several."""
+    """Return sizes of the first of two parts, in eighths; in whole nodes if there are several."""
     unit = max(1, workload.per_node if workload.devices > workload.per_node else workload.devices // 8)
     sizes = {round(workload.devices * share / 8 / unit) * unit for share in range(2, 7)}
     return tuple(sorted(size for size in sizes if 0 < size < workload.devices))
@@ -125,7 +125,7 @@ def _first_parts(workload: Workload) -> tuple[int, ...]:
 def _standalone(workload: Workload) -> Iterator[SystemPlacement]:
     """Yield placements with each model and the rollout engine on separate devices, in eighths (OpenRLHF's recipes: 1,
     1, 2, 2, 2)."""
-    where = _roles(workload, ref=(0,), reward=(1,), critic=(2,), actor=(3,), rollout=(4,))
+    groups = _roles(workload, ref=(0,), reward=(1,), critic=(2,), actor=(3,), rollout=(4,))
     for eighths in (
         (1, 1, 2, 2, 2),
         (1, 1, 1, 3, 2),
@@ -135,22 +135,22 @@ def _standalone(workload: Workload) -> Iterator[SystemPlacement]:
         (1, 2, 2, 2, 1),
     ):
         if workload.devices >= 8:
-            yield SystemPlacement("standalone", tuple(workload.devices * share // 8 for share in eighths), where)
+            yield SystemPlacement("standalone", tuple(workload.devices * share // 8 for share in eighths), groups)
 
 
 def _standalone_without_rollout(workload: Workload) -> Iterator[SystemPlacement]:
-    where = _roles(workload, ref=(0,), reward=(1,), critic=(2,), actor=(3,))
+    groups = _roles(workload, ref=(0,), reward=(1,), critic=(2,), actor=(3,))
     if workload.devices >= 8:
         eighth = workload.devices // 8
-        yield SystemPlacement("standalone", (eighth, eighth, 2 * eighth, workload.devices - 4 * eighth), where)
+        yield SystemPlacement("standalone", (eighth, eighth, 2 * eighth, workload.devices - 4 * eighth), groups)
 
 
 def _disaggregated(workload: Workload) -> Iterator[SystemPlacement]:
     """Yield placements with training on one part, copies for everything else on the other (FlexRLHF's guideline: 30 to
     50 % of devices)."""
-    where = _roles(workload, actor=(0,), critic=(0,), ref=(1,), reward=(1,), rollout=(1,))
+    groups = _roles(workload, actor=(0,), critic=(0,), ref=(1,), reward=(1,), rollout=(1,))
     for first in _first_parts(workload):
-        yield SystemPlacement("disaggregated", (first, workload.devices - first), where)
+        yield SystemPlacement("disaggregated", (first, workload.devices - first), groups)
 
 
 _PLACEMENTS = {

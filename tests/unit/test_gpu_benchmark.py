@@ -1,4 +1,4 @@
-"""`make gpu`: what its table says of commands that end, fail or take too long, and what MFU is relative to."""
+"""`make gpu`: its table for commands that end, fail or take too long, and the reference of MFU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
 from benchmarks.gpu.gpu_tests import _of_report
 from benchmarks.gpu.machine import ON_CPU, ON_GPU
 from benchmarks.gpu.results import LeftOut, Results, Row
-from benchmarks.gpu.speed import FREE, Texts, _flops, _phase_row, _shape, _trl
+from benchmarks.gpu.speed import FREE, StepRows, _flops, _phase_row, _shape, _trl
 from benchmarks.gpu.workload import run_config, write_data
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.cost_model import Transformer
@@ -43,10 +43,10 @@ def test_everything_is_in_the_table_and_in_json(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.md").read_text().splitlines() == [
         "device CPU, torch 2.13.0",
         "",
-        "| stage | what | found |",
+        "| stage | measurement | result |",
         "|---|---|---|",
         "| speed | step | 2 s |",
-        "| speed | GRPO by TRL | left out: not installed |",
+        "| speed | GRPO by TRL | skipped: not installed |",
     ]
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"][0]["figures"] == {"seconds": 2.0}
 
@@ -64,7 +64,7 @@ def test_tests_are_counted_and_skipped_ones_named() -> None:
 
 def test_training_is_three_passes_and_a_pass_two_operations_a_weight() -> None:
     model = Transformer(layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocabulary=32)
-    texts = Texts(rows=3, prompt=6, response=4.0)
+    texts = StepRows(rows=3, prompt=6, response=4.0)
     weights = 2 * (8 * 4 * 6 + 8 * 16 * 3)
     expected = 3 * (2 * weights * 10 + 2 * 2 * 8 * 10 * 10 + 2 * 8 * 32 * 4)
     assert _flops("forward", model, texts) == expected
@@ -79,7 +79,7 @@ def test_passes_of_the_first_step_alone_do_not_count(algorithm: str, passes: int
     plan = make_plan(load_spec(run_config(f"{algorithm}-speed", tmp_path, ON_CPU, ON_CPU.large[0], "cpu"), ()))
     assert sum(operator.kind == "forward" for operator in plan.graph.operators) == passes + 1
     models = {model.role: _shape(plan, model) for model in plan.placement.models}
-    row = _phase_row("", "forward", plan, models, Texts(rows=32, prompt=32, response=24.0), seconds=1.0, peak=1.0)
+    row = _phase_row("", "forward", plan, models, StepRows(rows=32, prompt=32, response=24.0), seconds=1.0, peak=1.0)
     assert row.figures["tokens_s"] == passes * 32 * 56
 
 

@@ -138,8 +138,8 @@ def test_steps_come_fastest_first():
 
 
 def test_a_known_placement_is_kept():
-    where = {REF: (0,), REWARD: (1,), CRITIC: (2,), ACTOR: (3,), ROLLOUT: (4,)}
-    placement = SystemPlacement("standalone", (1, 1, 2, 2, 2), where)
+    groups = {REF: (0,), REWARD: (1,), CRITIC: (2,), ACTOR: (3,), ROLLOUT: (4,)}
+    placement = SystemPlacement("standalone", (1, 1, 2, 2, 2), groups)
     found = best_step(task_of(7, 8, rows=256), SYSTEMS["openrlhf"], placement=placement)
     assert found is not None
     assert found.placement == placement
@@ -206,7 +206,7 @@ def test_weights_are_sent_as_slowly_as_the_system_sends_them():
 def test_placements_use_all_devices_once(name):
     for placement in placements_of(name, task_of(7, 32)):
         assert sum(placement.blocks) == 32
-        assert {block for blocks in placement.where.values() for block in blocks} == set(range(len(placement.blocks)))
+        assert {block for blocks in placement.groups.values() for block in blocks} == set(range(len(placement.blocks)))
 
 
 def test_zero_of_75_billion_parameters_takes_what_its_paper_says():

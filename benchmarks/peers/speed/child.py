@@ -1,4 +1,4 @@
-"""Runs of either side as child processes, whose output matters where they fail."""
+"""Runs of either side as child processes, whose output matters if they fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHOWN_CHARACTERS = 4000
 
 
 def run_quietly(command: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
-    """Run ``command`` with one thread a process, its output in ``log``; end with the last of it where it fails."""
+    """Run ``command`` with one thread a process, its output in ``log``; end with the last lines if it fails."""
     with log.open("w") as file:
         done = subprocess.run(
             command,

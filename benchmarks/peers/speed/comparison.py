@@ -33,9 +33,9 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of every measured step.
+    """Time of every measured step.
 
-    workload: what was computed
+    workload: models, batch and lengths
     flexrlhf: by flexrlhf, of all runs
     trl:      by TRL, of all runs
     """
@@ -46,11 +46,11 @@ class StepSeconds:
 
     @property
     def ratio(self) -> float:
-        """Median seconds of TRL over those of flexrlhf."""
+        """Median time of TRL over flexrlhf's."""
         return median(self.trl) / median(self.flexrlhf)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the workload, the seconds of all steps and their medians."""
+        """Return the workload, the times of all steps and their medians."""
         return asdict(self) | {
             "median_flexrlhf": median(self.flexrlhf),
             "median_trl": median(self.trl),
@@ -68,7 +68,7 @@ class StepSeconds:
 
 
 HEADER = f"{'':<24} {'flexrlhf':>11} {'TRL':>11} {'tokens/s':>9} {'of TRL':>9} {'ratio':>7}"
-"""Median seconds of a step, generated tokens a second of both, and how many times faster flexrlhf is."""
+"""Median step time, generated tokens a second of both, and how many times faster flexrlhf is."""
 
 
 def compare(workload: PeerWorkload, options: RunOptions) -> StepSeconds:

@@ -26,7 +26,7 @@ PAD, END = "<pad>", "<end>"
 
 
 def write_files(job: PeerJob, data: Path | None, model: Path | None) -> None:
-    """Write what ``job`` reads.
+    """Write the inputs of ``job``.
 
     data:   directory of hh_pairs.jsonl.gz, for dialogues
     model:  of workloads without a config
@@ -47,7 +47,7 @@ def _given(path: Path | None, option: str) -> Path:
 
 def _words(workload: PeerWorkload, steps: int) -> list[str]:
     """Return prompts of words at random, each of which is one token."""
-    assert workload.model is not None, "a pretrained model has a tokenizer of its own"
+    assert workload.model is not None, "a pretrained model has its own tokenizer"
     generator = random.Random(SEED)
     words = [_word(number) for number in range(2, workload.model["vocab_size"])]
     return [" ".join(generator.choices(words, k=workload.prompt)) for _ in range(workload.prompts * steps)]
@@ -58,7 +58,7 @@ def _word(number: int) -> str:
 
 
 def _dialogues(directory: Path) -> list[str]:
-    """Return dialogues up to the turn of the assistant, in an order of chance."""
+    """Return dialogues up to the assistant's turn, in random order."""
     texts = ["".join(map(_turn, row["prompt"])) + "\n\nAssistant:" for row in read_dialogues(directory)]
     random.Random(SEED).shuffle(texts)
     return texts

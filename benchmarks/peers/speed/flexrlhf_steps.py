@@ -52,7 +52,7 @@ def spec_of(job: PeerJob, name: str) -> dict[str, Any]:
 
 
 def seconds(job: PeerJob, name: str) -> list[float]:
-    """Return the seconds of each step behind the first, of a run of that name."""
+    """Return the time of each step after the first in the run of that name."""
     config = job.directory / "flexrlhf.yaml"
     config.write_text(yaml.safe_dump(spec_of(job, name)))
     command = [sys.executable, "-m", "flexrlhf", "run", str(config)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def variety(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """Return the share of different words in each response."""
+    """Return the fraction of different words in each response."""
     words = [response.split() for response in responses]
     return [len(set(each)) / max(1, len(each)) for each in words]
 

@@ -1,4 +1,4 @@
-"""One rank of TRL's trainers, started by torchrun in TRL's environment: writes the seconds of each step.
+"""One rank of TRL's trainers, started by torchrun in TRL's environment: writes the time of each step.
 
 ``torchrun --nproc-per-node 2 -m benchmarks.peers.speed.trl_rank JOB.json``
 """
@@ -42,7 +42,7 @@ class StepTimes(TrainerCallback):
             self.ends.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Return the seconds of each step behind the first."""
+        """Return the time of each step after the first."""
         return [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
 
 
@@ -127,7 +127,7 @@ def grpo(job: PeerJob, times: StepTimes) -> Any:
 
 
 def job_of(path: Path) -> PeerJob:
-    """Read what ``trl_steps`` has written."""
+    """Read the request of ``trl_steps``."""
     fields = json.loads(path.read_text())
     return PeerJob(PeerWorkload(**fields["workload"]), Path(fields["directory"]), fields["steps"])
 

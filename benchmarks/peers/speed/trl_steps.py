@@ -34,7 +34,7 @@ def make_environment(environment: Path) -> None:
 
 
 def seconds(job: PeerJob, environment: Path) -> list[float]:
-    """Return the seconds of each step behind the first."""
+    """Return the time of each step after the first."""
     path = job.directory / "trl.json"
     fields = {"workload": asdict(job.workload), "directory": str(job.directory), "steps": job.steps}
     path.write_text(json.dumps(fields))

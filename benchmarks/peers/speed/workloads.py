@@ -1,4 +1,4 @@
-"""Workloads of the comparison: what both sides compute in a step."""
+"""Workloads of the comparison: models, batch and lengths of both sides' steps."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class PeerWorkload:
 
     name:         of the workload, without the algorithm
     algorithm:    that both sides train by
-    model:        a Hugging Face config, of random weights; None: the pretrained model of the command line
-    texts:        prompts: words at random, all of one length, or dialogues of hh-rlhf
+    model:        a Hugging Face config, for random weights; None: the pretrained model of the command line
+    texts:        prompts: random words, all of one length, or dialogues of hh-rlhf
     prompt:       tokens of the longest prompt
     response:     tokens of every response
     rows:         responses of a step
@@ -95,7 +95,7 @@ def workloads() -> tuple[PeerWorkload, ...]:
 class PeerJob:
     """One workload with its files, as a trainer reads it.
 
-    workload:  what is computed
+    workload:  models, batch and lengths
     directory: of ``policy`` (model and tokenizer), ``scored`` (the same with a scalar head) and ``prompts.jsonl``,
                whose rows are in the order of the steps
     steps:     of a run, the first of which is a warm-up
