@@ -167,7 +167,7 @@ def main() -> None:
         write_inputs(directory)
         fast, slow = measured_speeds(directory, group)
         ways = {"equal": (fast, fast), "measured": (fast, slow)}
-        ways |= {f"{float(factor):.3g} of it": (fast, slow * factor) for factor in AROUND}
+        ways |= {f"{float(factor):.3g} x measured": (fast, slow * factor) for factor in AROUND}
         print(f"speed of the slow class by doctor: {float(slow):.2f}")
         print("| shares | rows | step, s |\n|---|---|---|")
         results = []
