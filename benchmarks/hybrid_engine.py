@@ -103,17 +103,17 @@ class Result:
         """Cells of its column, by name of the row."""
         total = median(sum(step.seconds.values()) for step in self.steps)
         cells = {f"{kind}, s": f"{self.seconds(kind):.2f}" for kind in KINDS} | {"step, s": f"{total:.2f}"}
-        cells["moved, kB (planned)"] = _beside(median(s.moved for s in self.steps), _planned(self.plan, Move), KB)
-        cells["synced, MB (planned)"] = _beside(median(s.synced for s in self.steps), _planned(self.plan, Sync))
+        cells["moved, kB (planned)"] = _with_planned(median(s.moved for s in self.steps), _planned(self.plan, Move), KB)
+        cells["synced, MB (planned)"] = _with_planned(median(s.synced for s in self.steps), _planned(self.plan, Sync))
         cells["gathered to generate, MB (computed)"] = f"({_gathered(self.plan) / MB:.0f})"
         for kind in ("generate", "train"):
             cells[f"memory to {kind}, MB (planned)"] = f"({_phase_bytes(self.plan, kind) / MB:.0f})"
         planned = max(memory.process_bytes for memory in self.plan.memories)
-        cells["peak of a rank, MB (planned)"] = _beside(max(self.peaks), planned)
+        cells["peak of a rank, MB (planned)"] = _with_planned(max(self.peaks), planned)
         return cells | {"policy loss, last step": f"{self.loss:.6f}"}
 
 
-def _beside(measured: float, planned: float, unit: float = MB) -> str:
+def _with_planned(measured: float, planned: float, unit: float = MB) -> str:
     return f"{measured / unit:.1f} ({planned / unit:.1f})"
 
 

@@ -235,7 +235,7 @@ def measured(case: Case, ranks: int, whole: bool, directory: Path) -> list[dict[
     output = directory / "peak"
     arguments = {"case": vars(case), "directory": str(directory), "whole": whole, "output": str(output)}
     address = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    # without this glibc keeps freed tensors, and the peak is that of the gaps between them
+    # without this glibc keeps freed tensors, and the peak includes the gaps between them
     address["MALLOC_MMAP_THRESHOLD_"] = "1000000"
     command = [sys.executable, __file__, "--rank", json.dumps(arguments)]
     with (directory / "log").open("a") as log:
@@ -250,7 +250,7 @@ def measured(case: Case, ranks: int, whole: bool, directory: Path) -> list[dict[
 
 
 def print_table(parameters: float, rank_counts: Sequence[int], limit: float, rows: str, directory: Path) -> None:
-    """Measure every row, and print it as soon as it is there."""
+    """Measure every row, and print it as soon as it is measured."""
     count = write_checkpoint(directory / "model", parameters)
     print(f"{count / 1e9:.2f} B parameters, bfloat16 files of {2 * count / 1e9:.2f} GB; GB of host memory a rank\n")
     print("| model | ranks | its part | loading, whole | in parts | saving, whole | by tensor |")

@@ -2,7 +2,7 @@
 
     sudo python -m benchmarks.thin_link [--mbit 200] [--ranks 1] [--ways NAME ...] [--json FILE]
 
-Two network namespaces on this machine stand for two hosts of a few ranks; the kernel limits the link. The model has
+Two network namespaces on this machine represent two hosts of a few ranks; the kernel limits the link. The model has
 19 million parameters. Each way is planned, predicted with a profile of this machine and the link's speed, and run; the
 first step is a warm-up. Bytes are those that the interface of each host counts, so with headers. One thread a rank.
 """

@@ -81,7 +81,7 @@ def can_link() -> bool:
 
 
 NAMES = Path("/etc/netns")
-"""Files that ``ip netns exec`` puts in the place of those in /etc."""
+"""Files that ``ip netns exec`` mounts over /etc's."""
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def linked_hosts() -> Iterator[Link]:
 
 
 def _write_names(names: dict[str, str], link: Link, own: int, other: int) -> None:
-    """Write the names that host ``own`` finds: its own ones and that of the other host."""
+    """Write the names that host ``own`` resolves: its own ones and the other host's."""
     directory = NAMES / link.hosts[own]
     directory.mkdir(parents=True)
     found = {**names, link.hosts[other]: link.addresses[other]}

@@ -1,4 +1,4 @@
-"""Write what the documents copy from the code: ``docs/reference.md``, and the pictures of a step in README and docs.
+"""Write the generated parts of the documents: ``docs/reference.md``, and the pictures of a step in README and docs.
 
 ``python docs/generate.py`` from the root of the repository; ``tests/unit/test_documents.py`` compares.
 """
@@ -33,7 +33,7 @@ PICTURE = re.compile(r"(<!-- picture: (?P<arguments>.+?) -->\n\n```text\n)(?P<pi
 WIDTH = 76
 """Characters for the time of a step."""
 SETTLED = 5
-"""Step from which all steps of a plan with a lag take the same time."""
+"""Step from which all steps take the same time, also with a lag."""
 SHORT = {
     "generate": ("gen",),
     "logprobs": ("lp",),
@@ -58,7 +58,7 @@ class Box:
 
 
 def with_pictures(text: str) -> str:
-    """``text`` with the picture behind every ``<!-- picture: ARGUMENTS OF SIMULATE -->``."""
+    """``text`` with the picture after every ``<!-- picture: ARGUMENTS OF SIMULATE -->``."""
     return PICTURE.sub(lambda match: match[1] + picture(match["arguments"]) + match[4], text)
 
 
@@ -90,7 +90,7 @@ def _timeline(arguments: str) -> list[dict[str, Any]]:
 
 
 def _boxes(runs: Sequence[Mapping[str, Any]], place: Callable[[float], int]) -> Iterator[Box]:
-    """Boxes of one rank; what is too short for two characters is left out."""
+    """Boxes of one rank, without runs that are too short for two characters."""
     last = 0
     for run in sorted(runs, key=lambda run: run["ts"]):
         left, right = place(run["ts"]), place(run["ts"] + run["dur"])
@@ -152,16 +152,16 @@ def reference() -> str:
         *_settings(),
         *_commands(),
         "## Metrics of a run",
-        "One line a step in `metrics.jsonl`; a metric that a run does not have is left out. Names and definitions are "
+        "One line a step in `metrics.jsonl`, without metrics that a run does not have. Names and definitions are "
         "the same in every [logger](loggers.md). **Steps are numbered from 0** here, in the other files, in loggers "
-        "and in warnings; what counts the steps that are done begins with 1: `step 1/50` prints the row of step 0.",
+        "and in warnings; counts of completed steps begin with 1: `step 1/50` prints the row of step 0.",
         _table(("metric", "definition"), [(f"`{name}`", text) for name, text in _metrics().items()]),
         "## Presets",
         PRESETS_HEAD,
         *(text for like, peer in PEERS.items() for text in _preset(like, peer)),
         "## Device classes",
-        "`class` of a node, and `--gpu-type` of `advise`. Bandwidths are in one direction; where each figure is from, "
-        "and which are fitted, stands in `flexrlhf/placement/devices.py`.",
+        "`class` of a node, and `--gpu-type` of `advise`. Bandwidths are in one direction; the source of each figure, "
+        "and which are fitted, is in `flexrlhf/placement/devices.py`.",
         _devices(),
         "## Models by name",
         "`--model` of `advise`, and its like: " + ", ".join(f"`{name}`" for name in MODELS) + ".",
@@ -179,7 +179,7 @@ REFERENCE_HEAD = """\
 # Reference
 
 Every key of the YAML with its default and meaning, every command with its options, every metric. A key without a
-default is required; `null` switches a setting off, or its meaning says what it stands for. Unknown keys are refused.
+default is required; `null` switches a setting off, or has the stated meaning. Unknown keys are refused.
 `--set KEY=VALUE` changes any of them on the command line, as in `--set models.actor.zero=3`.
 Algorithms, placements and the other subjects are explained in [the other pages](README.md)."""
 
@@ -190,7 +190,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a cell of a table: what Markdown would read as HTML is escaped, but in code."""
+    """Return a cell of a table, with HTML outside of code escaped."""
     parts = re.sub(r"\bNone\b", "`null`", text).replace("|", "\\|").split("`")
     return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
 
@@ -210,12 +210,12 @@ def _settings() -> Iterator[str]:
 
 
 PRESETS_HEAD = """\
-What `algorithm.like` sets where the YAML writes nothing: the defaults of that engine's own trainer for the algorithm.
-How it is used: [presets](presets.md). Names without a section are of `algorithm`; an empty cell is not set."""
+Defaults that `algorithm.like` sets for keys that are missing in the YAML: those of the engine's own trainer.
+How it is used: [presets](presets.md). Names without a section belong to `algorithm`; an empty cell is not set."""
 
 
 def _preset(like: str, peer: Peer) -> Iterator[str]:
-    """Yield the table of one preset, what it completes penalties with, and what cannot be expressed."""
+    """Yield the table of one preset, its defaults of penalties, and differences that cannot be expressed."""
     yield f"### `like: {like}`"
     yield f"{peer.title}."
     cells = {(name, cell.key): cell for name, trainer in peer.trainers.items() for cell in trainer.cells}
@@ -231,7 +231,7 @@ def _preset(like: str, peer: Peer) -> Iterator[str]:
         for place, part in trainer.penalties.items()
     ]
     if parts:
-        yield "Of a KL penalty that is written, what it does not say:"
+        yield "Defaults for the missing keys of a KL penalty in the YAML:"
         yield "\n".join(parts)
     differs = [f"- `{name}`: {text}" for name, trainer in peer.trainers.items() for text in trainer.differs]
     if differs:

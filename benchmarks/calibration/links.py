@@ -107,7 +107,7 @@ def _case(row: Row) -> LinkCase | str:
     if family is None:
         return "devices unstated"
     if "pairwise" in row["cluster"] and row["collective"] == "send_recv":
-        return "the same timings stand for A100s and H100s"
+        return "the same timings are published for A100s and H100s"
     device, node_gb_s = DEVICE_CLASSES[family[0]], family[1]
     return LinkCase(row, Links(device.link_gb_s, node_gb_s), float(row["time_ms"]) / 1e3)
 

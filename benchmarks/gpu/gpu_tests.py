@@ -15,7 +15,7 @@ from benchmarks.gpu.results import LeftOut, Row
 FILES = ("tests/distributed/test_gpu.py", "tests/engines/test_head.py")
 SELECTED = {"one-rank": "not _2", "ranks": "_2"}
 """By stage: tests of one rank or none, and of two ranks on the GPU, by the ends of their names."""
-WHAT = "tests marked gpu"
+MEASUREMENT = "tests marked gpu"
 
 
 def run_tests(stage: str, directory: Path, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
@@ -29,10 +29,10 @@ def run_tests(stage: str, directory: Path, device: str, budget: TimeBudget) -> I
         budget.run(["sh", "-c", shell], {"FLEXRLHF_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"})
     except OutOfTime as error:
         ended = {word: error.printed.count(f" {word}") for word in ("PASSED", "FAILED", "SKIPPED")}
-        yield LeftOut(stage, WHAT, f"{error}, {', '.join(f'{n} {word}' for word, n in ended.items())}")
+        yield LeftOut(stage, MEASUREMENT, f"{error}, {', '.join(f'{n} {word}' for word, n in ended.items())}")
         return
     except Failed as error:
-        yield Row(stage, WHAT, f"pytest failed: {error}", {"failed": 1})
+        yield Row(stage, MEASUREMENT, f"pytest failed: {error}", {"failed": 1})
         return
     yield from _of_report(stage, ElementTree.parse(report).getroot())
 
@@ -49,7 +49,7 @@ def _of_report(stage: str, report: ElementTree.Element) -> Iterator[Row | LeftOu
             yield LeftOut(stage, case.get("name", ""), _first_line(outcome.get("message")))
     failed = counts["failure"] + counts["error"]
     found = f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped"
-    yield Row(stage, WHAT, found, {"passed": counts["passed"], "failed": failed})
+    yield Row(stage, MEASUREMENT, found, {"passed": counts["passed"], "failed": failed})
 
 
 def _first_line(message: str | None) -> str:

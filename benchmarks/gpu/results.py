@@ -14,14 +14,14 @@ from typing import Any
 class Row:
     """One line of the table.
 
-    stage:    stage of the command
-    what:     name of the measurement
-    found:    result in words
-    figures:  its figures, by name
+    stage:        stage of the command
+    measurement:  name of the measurement
+    found:        result in words
+    figures:      figures by name
     """
 
     stage: str
-    what: str
+    measurement: str
     found: str
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -31,7 +31,7 @@ class LeftOut:
     """Something that did not run, and why."""
 
     stage: str
-    what: str
+    measurement: str
     reason: str
 
 
@@ -65,8 +65,8 @@ class Results:
         """Return everything as Markdown."""
         lines = [f"{', '.join(f'{name} {value}' for name, value in self.machine.items())}", ""]
         lines += ["| stage | measurement | result |", "|---|---|---|"]
-        lines += [f"| {row.stage} | {row.what} | {row.found} |" for row in self.rows]
-        lines += [f"| {each.stage} | {each.what} | skipped: {each.reason} |" for each in self.left_out]
+        lines += [f"| {row.stage} | {row.measurement} | {row.found} |" for row in self.rows]
+        lines += [f"| {each.stage} | {each.measurement} | skipped: {each.reason} |" for each in self.left_out]
         return "\n".join(lines) + "\n"
 
     def write(self, directory: Path) -> None:

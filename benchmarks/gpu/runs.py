@@ -32,7 +32,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 
 def run_offloading(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
-    """Train PPO on one rank with less memory than its models take; then go on from the middle of that run."""
+    """Train PPO on one rank with less memory than its models take; then resume from the middle of that run."""
     path = _tight_config(directory, scale, device)
     plan = make_plan(load_spec(path, ()))
     moved = {each.model for each in plan.schedule.instructions if isinstance(each, Offload)}

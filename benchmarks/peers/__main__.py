@@ -5,7 +5,7 @@
 
 Both sides read the same prompts and start from the same weights; responses have their full length (of random weights
 one in a hundred ends before), and the settings of the algorithm are the same: mini-batches, one epoch, KL penalty,
-samples. Runs alternate, the first step of each is a warm-up, and the ratio is that of the medians. ``--data`` has
+samples. Runs alternate, the first step of each is a warm-up, and the ratio is between medians. ``--data`` has
 hh_pairs.jsonl.gz of ``make real``, ``--model`` is SmolLM2-135M's directory; workloads that need an option that is not
 given are left out by name. Compare on a machine with nothing else to do.
 """
@@ -43,16 +43,16 @@ def arguments() -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[PeerWorkload]:
     """Return the workloads to run; print which are left out."""
-    wanted = [
+    requested = [
         replace(one, dtype=dtype, rows=one.rows if options.rows is None else options.rows)
         for one in workloads()
         for dtype in options.dtypes
         if one.name in options.only and one.algorithm in options.algorithms
     ]
-    for one in wanted:
+    for one in requested:
         if missing(one, options):
             print(f"{one.label}: left out, it needs {missing(one, options)}")
-    found = [one for one in wanted if not missing(one, options)]
+    found = [one for one in requested if not missing(one, options)]
     check_rows(found)
     return found
 

@@ -120,7 +120,7 @@ def make_sample(seed: int, gaps: bool = False) -> Sample:
 
 
 def context(spec: PolicySpec, **state: float) -> CombineContext:
-    """Return the context of one mini-batch on one rank; ``state``: changes to that of the first step."""
+    """Return the context of one mini-batch on one rank; ``state``: changes to the first step's state."""
     return CombineContext([slice(0, ROWS)], Alone(), first_state(spec) | state)
 
 

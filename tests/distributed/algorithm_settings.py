@@ -13,7 +13,7 @@ FAST = {"learning_rate": 0.01, "eps": 1e-4}
 COUNTED = {"function": "assets:scores.py:counted"}
 BY_TOKEN = {"function": "assets:scores.py:by_token", "level": "token"}
 BY_STEP = {"function": "assets:scores.py:by_step", "level": "step", "separator": "i"}
-"""A step ends behind a word in i."""
+"""Settings whose steps end after a word in i."""
 BY_ENDS = {"function": "assets:scores.py:by_ends", "level": "step"}
 MODEL_STEPS = {"model": "reward", "level": "step", "separator": "u"}
 COSTS = {"function": "assets:scores.py:costs"}
@@ -196,7 +196,7 @@ ALGORITHMS: dict[str, Raw] = {
     "rloo-clipped": _of("rloo", samples_per_prompt=2, reward_clip=0.5, dual_clip=1.02, epochs=2),
     "gspo": _of("gspo", epochs=2),
     "gspo-masked": _of("gspo", _scored(COUNTED), truncation="mask", kl=_loss_kl("k2", 0.3), normalise_scores="batch"),
-    # advantages that differ inside a response, so that the gradient is not that of one ratio
+    # advantages that differ inside a response, so that the gradient does not reduce to one ratio
     "gspo-token": _of("gspo", _scored(BY_STEP), ratio="sequence-token", supervision="process", epochs=2),
     "grpo-process": _of("grpo", _scored(BY_STEP), supervision="process"),
     "grpo-process-models": _of(

@@ -40,11 +40,11 @@ SIZES = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-"""Of the models: the words of a Llama config."""
+"""Sizes of the models, as in a Llama config."""
 LETTERS = {"vocab_size": 32, "pad_token_id": 1, "eos_token_id": 1, "bos_token_id": None}
 """In which a model of scores with another tokenizer differs."""
 WIDE = {**SIZES, "head_dim": 32}
-"""Of an actor that vLLM generates for: on CPUs it takes no narrower heads."""
+"""Sizes of an actor for vLLM, which accepts no narrower heads on CPUs."""
 ENDS = [1, *range(5, 64, 6)]
 """Tokens that end a response of some actors."""
 EVALUATION_ROWS = {"ppo": 11, "sft": 3, "reward": 11, "chats": 5, "chat-pairs": 5}
@@ -94,7 +94,7 @@ def build_letters(directory: Path) -> None:
 
 
 def _add_value_head(source: str, destination: str) -> None:
-    """A copy of a causal model whose files hold a scalar head, too, as large as a fresh classifier's."""
+    """A copy of a causal model whose files also contain a scalar head, as large as a fresh classifier's."""
     shutil.copytree(source, destination)
     file = Path(destination) / "model.safetensors"
     head = SIZES["initializer_range"] * torch.randn(1, SIZES["hidden_size"])
@@ -124,7 +124,7 @@ def _save(model: PreTrainedModel, path: str) -> None:
 
 
 def _write_data(directory: Path) -> None:
-    """Texts of unequal length, some of whose responses are cut. 20 rows: three steps of 8 go round an epoch."""
+    """Rows of unequal length, some of whose responses are cut. 20 rows: three steps of 8 go round an epoch."""
     for name, rows in _rows(random.Random(5), 20).items():
         _write_rows(directory / f"{name}.jsonl", rows)
     for name, rows in _rows(random.Random(6), max(EVALUATION_ROWS.values())).items():
@@ -139,7 +139,7 @@ def _rows(rng: random.Random, count: int) -> dict[str, list[Raw]]:
         return words(1, PROMPT_TOKENS - 1)
 
     return {
-        # of some rows the right answer is not known
+        # some rows have no solution
         "ppo": [{"prompt": prompt()} | ({"answer": WORDS[row]} if row % 3 else {}) for row in range(count)],
         "sft": [{"prompt": prompt(), "response": words(1, RESPONSE_TOKENS + 2)} for _ in range(count)],
         "reward": [{"prompt": prompt(), "chosen": words(1, 9), "rejected": words(1, 9)} for _ in range(count)],

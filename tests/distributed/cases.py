@@ -487,7 +487,7 @@ PRECISION: dict[str, Raw] = {
 
 
 def _rollout(engine: str, **settings: Any) -> Raw:
-    """The gate is as tight as float32 lets it be, in every step in which both sides hold the same weights."""
+    """The gate is as tight as float32 allows, in every step in which both sides have the same weights."""
     parity = {"every": 1, "max_difference": 1e-4, "mean_difference": 2e-5}
     return {"engine": engine, "parity": parity, **settings}
 
@@ -716,7 +716,7 @@ def _every_shape() -> list[Case]:
 
 
 def _every_rollout() -> list[Case]:
-    """vLLM for all settings that generate and in all shapes; its variants, and the ways in which its source lies."""
+    """vLLM for all settings that generate and in all shapes; its variants, and the layouts of its source."""
     settings = [name for name in SETTINGS if name not in (*SUPERVISED, *PREFERENCES, *NOT_COMPARED)]
     plain = [(setting, shape) for setting in settings for shape in ("co-located", "six", "lag-every-3")]
     plain += [

@@ -128,7 +128,7 @@ def _after_ties(outcome: Outcome, reference: Result) -> Result:
 
 
 def _response(response: Response, column: str) -> Response:
-    """The one whose tokens stand in ``column``."""
+    """The response whose tokens are in ``column``."""
     return response.greedy if column == "tokens.greedy" and response.greedy is not None else response
 
 

@@ -97,7 +97,7 @@ def params(cases: Iterable[Case], in_full_alone: Collection[Case] = ()) -> list[
 
 
 def run_orders(orders: list[RunOrder]) -> None:
-    """Launch the ranks of runs with as many of them, which go on from their checkpoints."""
+    """Launch the ranks of runs with as many of them, which resume from their checkpoints."""
     plans = [make_plan(order.spec) for order in orders]
     for plan, order in zip(plans, orders, strict=True):
         prepare_directory(plan, format_plan(plan), continues=bool(order.candidates)).close()

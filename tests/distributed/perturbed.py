@@ -1,4 +1,4 @@
-"""One rank that does a run twice: as it is, then with an actor of which one weight is another than the engine's.
+"""One rank that does a run twice: unchanged, then with an actor in which one weight differs from the engine's.
 
 ``python perturbed.py CONFIG NAME AMOUNT``: add AMOUNT to the first number of the actor's weight NAME.
 """

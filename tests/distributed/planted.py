@@ -1,4 +1,4 @@
-"""Ranks of several runs, of which some have a bug that is planted here: those whose name is that of one of ``BUGS``.
+"""Ranks of several runs, some with a planted bug: runs whose name is in ``BUGS``.
 
 ``python -m planted ORDERS STOP DIRECTORIES``: as flexrlhf/launch/rank.py, but for the bugs.
 """

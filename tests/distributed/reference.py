@@ -81,7 +81,7 @@ class Reference:
         return {role: copy_of(trainee.model) for role, trainee in self.trainees.items()}
 
     def version(self, step: int) -> int:
-        """How many batches the weights have seen that generate batch ``step``: every k, and lag behind."""
+        """Number of batches that the weights have been trained on when they generate batch ``step``."""
         every = self.spec.sync.every
         return every * (max(0, step - self.spec.schedule.lag) // every)
 

@@ -112,7 +112,8 @@ def grouped(
 
 
 def by_steps(spec: GroupSpec, group: list[Response], controls: Controls, terms: Terms) -> None:
-    """Shao et al. 2024, section 4.1.3: of all steps of the group; a token has those that end at or behind it."""
+    """Shao et al. 2024, section 4.1.3: normalised over all steps of the group; a token has the sum of steps that end at
+    or after it."""
     rewards = [steps_of(rewards_of(spec, response, controls), response.step_ends) for response in group]
     terms.add("response_steps", [float(len(each)) for each in rewards])
     flat = [reward for each in rewards for reward in each.values()]

@@ -62,7 +62,7 @@ def ascended(policy: PolicySpec, multiplier: float, responses: list[Response]) -
 
 
 def shape_scores(spec: Spec, responses: list[Response], controls: Controls, terms: Terms) -> list[float]:
-    """Fill in which responses count, and shaped scores. Returns the scores behind the rules, before normalisation."""
+    """Fill in which responses count, and shaped scores. Returns the scores after the rules, before normalisation."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
     # if a value replaces the rest of a truncated response, its score is not used

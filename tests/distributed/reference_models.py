@@ -45,7 +45,7 @@ def lora_config(lora: LoraSpec, task: TaskType) -> LoraConfig:
 
 
 class Policy:
-    """A causal language model. ``has_values``: its files hold a scalar head on the same trunk."""
+    """A causal language model. ``has_values``: its files contain a scalar head on the same trunk."""
 
     def __init__(self, spec: ModelSpec, seed: int, temperature: float, has_values: bool = False) -> None:
         self.model = load(AutoModelForCausalLM, spec, seed)
@@ -74,7 +74,7 @@ class Policy:
 
 
 class Scorer:
-    """A language model with a scalar head: the score of a text is that of plain transformers."""
+    """A language model with a scalar head, whose scores equal plain transformers'."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.model = load(AutoModelForSequenceClassification, spec, seed, num_labels=1)
@@ -99,7 +99,7 @@ def _judged(model: Any, prompt: list[int], response: list[int]) -> Tensor:
 
 
 def value_head(path: str) -> torch.nn.Linear:
-    """The scalar head that stands in the files of a causal model."""
+    """The scalar head in a causal model's files."""
     weight = load_file(Path(path) / "model.safetensors")["score.weight"]
     head = torch.nn.Linear(weight.shape[1], 1, bias=False)
     head.load_state_dict({"weight": weight})

@@ -97,7 +97,7 @@ class Sampler:
         return token, best - second
 
     def finishes(self, response: list[int]) -> bool:
-        """Whether the last token is an end token, or completes a stop string behind the shortest length."""
+        """Whether the last token is an end token, or completes a stop string after the shortest length."""
         if response[-1] in self.ends:
             return True
         if len(response) <= self.shortest:

@@ -65,7 +65,7 @@ class Supervised:
 
     @torch.no_grad()
     def _mismatch(self, parts: list[list[Example]], columns: dict[str, Tensor], terms: Terms) -> list[float]:
-        """Reference points of KTO, one a mini-batch: responses stand behind the prompt after their own, in a circle."""
+        """Reference points of KTO, one per mini-batch: responses follow the next row's prompt, cyclically."""
         points: list[float] = []
         found: dict[str, list[list[float]]] = {"logprobs.mismatched": [], "ref_logprobs.mismatched": []}
         for part in parts:

@@ -1,4 +1,4 @@
-"""The default cases of the equality suite stand for the whole product."""
+"""The default cases of the equality suite represent the whole product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Faults in random instructions of random ranks: runs end in time and by name, or go on, and resume to the last bit."""
+"""Faults in random instructions of random ranks: runs end in time and by name, or continue, and resume to the last
+bit."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def assert_recorded(directory: Path, way: str) -> None:
 
 
 def test_ranks_are_restarted_and_end_with_their_launcher(endless: Path, tmp_path: Path) -> None:
-    """Killed once: all ranks go on from the checkpoint. Then the launcher is killed, which can end nothing any more."""
+    """Killed once: all ranks resume from the checkpoint. Then the launcher is killed, which can end nothing any
+    more."""
     process = start(
         ["run", str(endless), "--max-restarts", "1", "--set", "checkpoint={every: 1}"], tmp_path, is_forked=False
     )

@@ -1,4 +1,4 @@
-"""Runs of one command that start from earlier ones' models, and go on after a stop."""
+"""Runs of one command that start from earlier ones' models, and resume after a stop."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.full
 
 Raw = dict[str, Any]
 SEED = int(os.environ.get("FLEXRLHF_LEARNING_SEED", "0"))
-"""The settings hold for others, too: 0, 1 and 2 were tried."""
+"""The settings also work with other seeds: 0, 1 and 2 were tried."""
 SECONDS = 120
 LAST = 10
 """Last steps whose mean counts as the result."""

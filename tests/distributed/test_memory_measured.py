@@ -112,7 +112,7 @@ def operators_spec(directory: Path) -> dict[str, object]:
 
 @pytest.mark.full
 def test_a_copy_for_one_operator_takes_memory_while_it_exists(launches: Launches) -> None:
-    """Weights of 440 MB that stayed would add a third to the peak, which is that of the training after them."""
+    """Unreleased weights of 440 MB would add a third to the peak, which is reached in the following training."""
     plan = make_plan(parse_spec(operators_spec(launches.assets.directory)))
     prepare_directory(plan, format_plan(plan), continues=False).close()
     with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):

@@ -70,7 +70,7 @@ def test_two_nodes_give_the_results_of_one(assets: Assets, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("way", ["own launchers", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_two_nodes_without_a_shared_directory(way: str, assets: Assets, tmp_path: Path) -> None:
-    """A later run reads a model of the first one, and the first one goes on from a checkpoint that node 0 has."""
+    """A later run reads a model of the first one, and the first one resumes from a checkpoint of node 0."""
     places = [tmp_path / "first", tmp_path / "second"]
     cluster = {"cluster": {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}}
     for place in places:

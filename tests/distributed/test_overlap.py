@@ -51,14 +51,14 @@ def test_chunks_travel_through_the_pipeline(launches: Launches, case: Case) -> N
     meets the forward of the chunk before the last."""
     outcome = launches.outcome(case)
 
-    def forward_beside(other: Interval, chunk: int) -> float:
+    def forward_during(other: Interval, chunk: int) -> float:
         return sum(shared(interval(outcome, name, 1, chunk), other) for name in ("ref_logprobs", "scores", "values"))
 
     for chunk in range(3):
         generation = interval(outcome, "generate", 1, chunk + 1)
-        assert sum(forward_beside(generation, earlier) for earlier in range(chunk + 1)) >= SLEEP / 2, chunk
-        assert forward_beside(interval(outcome, "train_actor", 1, chunk), chunk + 1) >= SLEEP / 2, chunk
-    assert forward_beside(interval(outcome, "generate", 1, 1), 0) >= SLEEP / 2
+        assert sum(forward_during(generation, earlier) for earlier in range(chunk + 1)) >= SLEEP / 2, chunk
+        assert forward_during(interval(outcome, "train_actor", 1, chunk), chunk + 1) >= SLEEP / 2, chunk
+    assert forward_during(interval(outcome, "generate", 1, 1), 0) >= SLEEP / 2
 
 
 @pytest.mark.parametrize("case", [pytest.param(LAGGING, id=LAGGING.name)])

@@ -120,7 +120,7 @@ def test_the_first_update_starts_from_the_policy_that_generated(launches: Launch
 
 @pytest.mark.parametrize("case", params([*FORCED, *POLICIES], IN_FULL_ALONE))
 def test_weights_lie_in_their_type(launches: Launches, case: Case) -> None:
-    """A type that only a wrapper claims would hold twice the bytes of the plan."""
+    """A type that only a wrapper claims would take twice the planned bytes."""
     outcome = launches.outcome(case)
     for rank, models in outcome.trace["otherData"]["held_bytes"].items():
         for name, usage in models.items():

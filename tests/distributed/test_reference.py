@@ -241,7 +241,7 @@ def allowed(sampler: Sampler, logits: Tensor) -> int:
 
 @pytest.mark.parametrize("setting", ["stopped", "stopped-late"])
 def test_stop_strings_have_teeth(launches: Launches, setting: str) -> None:
-    """They end some responses, not all; a response has at most one, behind its shortest length and at its end."""
+    """They end some responses, not all; a response has at most one, after its shortest length and at its end."""
     spec = launches.assets.spec(Case(setting, "co-located", 2))
     sampler, responses = Reference(spec).sampler, [a for step in reference_of(spec).steps for a in step.responses]
     stopped = [response for response in responses if response.finished and response.tokens[-1] not in sampler.ends]

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint equals one that was never interrupted, whatever wrote the checkpoint."""
+"""A resumed run equals one that was never interrupted, whatever layout wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NEXT_STEP = 2
 
 @dataclass(frozen=True)
 class Pair:
-    """A run is interrupted under ``first`` and goes on under ``second``, which have the same setting.
+    """A run is interrupted under ``first`` and resumed under ``second``, which have the same setting.
 
     With a rollout engine transformers generates until the interruption.
     """
@@ -233,7 +233,7 @@ def test_a_copy_that_waits_in_host_memory_is_in_the_checkpoint(tmp_path: Path) -
     small |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     large = small | {"hidden_size": 128, "intermediate_size": 256}
     raw = {
-        "name": "away",
+        "name": "offloaded",
         "algorithm": {"name": "ppo", "prompts_per_step": 8},
         "models": {
             "actor": {"init": small},
@@ -248,19 +248,19 @@ def test_a_copy_that_waits_in_host_memory_is_in_the_checkpoint(tmp_path: Path) -
         "cluster": {"device": "cpu", "nodes": [{"devices": 1, "memory_gb": 50}, {"devices": 1, "memory_gb": 0.0068}]},
         "checkpoint": {"every": 1},
     }
-    config = tmp_path / "away.yaml"
+    config = tmp_path / "offloaded.yaml"
     config.write_text(yaml.safe_dump(raw))
-    away, found = set[str](), set[str]()
+    offloaded, found = set[str](), set[str]()
     for instruction in make_plan(parse_spec(raw)).schedule.for_rank(1):
         match instruction:
             case Offload():
-                away.add(instruction.model)
+                offloaded.add(instruction.model)
             case Reload():
-                away.discard(instruction.model)
+                offloaded.discard(instruction.model)
             case Checkpoint():
-                found |= away & set(instruction.models)
+                found |= offloaded & set(instruction.models)
     assert found
-    checkpoint = checkpoint_directory(tmp_path / "runs" / "away", NEXT_STEP)
+    checkpoint = checkpoint_directory(tmp_path / "runs" / "offloaded", NEXT_STEP)
     for options in ([], ["--resume", str(checkpoint)]):
         process = start(["run", str(config), "--force", *options], tmp_path)
         out, _ = process.communicate(timeout=200)

@@ -49,7 +49,7 @@ def fresh_steps(outcome: Outcome) -> list[int]:
 
 
 @pytest.mark.parametrize("case", params([*ENGINES, OWN_NOISE], [OWN_NOISE]))
-def test_the_engine_draws_every_row(launches: Launches, case: Case) -> None:
+def test_the_engine_samples_every_row(launches: Launches, case: Case) -> None:
     outcome = launches.outcome(case)
     for row in outcome.metrics:
         assert row["rollout_engine"] == ("vllm" if case.has_vllm else "torch"), (case.name, row)
@@ -128,7 +128,7 @@ def test_an_engine_next_to_training_sleeps_while_others_work(launches: Launches,
 
 
 @pytest.mark.parametrize("case", params([OWN_NOISE], [OWN_NOISE]))
-def test_vllm_may_draw_with_its_own_noise(launches: Launches, case: Case) -> None:
+def test_vllm_may_sample_with_its_own_noise(launches: Launches, case: Case) -> None:
     """Other tokens than with the program's noise; the trainer's log-probs of them equal vLLM's."""
     outcome = launches.outcome(case)
     sampled = reference_of(outcome.plan.spec).steps[0].columns["tokens"]

@@ -1,4 +1,4 @@
-"""Several runs in one command share the job's ranks and leave nothing of theirs behind."""
+"""Several runs in one command share the job's ranks and leave nothing behind."""
 
 from __future__ import annotations
 

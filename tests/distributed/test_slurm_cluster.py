@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine: a job saves on its signal, is requeued and goes on."""
+"""A SLURM of two nodes on this machine: a job saves on its signal, is requeued and resumes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ DEADLINE_SECONDS = 20.0
 
 
 class EmulationError(AssertionError):
-    """A rank that cannot go on: it misses a row, breaks a rule of the schedule, or waits past the deadline."""
+    """A rank that cannot proceed: it misses a row, breaks a rule of the schedule, or waits past the deadline."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Rank:
 
     def _run(self, position: Position, step: int, run: Run) -> None:
         model = self._plan.placement[run.model]
-        assert model.ranks == run.ranks, f"{model.name} sits on {model.ranks}, the run names {run.ranks}"
+        assert model.ranks == run.ranks, f"{model.name} is on {model.ranks}, the run names {run.ranks}"
         match run.operator.kind:
             case "train":
                 self._train(position, step, run, model)
@@ -303,7 +303,7 @@ class Rank:
 
     def _put(self, step: int, column: str, row: int, value: Value) -> None:
         values = self._rows[step].values
-        assert (column, row) not in values, f"rank {self.number} already holds {column} of row {row}, step {step}"
+        assert (column, row) not in values, f"rank {self.number} already has {column} of row {row}, step {step}"
         values[column, row] = value
         self.trace.seen[step, column, row] = value
 
@@ -511,7 +511,7 @@ class Rank:
         shards = {gift[0] for gift in gifts.values() if isinstance(gift, tuple)}
         assert set(gifts.values()) == {(shard, weights) for shard in shards}, f"{name}: parts of different weights"
         missing = sorted({shard_of(model, rank) for rank in model.ranks} - shards)
-        assert not (is_needed and missing), f"ranks {ranks} hold {name} without its parts {missing}"
+        assert not (is_needed and missing), f"ranks {ranks} have {name} without its parts {missing}"
         return weights
 
     def _collective(self, key: object, purpose: str, ranks: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 A communicator has one queue on each device, which runs in order: a batch of messages until each has met its other
 end, a collective until all its ranks run it. It begins after the main stream's waits at the time of posting.
-To await something holds up the main stream, and here the host, too, which waits with a deadline.
+A wait blocks the main stream, and here the host, too, which waits with a deadline.
 
 Single messages have a queue for each pair of ranks, whose communicator is made at the first of them: there the host
 waits until the other rank is at one of this pair, too.
@@ -166,7 +166,7 @@ def find_block(calls: Mapping[int, Sequence[Call]], one_by_one: Order | None = N
 def _expanded(rank: int, calls: Iterable[Call], one_by_one: Order | None) -> Iterable[Call]:
     for call in calls:
         if isinstance(call, Await) and call.key is not None:
-            # of the library's waits only the main stream would know, but ours have a deadline
+            # the library's waits would block only the main stream, but ours have a deadline
             yield from (call, Await())
         elif one_by_one is None or not isinstance(call, Post) or not call.messages:
             yield call

@@ -1,6 +1,6 @@
 """A proof without threads that a schedule does not block: all ranks' streams are replayed with rendezvous semantics.
 
-An instruction is done when every rank that it names stands at it. If no instruction can be done and some rank is not
+An instruction is done when every rank that it names has reached it. If no instruction can be done and some rank is not
 finished, the schedule deadlocks there, whatever the timing: rendezvous replay has no races, so one replay decides.
 """
 
@@ -17,7 +17,7 @@ Item = tuple[int, int, Instruction]
 
 @dataclass(frozen=True)
 class Deadlock:
-    """``done``: how many items of its stream each rank has finished when nobody can go on."""
+    """``done``: how many items of its stream each rank has finished when no rank can proceed."""
 
     streams: dict[int, list[Item]]
     done: dict[int, int]

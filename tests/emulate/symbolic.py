@@ -36,7 +36,7 @@ def input_value(step: int, column: str, row: int) -> Value:
 
 def evaluation_value(column: str, row: int) -> Value:
     """As above, of an evaluation row; every evaluation has the same rows."""
-    return digest("held out", column, row)
+    return digest("evaluation", column, row)
 
 
 def num_evaluation_prompts(batch: int) -> int:
@@ -62,7 +62,7 @@ def updated(operator: Operator, weights: Value, reads: Mapping[int, Value]) -> V
 @dataclass(frozen=True)
 class Reference:
     """``columns``: every cell of the run. ``versions``: role → its weights after 0, 1, 2 … batches. ``evaluated``: the
-    cells of evaluation rows, by the step behind which they were computed."""
+    cells of evaluation rows, by the step after which they were computed."""
 
     columns: dict[Cell, Value]
     versions: dict[str, list[Value]]
@@ -95,7 +95,7 @@ def is_compared(spec: Spec, batch: int) -> bool:
 
 
 def is_due(spec: Spec, operator: Operator, batch: int) -> bool:
-    """The comparison of transformers with itself is that of the first batch."""
+    """The comparison of transformers with itself is in the first batch."""
     if operator.name == "computed_logprobs":
         return batch == 0
     return operator.name not in ("parity", "trainer_logprobs") or is_compared(spec, batch)

@@ -335,7 +335,7 @@ def test_a_transfer_of_a_row_that_is_already_there_is_reported() -> None:
         return instruction
 
     plan = with_instructions(ppo_plan([1, 1, "1/2", "1/2"], 2), repeat)
-    with pytest.raises(EmulationError, match=r"already holds tokens of row"):
+    with pytest.raises(EmulationError, match=r"already has tokens of row"):
         emulate(plan, "asynchronous")
     with pytest.raises(AssertionError, match="more than once"):
         check_moves(plan)
@@ -379,7 +379,7 @@ def test_a_wrong_sync_period_is_reported() -> None:
 
 
 class Forgetful(BatchShape):
-    """Rank 1 misses the last prompt that it should hold."""
+    """Rank 1 misses the last prompt that it should have."""
 
     def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
         prompts = super().prompts_on(layout, rank, mini_batches)
@@ -387,7 +387,7 @@ class Forgetful(BatchShape):
 
 
 class Greedy(BatchShape):
-    """Rank 1 also holds the first prompt of the mini-batches, which is rank 0's."""
+    """Rank 1 also has the first prompt of the mini-batches, which is rank 0's."""
 
     def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
         prompts = super().prompts_on(layout, rank, mini_batches)
@@ -450,12 +450,12 @@ def test_a_save_without_all_parts_is_reported() -> None:
         (staged, "(1, 0, 0)"),
     ):
         plan = with_instructions(ppo_plan([1, 1, 1, 1], 2, models=models), lone)
-        with pytest.raises(EmulationError, match=re.escape(f"ranks (0,) hold critic without its parts [{missing}]")):
+        with pytest.raises(EmulationError, match=re.escape(f"ranks (0,) have critic without its parts [{missing}]")):
             emulate(plan, "asynchronous")
 
 
 class Askew(BatchShape):
-    """Rank 1 holds the rows of the next replica."""
+    """Rank 1 has the rows of the next replica."""
 
     def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
         return super().prompts_on(layout, 2 if rank == 1 else rank, mini_batches)
@@ -529,7 +529,7 @@ def test_an_engine_that_sleeps_though_it_should_not_is_reported() -> None:
         check_sleep(replace(awake, schedule=sleeping_plan().schedule))
 
 
-def test_an_engine_that_is_put_away_with_responses_begun_is_reported() -> None:
+def test_an_engine_that_is_offloaded_with_responses_begun_is_reported() -> None:
     plan = sleeping_plan()
     offload, reload = (kind(ranks=(0, 1), model="actor.rollout") for kind in (Offload, Reload))
     first = next(i for i, x in enumerate(plan.schedule.instructions) if isinstance(x, Run))

@@ -129,7 +129,7 @@ def test_batches_pass_and_single_messages_block(name: str) -> None:
 
 
 def test_groups_of_the_same_ranks_share_a_communicator() -> None:
-    """On a rank: that of the ranks together and that of syncs, of seven groups and as many pairs of ranks before."""
+    """A rank has one communicator of all ranks and one of syncs, instead of seven groups and as many pairs of ranks."""
     plan = plan_of(NODE, QWEN, {"engine": "vllm"})
     own = [group for group in plan.groups if 0 in group.ranks]
     assert len(own) == 7 and plan.communicators(0) == 2

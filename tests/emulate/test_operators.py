@@ -142,7 +142,7 @@ def test_placements_of_advise_are_written_and_run() -> None:
 
 
 def emulated(path: Path) -> Plan:
-    """The plan of a YAML, with models and batches that take no time; its placement is as it is."""
+    """The plan of a YAML, with small models and batches; its placement is unchanged."""
     raw = yaml.safe_load(path.read_text())
     for model in raw["models"].values():
         if "init" in model:

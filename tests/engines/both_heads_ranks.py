@@ -1,4 +1,4 @@
-"""One process: a rank of two that hold a trunk with both heads, in every way to share it, one after the other."""
+"""One process: one of two ranks with a trunk that has both heads, in every sharding, one after the other."""
 
 from __future__ import annotations
 

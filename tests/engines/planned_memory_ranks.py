@@ -152,8 +152,8 @@ def measure(case: Case, engine: Engine) -> dict[str, int]:
 
 def run_rank(directory: Path, cases: dict[str, Case], world: World) -> None:
     models = {name: case.placed(name) for name, case in cases.items()}
-    wanted = [group for model in models.values() for group in compute_groups(model)]
-    groups = world.make_groups(dict.fromkeys(each for each in wanted if len(each.ranks) > 1 or each.alone), SECONDS)
+    required = [group for model in models.values() for group in compute_groups(model)]
+    groups = world.make_groups(dict.fromkeys(each for each in required if len(each.ranks) > 1 or each.alone), SECONDS)
     found = {
         name: measure(case, engine_of(models[name], world, groups))
         for name, case in cases.items()

@@ -136,7 +136,7 @@ def allowed_tokens(logits: Tensor, sampling: Sampling, position: int) -> list[in
 
 
 def has_stop(tokens: list[int], sampling: Sampling) -> bool:
-    """In letters, one of each token: a stop string that ends behind the first ``min_tokens``."""
+    """In letters, one of each token: a stop string that ends after the first ``min_tokens``."""
     ends = range(sampling.min_tokens + 1, len(tokens) + 1)
     return any(letters(tokens[:end]).endswith(stop) for stop in sampling.stop for end in ends)
 

@@ -511,7 +511,7 @@ def test_a_model_with_a_split_head_is_the_same_model(ranks: list[dict[str, Any]]
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_whose_weight_is_freed_between_forward_and_backward(tied: bool, ranks: list[dict[str, Any]]) -> None:
-    """Both ranks have the same rows, so that the mean of their gradients is that of one."""
+    """Both ranks have the same rows, so that their mean gradient equals one rank's."""
     plainly = tiny(tied=tied)
     expected = scored_plainly(plainly)
     loss_of(expected).backward()

@@ -167,7 +167,7 @@ def test_layers_run_again_in_the_backward_pass_alone(on: bool, calls: int) -> No
     engine = engine_of(optimizer=FAST, activation_checkpointing=on)
     seen: list[bool] = []
     layer = engine._model.model.layers[0]
-    # before and not behind it: recomputing ends as soon as the last saved tensor is there
+    # before and not after it: recomputing ends as soon as the last saved tensor exists
     layer.mlp.register_forward_pre_hook(lambda module, _: seen.append(module.training))
     engine.train([(mini_batch(), likelihood())])
     assert seen == [False] * calls
@@ -382,7 +382,7 @@ def test_a_frozen_copy_may_be_offloaded() -> None:
 
 
 def test_a_model_from_files_may_be_offloaded(tmp_path: Path) -> None:
-    """Its weights may lie in memory of the file, which cannot be freed."""
+    """Its weights may be in the file's memory, which cannot be freed."""
     load_model(placed(), 3).save_pretrained(tmp_path)
     offloaded, other = engine_of(path=str(tmp_path), optimizer=FAST), engine_of(optimizer=FAST)
     offloaded.offload()

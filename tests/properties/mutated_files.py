@@ -79,7 +79,7 @@ def _lines_with_damage(rng: Random, lines: list[str]) -> list[str]:
 
 
 def _replace(rng: Random, path: Path) -> str:
-    """Put something else in the place of a file."""
+    """Replace a file by something else."""
     path.unlink()
     match rng.randrange(5):
         case 0:

@@ -70,7 +70,7 @@ def mutated_yaml(rng: Random, raw: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _with_raw_value(rng: Random, text: str) -> str:
-    """``text`` with another text in the place of one value."""
+    """``text`` with one value replaced by another string."""
     lines = text.split("\n")
     at = rng.choice([number for number, line in enumerate(lines) if line.strip()])
     value = rng.choice(RAW)

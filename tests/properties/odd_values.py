@@ -117,7 +117,7 @@ def _mutated_once(rng: Random, tree: Any) -> Any:
 
 
 def _with_other_value(rng: Random, tree: Any) -> Any:
-    """``tree`` with another number in the place of one, or another text."""
+    """``tree`` with one number or string replaced."""
     places = [place for place in places_of(tree) if isinstance(value_at(tree, place), int | float | str)]
     if not places:
         return odd_value(rng)

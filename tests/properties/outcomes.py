@@ -25,7 +25,7 @@ from flexrlhf.cli import app
 CPU_SECONDS, SECONDS = 10, 60
 """Limits of one command: CPU time, and wall time for when other work slows the machine."""
 LONGEST = 2000
-"""Characters of a sentence, in which a long path may stand."""
+"""Characters of a sentence, which may contain a long path."""
 NOT_FOR_USERS = re.compile(r"Traceback|<class '|object at 0x|pydantic|NoneType")
 
 
