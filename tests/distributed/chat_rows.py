@@ -43,7 +43,7 @@ def _exchange(rng: random.Random, words: Sequence[str]) -> list[dict[str, str]]:
 
 
 def written_by_assistant(tokenizer: Any, prompt: Sequence[int], response: Sequence[int]) -> list[bool]:
-    """For each token of ``response`` whether it is after the word of the assistant's turn, up to its end."""
+    """Whether each token of ``response`` is after the word of the assistant's turn, up to its end."""
     user, assistant = (tokenizer.encode(f" {word}", add_special_tokens=False)[0] for word in (USER, ASSISTANT))
     written, is_own = [], False
     for token in (*prompt, *response):

@@ -1,4 +1,4 @@
-"""How far a run is from its reference, quantity by quantity, against the tolerances of the design."""
+"""Deviation of a run from its reference, quantity by quantity, against the tolerances of the design."""
 
 from __future__ import annotations
 

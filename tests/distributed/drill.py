@@ -294,7 +294,7 @@ def _names_damage(output: str, directory: Path) -> bool:
 
 
 def _difference(directory: Path, baseline: Path) -> str:
-    """How a finished run differs from the baseline; empty for not at all."""
+    """Difference of a finished run from the baseline in words, or an empty string."""
     if _rows(directory) != _rows(baseline):
         return f"metrics of step {_first_difference(_rows(directory), _rows(baseline))} differ"
     return _differing_weights(directory, baseline)
@@ -326,7 +326,7 @@ def _differing_weights(directory: Path, baseline: Path) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """How many injections of each kind kept each promise."""
+    """Table: injections of each kind that kept each promise."""
     lines = [
         f"{'fault':26s}{'injected':>9s}{'in time':>9s}{'named':>9s}{'nothing left':>14s}{'resumed':>9s}{'slowest':>9s}"
     ]

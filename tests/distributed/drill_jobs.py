@@ -254,7 +254,7 @@ def _ended(job: Job) -> Iterator[Job]:
 
 
 def started(pid: int) -> str:
-    """When a process began, in ticks of the kernel; empty once it has ended."""
+    """Start of a process in ticks of the kernel; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (FileNotFoundError, ProcessLookupError):

@@ -28,7 +28,7 @@ from flexrlhf.trainer.trainer import Trainer
 
 
 def run(spec: Spec, world: World, name: str, amount: float) -> None:
-    """As flexrlhf/launch/worker.py does it, but for the weight."""
+    """Run as flexrlhf/launch/worker.py, except for the weight."""
     plan = make_plan(spec)
     prepare_directory(plan, format_plan(plan), continues=False).close()
     flight = FlightRecord(plan, world, spec.directory)

@@ -175,7 +175,7 @@ class Reference:
                     judge.judge(each)
 
     def _ref_logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
-        """By ref's own weights, or by the actor's without its adapters."""
+        """Log-probs by ref's own weights, or by the actor's without its adapters."""
         if self.ref is not None:
             return self.ref.logprobs(prompt, response)[0].tolist()
         with self.actor.model.disable_adapter():
@@ -201,7 +201,7 @@ class Reference:
         return loss(self.spec, self.actor, responses, terms) + further
 
     def _pretraining_of(self, step: int, rows: range) -> list[Example]:
-        """As many pretraining rows as responses, in their own order."""
+        """Pretraining rows, as many as responses, in their own order."""
         num_rows = self.policy.num_prompts * self.policy.samples_per_prompt
         indices = step_indices(self.spec.seed, step, num_rows, len(self.pretraining))
         return [self.pretraining[indices[row]] for row in rows]

@@ -87,7 +87,7 @@ def groups_of(responses: list[Response], size: int) -> list[list[Response]]:
 
 
 def are_alike(scores: list[float]) -> bool:
-    """Also of one alone, and of none."""
+    """Whether all scores are equal; true for one or none."""
     return len(set(scores)) <= 1
 
 

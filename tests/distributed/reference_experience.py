@@ -1,4 +1,4 @@
-"""From scores to rewards in the reference: which responses count, rules for truncated ones, the penalty for leaving the
+"""Rewards from scores in the reference: which responses count, rules for truncated ones, the penalty for leaving the
 reference policy, and the values that one step passes to the next."""
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def ruled_score(spec: Spec, response: Response) -> float:
 
 
 def normalised(policy: PolicySpec, score: float, of_step: list[float], controls: Controls) -> float:
-    """By mean and deviation (Bessel's correction) of the step, or of all steps before it once there are two scores."""
+    """Scores normalised by mean and deviation (Bessel's correction) of the step, or of all earlier steps once there are
+    two scores."""
     others = {"none": [], "batch": of_step, "running": controls.seen}[policy.normalise_scores]
     if len(others) < (1 if policy.normalise_scores == "batch" else 2):
         return score
@@ -116,7 +117,7 @@ def normalised(policy: PolicySpec, score: float, of_step: list[float], controls:
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
-    """With Bessel's correction; the deviation of equal values is 0."""
+    """Mean, and deviation with Bessel's correction; the deviation of equal values is 0."""
     if min(values) == max(values):
         return values[0], 0.0
     mean = sum(values) / len(values)

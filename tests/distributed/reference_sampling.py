@@ -1,4 +1,4 @@
-"""How the reference samples: token by token, with the noise that is part of the definition of a run."""
+"""Sampling of the reference: token by token, with the noise that is part of the definition of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ends_of(spec: Spec, tokenizer: Any) -> list[int]:
 
 
 class Sampler:
-    """How responses are sampled. ``temperature`` 0: the likeliest token, always."""
+    """Sampling of responses. ``temperature`` 0: always the likeliest token."""
 
     def __init__(self, spec: Spec, tokenizer: Any, temperature: float) -> None:
         settings = spec.algorithm if isinstance(spec.algorithm, SampledSpec) else SampledSpec()

@@ -163,7 +163,7 @@ class Supervised:
 
     @torch.no_grad()
     def _ref_logprobs(self, example: Example, sample: int) -> Tensor:
-        """By ref's own weights, or by the actor's without its adapters."""
+        """Log-probs by ref's own weights, or by the actor's without its adapters."""
         text = list(example.prompt), list(example.responses[sample])
         if self.ref is not None:
             return self.ref.logprobs(*text)[0]

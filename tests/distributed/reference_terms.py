@@ -52,7 +52,7 @@ class Terms:
         )
 
     def metrics(self) -> dict[str, Metric]:
-        """Without terms there is no mean."""
+        """Means of all metrics that have terms."""
         metrics = {name: self.mean(name) for name, terms in self._terms.items() if terms and name not in self._left_out}
         if "importance_weight" in metrics:
             weights = self._terms["importance_weight"]

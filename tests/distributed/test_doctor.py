@@ -146,7 +146,7 @@ def _ranks(process: subprocess.Popen[str]) -> list[int]:
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_run_begins_after_its_checks_and_not_without(config: Path, tmp_path: Path) -> None:
-    """Its launchers meet a second time, at the same address."""
+    """The run's launchers meet a second time, at the same address."""
     port = free_port()
     command = ["run", "--preflight", *[each for each in two_nodes(config, port) if each not in ("--timeout", "60")]]
     nodes = [start([*command, str(number)], tmp_path) for number in (0, 1)]
@@ -162,7 +162,7 @@ def test_a_run_begins_after_its_checks_and_not_without(config: Path, tmp_path: P
 
 
 def test_a_run_on_a_disk_that_is_too_small_is_refused(config: Path, tmp_path: Path) -> None:
-    """Before a rank starts, by `run` itself."""
+    """`run` itself refuses it before a rank starts."""
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     try:

@@ -68,7 +68,7 @@ def metrics(runs: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["interleaving", "disaggregated", "loop"])
 def test_placements_give_the_same_results(runs: Path, name: str) -> None:
-    """So does a loop of the same file that doubles advantages of half the size."""
+    """The same for a loop of the same file that doubles advantages of half the size."""
     for expected, found in zip(metrics(runs, "co-located"), metrics(runs, name), strict=True):
         for key in ("reward_mean", "actor_grad_norm", "advantages/disagreement", "train_actor/policy_ratio"):
             assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key

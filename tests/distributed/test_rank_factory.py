@@ -136,7 +136,7 @@ def is_factory(pid: int) -> bool:
 
 
 def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(tmp_path: Path) -> None:
-    """They read it while they are loaded, so other modules are loaded for the next rank."""
+    """Libraries read it while they are loaded, so the next rank loads them again."""
     (tmp_path / "threads.py").write_text("import sys, torch; sys.exit(torch.get_num_threads())")
     with RankFactory(modules=["torch"]) as factory:
         for number in ("2", "1"):
@@ -159,7 +159,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("way", ["copied", "started"])
 def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
-    """Also of one that is killed before its factory has loaded its modules."""
+    """The same for a launcher that is killed before its factory has loaded its modules."""
     (tmp_path / "probe.py").write_text(
         f"from flexrlhf.launch.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}"
     )

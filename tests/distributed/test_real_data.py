@@ -125,7 +125,7 @@ def test_sft_and_ppo_run_under_every_strategy(data: Path, tmp_path: Path) -> Non
 
 
 def make_grpo_configs(directory: Path) -> dict[tuple[str, str], Path]:
-    """By reward and placement; without a reward model."""
+    """Configs by reward and placement, without a reward model."""
     tokenizer = make_tokenizer([PROBLEMS], directory)
     raws = {
         (reward, strategy): {

@@ -39,7 +39,7 @@ def test_the_cases_have_teeth(launches: Launches) -> None:
 
 @pytest.mark.parametrize("setting", ["scheduled", "adapters", "shared", "sft-adapters", "reward-adapters"])
 def test_other_updates_have_teeth_too(launches: Launches, setting: str) -> None:
-    """They move the trained weights far beyond the tolerance."""
+    """Updates move the trained weights far beyond the tolerance."""
     shape = "co-located" if setting in ("scheduled", "adapters", "shared") else "all"
     result = reference_of(launches.assets.spec(Case(setting, shape, 1)))
     assert min(result.moved.values()) > 1e-3, result.moved
@@ -241,7 +241,8 @@ def allowed(sampler: Sampler, logits: Tensor) -> int:
 
 @pytest.mark.parametrize("setting", ["stopped", "stopped-late"])
 def test_stop_strings_have_teeth(launches: Launches, setting: str) -> None:
-    """They end some responses, not all; a response has at most one, after its shortest length and at its end."""
+    """Stop strings end some responses, not all; a response has at most one, after its shortest length and at its
+    end."""
     spec = launches.assets.spec(Case(setting, "co-located", 2))
     sampler, responses = Reference(spec).sampler, [a for step in reference_of(spec).steps for a in step.responses]
     stopped = [response for response in responses if response.finished and response.tokens[-1] not in sampler.ends]
@@ -258,7 +259,7 @@ def test_stop_strings_have_teeth(launches: Launches, setting: str) -> None:
 
 
 def test_several_tokens_end_responses(launches: Launches) -> None:
-    """Some are cut, and of the others many end with another token than the tokenizer's, none at once."""
+    """Some responses are cut, and many others end with another token than the tokenizer's, none at once."""
     spec = launches.assets.spec(Case("ends", "halves", 2))
     responses = [response for step in reference_of(spec).steps for response in step.responses]
     ends = [response.tokens[-1] for response in responses if response.finished]

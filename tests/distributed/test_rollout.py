@@ -108,7 +108,8 @@ def test_samples_of_a_prompt_differ(launches: Launches, case: Case) -> None:
 
 @pytest.mark.parametrize("case", params(ENGINES))
 def test_an_engine_next_to_training_sleeps_while_others_work(launches: Launches, case: Case) -> None:
-    """It sleeps from its last response in a step to the next weights; an engine on separate ranks never sleeps."""
+    """The engine sleeps from its last response in a step to the next weights; an engine on separate ranks never
+    sleeps."""
     outcome = launches.outcome(case)
     model, trained = outcome.plan.placement["actor.rollout"], outcome.plan.placement["actor"]
     for rank in model.ranks:

@@ -89,7 +89,7 @@ def assert_goes_on(directory: Path, name: str, *arguments: str) -> None:
 
 
 def test_sigterm_to_every_process_saves_and_ends(directory: Path) -> None:
-    """As schedulers send it. A second command of the same name is refused meanwhile."""
+    """The signal as schedulers send it. A second command of the same name is refused meanwhile."""
     slow = ("--set", "debug.run_delay_seconds=0.3")
     process = launch(directory, "terminated", *slow, is_forked=False)
     read_until(process, "terminated  step 2/")

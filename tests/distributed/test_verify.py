@@ -79,7 +79,7 @@ def named(spec: Spec, name: str, replay: str | None = None) -> Spec:
 
 
 def run(plans: Sequence[Plan], directory: Path) -> None:
-    """As ``launch`` does it, with the ranks of ``planted``."""
+    """Run as ``launch``, with the ranks of ``planted``."""
     for plan in plans:
         prepare_directory(plan, format_plan(plan), continues=False).close()
     file = directory / "orders.json"

@@ -353,7 +353,7 @@ class Rank:
         edge.append((position, self._peers(move)))
 
     def _peers(self, move: Move) -> tuple[int, ...]:
-        """Whom this rank's part of the Move joins: in a collective everyone."""
+        """Ranks that this rank's part of the Move joins: in a collective all."""
         if move.primitive != "point_to_point":
             return move.ranks
         pairs = [(t.source, t.destination) for t in move.transfers if self.number in (t.source, t.destination)]

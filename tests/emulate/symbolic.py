@@ -35,7 +35,7 @@ def input_value(step: int, column: str, row: int) -> Value:
 
 
 def evaluation_value(column: str, row: int) -> Value:
-    """As above, of an evaluation row; every evaluation has the same rows."""
+    """Value of an evaluation row; every evaluation has the same rows."""
     return digest("evaluation", column, row)
 
 

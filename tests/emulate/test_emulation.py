@@ -294,7 +294,7 @@ def test_fixed_plan_reaches_the_right_result(plan: Callable[[], Plan]) -> None:
 
 @pytest.mark.parametrize("placement", [[1, 1, 1, 1], [1, 1, "1/2", "1/2"]])
 def test_training_of_a_chunk_waits_for_inference_with_the_same_weights(placement: list[Any]) -> None:
-    """Without shadows the weights that generate are those that train, so no later chunk may see an update."""
+    """Generation uses the trained weights if there are no shadows, so no later chunk may see an update."""
     check_plan(ppo_plan(placement, 2, {"num_chunks": 4}, whiten="mini_batch"))
 
 
@@ -570,7 +570,7 @@ def test_log_probs_of_the_trained_copy_after_it_has_trained_are_reported(rollout
 
 
 def test_a_gate_that_compares_other_weights_is_reported() -> None:
-    """It would look at every second batch, of which the engine samples only every sixth with the newest weights."""
+    """The gate would compare every second batch, but the engine samples only every sixth with the newest weights."""
 
     def often(instruction: Instruction) -> Instruction:
         is_it = isinstance(instruction, Run) and instruction.operator.every > 1

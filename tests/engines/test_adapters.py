@@ -105,7 +105,7 @@ def test_adapters_may_be_offloaded_with_their_base() -> None:
 
 
 def test_a_copy_takes_the_adapters_alone() -> None:
-    """As a Sync hands them over."""
+    """Adapters as a Sync delivers them."""
     engine, copy = trained_engine(), engine_of("ref", lora=LORA)
     copy.load_weights({name: weight for name, weight in engine.weights().items() if ".lora_" in name})
     assert torch.equal(output(copy, "logprobs"), output(engine, "logprobs"))

@@ -148,7 +148,7 @@ def test_responses_equal_the_policy_alone() -> None:
 
 
 def test_the_gradient_is_the_sum_over_two_models() -> None:
-    """By one step of plain gradient descent."""
+    """Gradients are compared by one step of plain gradient descent."""
     engine = trunk(optimizer=PLAIN)
     before = snapshot(engine)
     policy, critic = apart(engine, optimizer=PLAIN)

@@ -136,7 +136,7 @@ def allowed_tokens(logits: Tensor, sampling: Sampling, position: int) -> list[in
 
 
 def has_stop(tokens: list[int], sampling: Sampling) -> bool:
-    """In letters, one of each token: a stop string that ends after the first ``min_tokens``."""
+    """Whether the letters, one per token, contain a stop string that ends after the first ``min_tokens``."""
     ends = range(sampling.min_tokens + 1, len(tokens) + 1)
     return any(letters(tokens[:end]).endswith(stop) for stop in sampling.stop for end in ends)
 
@@ -276,7 +276,7 @@ def test_rows_with_prompts_of_like_lengths_are_decoded_together(model: PreTraine
 def test_the_host_looks_for_ended_rows_every_few_tokens(
     model: PreTrainedModel, prompts: Batch, between: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads nothing else while tokens are sampled, and responses do not depend on it."""
+    """The host reads nothing else while tokens are sampled, and responses do not depend on it."""
     expected, found = passes_of(model).generate(prompts, PLAIN), {}
     monkeypatch.setattr(decoding, "tokens_between_looks", lambda device: between)
 

@@ -33,7 +33,7 @@ def test_attention_is_chosen_at_load_and_gives_the_same_results() -> None:
 
 
 def test_compiled_layers_keep_their_names_and_results() -> None:
-    """By dynamo without code for a device, which a CPU's compiler would make within minutes."""
+    """Compiled by dynamo without device code, which would take a CPU's compiler minutes."""
     plain, compiled = load_model(placed(), 3), load_model(placed(), 3)
     compile_layers(compiled, backend="eager")
     assert list(plain.state_dict()) == list(compiled.state_dict())

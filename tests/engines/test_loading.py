@@ -152,7 +152,7 @@ NUMBERS = [pytest.param(1, marks=pytest.mark.full), 2]
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_ranks_have_the_weights_of_the_whole_model(number: int, loaded: Callable[[int], list[Found]]) -> None:
-    """To the bit: in the type of the passes, and the float32 weights that the optimizer updates."""
+    """Equal to the last bit: weights in the type of the passes, and the optimizer's float32 weights."""
     for found in loaded(number):
         assert {name: each["differing"] for name, each in found.items() if each["differing"]} == {}
         assert number == 1 or list(found) == list(CASES)

@@ -382,7 +382,7 @@ def test_a_frozen_copy_may_be_offloaded() -> None:
 
 
 def test_a_model_from_files_may_be_offloaded(tmp_path: Path) -> None:
-    """Its weights may be in the file's memory, which cannot be freed."""
+    """Weights may be in the file's memory, which cannot be freed."""
     load_model(placed(), 3).save_pretrained(tmp_path)
     offloaded, other = engine_of(path=str(tmp_path), optimizer=FAST), engine_of(optimizer=FAST)
     offloaded.offload()

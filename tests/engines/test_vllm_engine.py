@@ -65,7 +65,7 @@ def engine() -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module")
 def seeded() -> Iterator[VllmEngine]:
-    """With vLLM's own noise."""
+    """Engine with vLLM's own noise."""
     made = VllmEngine(engine_context(placed(noise="engine")))
     yield made
     made.close()
@@ -212,7 +212,7 @@ def test_responses_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEn
 
 
 def test_more_rows_than_the_cache_holds() -> None:
-    """Some are put back and begun again: more rows are decoded at a time than fit at full length."""
+    """Some rows are put back and begun again: more are decoded at a time than fit at full length."""
     model, batch = placed(kv_tokens=128), prompts(8)
     made = VllmEngine(engine_context(model))
     check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED), batch, sampling()))

@@ -84,7 +84,7 @@ def other_weights(model: PlacedModel) -> PreTrainedModel:
 
 
 def flat(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Its weights as a Sync delivers them."""
+    """Weights of a model as a Sync delivers them."""
     return {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
 
 

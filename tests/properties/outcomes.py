@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one command has ended.
+    """End of one command.
 
     exit_code:  exit code of the process; None if it ended in another way
     sentence:   output on stderr

@@ -22,7 +22,7 @@ SPAN = 6
 
 
 def random_settings(rng: Random, kind: type[StrictModel], examples: Examples, share: float) -> Raw:
-    """Some of the settings of a section as a YAML has them, each with probability ``share``; required ones always."""
+    """Random settings of a section as in a YAML, each with probability ``share``; required ones always."""
     settings: Raw = {}
     for name, field in kind.model_fields.items():
         key = f"{kind.__name__}.{name}"
