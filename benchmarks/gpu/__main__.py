@@ -40,7 +40,7 @@ SECONDS = {
     "speed": (600, 180),
     "placements": (420, 240),
 }
-"""Most seconds of each stage, on a GPU and on a CPU."""
+"""Longest time of each stage in seconds, on a GPU and on a CPU."""
 
 
 @dataclass(frozen=True)

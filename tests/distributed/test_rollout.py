@@ -35,7 +35,7 @@ OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
 """In the whole product; by default one engine is tried (tests/engines/test_vllm_engine.py)."""
 
 
-def told_by_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs_of_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of a step's tokens: the engine's and the trained copy's."""
     columns = outcome.columns(step)
     engine = "rollout_logprobs" if "rollout_logprobs" in columns else "logprobs"
@@ -63,7 +63,7 @@ def test_engine_and_trainer_tell_the_same_logprobs(launches: Launches, case: Cas
     fresh = fresh_steps(outcome)
     assert fresh and fresh[0] == 0
     for step in fresh:
-        engine, trainer = told_by_both(outcome, step)
+        engine, trainer = logprobs_of_both(outcome, step)
         largest = float((engine - trainer).abs().max())
         assert 0 < largest < ROUNDING, (case.name, step)
         assert outcome.metrics[step]["parity_max"] == pytest.approx(largest, rel=1e-3), (case.name, step)
@@ -80,7 +80,7 @@ def test_syncs_change_nothing_at_learning_rate_zero(launches: Launches, case: Ca
     first = load_file(f"{outcome.plan.model('actor').path}/model.safetensors")
     assert all(torch.equal(tensor, first[name]) for name, tensor in outcome.weights("actor").items())
     for step, expected in enumerate(reference_of(outcome.plan.spec).steps):
-        for column in told_by_both(outcome, step):
+        for column in logprobs_of_both(outcome, step):
             assert float((column - expected.columns["logprobs"]).abs().max()) < ROUNDING, (case.name, step)
 
 
@@ -90,7 +90,7 @@ def test_the_ratio_is_one_at_the_first_update_after_vllm(launches: Launches, cas
     outcome = launches.outcome(case)
     assert outcome.plan.spec.algorithm.temperature == 0.7
     for step, row in enumerate(outcome.metrics):
-        engine, trainer = told_by_both(outcome, step)
+        engine, trainer = logprobs_of_both(outcome, step)
         assert float((engine - trainer).exp().sub(1).abs().max()) < 1e-3, (case.name, step)
         assert abs(row["update_kl"]) < 1e-6 and row["ratio_clipped"] == 0, (case.name, row)
 

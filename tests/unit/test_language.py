@@ -1,5 +1,5 @@
-"""The language of package and documents: the words of the field, one name per thing, docstrings that say what something
-is."""
+"""The language of package, tests and documents: the words of the field, one name per thing, docstrings that begin with
+the thing or a verb."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ PACKAGE = Path(flexrlhf.__file__).parent
 ROOT = PACKAGE.parent
 FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
 DOCUMENTS = {str(file.relative_to(ROOT)): file for file in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+WRITTEN = {name: file for name, file in DOCUMENTS.items() if file.stem != "reference"}
+"""Documents that are not generated from the package."""
+TESTS = {
+    str(file.relative_to(ROOT)): file
+    for folder in ("tests/distributed", "tests/emulate", "tests/engines", "tests/properties", "benchmarks")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+}
 MOST = 0.2
-"""Times that a word of ``WORDS`` may stand in 1,000 lines."""
+"""Largest rate of a word in ``WORDS`` or ``SYNTAX``, per 1,000 lines."""
 WORDS = {
     "told": "given, reported, computed",
     "tells?": "returns, reports",
@@ -43,7 +50,12 @@ WORDS = {
     "remed(?:y|ies)": "suggestions",
     "knows?": "receives, stores, depends on",
 }
-"""Word → what the field says in its place (CONTRIBUTING, language)."""
+"""Word → the words of the field for it (CONTRIBUTING, language)."""
+SYNTAX = {
+    "those of": 'the thing itself: "the optimizer states of frozen models"',
+    "seconds of": "time, duration",
+}
+"""Phrase → its replacement, in tests and written documents."""
 INTERFACE = re.compile(r"held_out_scores|held_bytes|(exact|extract|score)_answer|(<|&lt;)/?answer>|[\"`.]answer\b")
 """Names that users type and that files of a run contain. They stay, and do not count."""
 STARTS = """
@@ -73,13 +85,27 @@ def first_word(text: str) -> str:
 
 
 @pytest.mark.parametrize("word", WORDS)
-@pytest.mark.parametrize("files", [FILES, DOCUMENTS], ids=["package", "documents"])
+@pytest.mark.parametrize("files", [FILES, TESTS, DOCUMENTS], ids=["package", "tests", "documents"])
 def test_words_of_our_own_are_rare(files: dict[str, Path], word: str) -> None:
+    assert_rare(files, word, WORDS[word])
+
+
+@pytest.mark.parametrize("phrase", SYNTAX)
+@pytest.mark.parametrize("files", [TESTS, WRITTEN], ids=["tests", "documents"])
+def test_phrases_of_our_own_are_rare(files: dict[str, Path], phrase: str) -> None:
+    assert_rare(files, phrase, SYNTAX[phrase])
+
+
+def test_tests_name_things_instead_of_what() -> None:
+    assert_rare(TESTS, "what", "the result, the settings, ...")
+
+
+def assert_rare(files: dict[str, Path], word: str, instead: str) -> None:
     texts = {name: INTERFACE.sub("", file.read_text()) for name, file in files.items()}
     lines = sum(text.count("\n") for text in texts.values())
     found = {name: count for name, text in texts.items() if (count := occurrences(word, text))}
     rate = 1000 * sum(found.values()) / lines
-    assert rate <= MOST, f"{word!r} {rate:.2f} times in 1,000 lines, instead of: {WORDS[word]}; {found}"
+    assert rate <= MOST, f"{word!r} {rate:.2f} times in 1,000 lines, instead of: {instead}; {found}"
 
 
 def test_no_class_name_is_defined_twice() -> None:
