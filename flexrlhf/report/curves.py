@@ -15,6 +15,8 @@ from flexrlhf.report.run_contents import RunContents
 
 HEIGHT = 215
 MARGIN = {"l": 52, "r": 12, "t": 12, "b": 28}
+FEW_STEPS = 6
+"""Steps that have a mark each on the axis."""
 MOST_POINTS = 2000
 """Points of a curve; of more steps every so many are shown, and the last one."""
 PAIRS = {
@@ -114,6 +116,9 @@ def _picture(
     has_legend = len(traces) > 1
     figure = make_figure(traces, HEIGHT, showlegend=has_legend, hovermode="x unified", margin=MARGIN)
     figure.update_xaxes(rangemode="normal", tickformat="d", hoverformat="d", unifiedhovertitle={"text": "step %{x}"})
+    if max(curve.steps[-1] - curve.steps[0] for curve in curves) < FEW_STEPS:
+        # else there are marks between steps, with the numbers of these
+        figure.update_xaxes(dtick=1)
     figure.update_yaxes(automargin=AUTOMARGIN)
     caption = definition(name) + (f"; {other}: {definition(other)}" if other else "")
     title = name if other is None else f"{name}, {other}"
