@@ -7,10 +7,12 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from flexrlhf.config.output_settings import LoggerSpec
 from flexrlhf.config.secrets import without_secrets
@@ -30,6 +32,22 @@ HINTS = {
     "tensorboard": "make its directory writable",
 }
 FILE = "loggers.json"
+
+
+@dataclass(frozen=True)
+class LoggerState:
+    """State of one logger.
+
+    identifier:  of the run in its library; None: it has none
+    next_step:   the first step that it has not received
+    """
+
+    identifier: str | None
+    next_step: int
+
+
+STATES = TypeAdapter(dict[str, LoggerState])
+"""JSON of the states of a run's loggers, by name."""
 
 
 class _Attached:
@@ -102,7 +120,9 @@ class RunLoggers:
     def _log(self, row: Row, samples: Sequence[Sample]) -> None:
         for each in self._attached:
             each.log(row, samples)
-        write_states(self._directory, {each.name: each.state for each in self._attached})
+        fresh = self._directory / f"{FILE}.writing"
+        fresh.write_bytes(STATES.dump_json({each.name: each.state for each in self._attached}) + b"\n")
+        fresh.replace(self._directory / FILE)
 
 
 def open_loggers(spec: Spec, directory: Path) -> RunLoggers:
@@ -141,31 +161,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@dataclass(frozen=True)
-class LoggerState:
-    """State of one logger.
-
-    identifier:  of the run in its library; None: it has none
-    next_step:   the first step that it has not received
-    """
-
-    identifier: str | None
-    next_step: int
-
-
 def read_states(directory: Path) -> dict[str, LoggerState]:
     """Return the states of the loggers of the run in ``directory`` by name; none of a run that begins."""
     path = directory / FILE
     if not path.exists():
         return {}
     try:
-        return {name: LoggerState(**state) for name, state in json.loads(path.read_text()).items()}
-    except (ValueError, TypeError, AttributeError):
+        return STATES.validate_json(path.read_bytes())
+    except ValueError:
         raise UserError(f"{path}: damaged; remove it, and the loggers begin anew") from None
-
-
-def write_states(directory: Path, states: Mapping[str, LoggerState]) -> None:
-    """Write the states, never in part."""
-    fresh = directory / f"{FILE}.writing"
-    fresh.write_text(json.dumps({name: asdict(state) for name, state in states.items()}) + "\n")
-    fresh.replace(directory / FILE)

@@ -28,7 +28,9 @@ class TensorBoardLogger:
         self.identifier: str | None = None
         self._writer: Any = SummaryWriter(str(run.directory / FOLDER))
         if run.identifier is None:
-            self._writer.add_text("config", _code((run.directory / "config.yaml").read_text()), 0)
+            lines = (run.directory / "config.yaml").read_text().splitlines()
+            # as code in Markdown
+            self._writer.add_text("config", "\n".join(f"    {line}" for line in lines), 0)
 
     def log_row(self, row: Row) -> None:
         """Log a row of metrics under its step."""
@@ -53,7 +55,3 @@ class TensorBoardLogger:
 def _cell(value: Any) -> str:
     """Return a value as a cell of a Markdown table."""
     return " ".join(str(value).split()).replace("|", "\\|")
-
-
-def _code(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())

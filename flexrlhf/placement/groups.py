@@ -41,7 +41,7 @@ def compute_groups(model: PlacedModel) -> list[Group]:
         *_shard_purposes(model),
         *(("tp", ranks) for ranks in layout.tp_sets),
         *(("pp", ranks) for ranks in pipelines),
-        *(ends_of(ranks) for ranks in pipelines),
+        *(pipeline_ends(ranks) for ranks in pipelines),
         *((replica_purpose(layout), ranks) for ranks in layout.replica_sets),
     ]
     if model.facts.model_group:
@@ -66,7 +66,7 @@ def is_sharded_in_nodes(model: PlacedModel) -> bool:
     return 1 < model.num_shards < model.layout.dp
 
 
-def ends_of(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def pipeline_ends(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Return the first and the last rank of a pipeline, after the purpose of their group."""
     return ("pp", pipeline) if len(pipeline) < 3 else ("ends", (pipeline[0], pipeline[-1]))
 

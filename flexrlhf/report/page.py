@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
 
@@ -130,6 +130,7 @@ def render(page: Page) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((folder / "page.html").read_text())
     sections = [section for section in page.sections if not section.is_empty]
+    members = [f"{json.dumps(picture.key)}:{picture.json}" for section in sections for picture in _pictures(section)]
     return template.render(
         page=page,
         sections=sections,
@@ -137,19 +138,14 @@ def render(page: Page) -> str:
         style=(folder / "page.css").read_text(),
         script=(folder / "page.js").read_text(),
         plotly=get_plotlyjs(),
-        figures=_figures_json(sections),
+        # "<" occurs in strings alone
+        figures="{" + ",".join(members).replace("<", "\\u003c") + "}",
     )
 
 
 def is_own_page(text: str) -> bool:
     """Whether ``text`` is a page of this package, which may be replaced."""
     return f'<meta name="generator" content="{GENERATOR}">' in text[:2000]
-
-
-def _figures_json(sections: Sequence[Section]) -> str:
-    """Return all figures by key as JSON without ``<``, which only occurs in its strings."""
-    members = [f"{json.dumps(picture.key)}:{picture.json}" for section in sections for picture in _pictures(section)]
-    return "{" + ",".join(members).replace("<", "\\u003c") + "}"
 
 
 def _pictures(section: Section) -> Iterator[Picture]:

@@ -17,9 +17,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import (
     COPIES,
     SHARD,
-    ends_of,
     is_sharded_in_nodes,
     model_purpose,
+    pipeline_ends,
     replica_purpose,
 )
 from flexrlhf.placement.layout import Layout
@@ -160,7 +160,7 @@ def stage_ranks(
     together = ranks_of(replica_purpose(layout), replica)
     return StageRanks(
         stages=ranks_of("pp", pipeline),
-        ends=ranks_of(*ends_of(pipeline)),
+        ends=ranks_of(*pipeline_ends(pipeline)),
         replica=together,
         model=ranks_of(model_purpose(layout), layout.ranks) if has_all else together,
     )

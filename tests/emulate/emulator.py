@@ -29,7 +29,7 @@ from symbolic import (
     written,
 )
 
-from flexrlhf.placement.groups import COPIES, SHARD, Group, ends_of, is_sharded_in_nodes
+from flexrlhf.placement.groups import COPIES, SHARD, Group, is_sharded_in_nodes, pipeline_ends
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import Plan
@@ -480,7 +480,7 @@ class Rank:
             ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)
             self._agree((*key, "tp"), f"tp {model.name}", ranks, instruction, (weights, reads))
         if layout.pp > 1:
-            stages, ends = layout.pp_set(self.number), ends_of(layout.pp_set(self.number))
+            stages, ends = layout.pp_set(self.number), pipeline_ends(layout.pp_set(self.number))
             self._agree((*key, "pp"), f"pp {model.name}", stages, instruction, (weights, reads))
             self._check_group(f"{ends[0]} {model.name}", ends[1], instruction)
         if model.split != "whole":
