@@ -8,6 +8,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import isfunction
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from small_runs import plan_of
 
 import flexrlhf
 from flexrlhf.config.engines import ENGINES, EngineFacts
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
 from flexrlhf.placement.place import with_placed_dtypes
@@ -518,6 +520,14 @@ def test_every_engine_has_a_constructor_with_all_methods(facts: EngineFacts) -> 
     contract = {name for name, value in vars(Engine).items() if isfunction(value) and not name.startswith("_")}
     assert contract <= methods
     assert facts.kinds and 0 in facts.zero
+
+
+def test_engines_that_generate_have_settings_of_rollout() -> None:
+    fields = RolloutSpec.model_fields
+    generate = {name for name, facts in ENGINES.items() if facts.rollout_settings}
+    assert set(get_args(fields["engine"].annotation)) == {"auto", "transformers"} | generate
+    assert {*ENGINES["vllm"].rollout_settings, "engine", "logprobs"} == set(fields)
+    assert all(set(facts.rollout_settings) <= set(fields) for facts in ENGINES.values())
 
 
 # --- rollout engines
