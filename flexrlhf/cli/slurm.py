@@ -60,7 +60,9 @@ def slurm(
     if (config := run.only_path) is None:
         raise UserError("slurm: missing config; give the YAML file of the run")
     if output is not None:
-        check_output(output, "--output", "job.sbatch", _is_script, (config,))
+        check_output(
+            output, "--output", "job.sbatch", lambda text: text.startswith("#!") and "#SBATCH" in text, (config,)
+        )
     (plan,) = plan_runs(run.specs())
     check_memory([plan], force)
     given = [("--placement-ratio", placement_ratio), ("--devices", devices)]
@@ -73,10 +75,6 @@ def slurm(
     else:
         output.write_text(text)
         typer.echo(f"wrote {output}; start it with: sbatch {output}")
-
-
-def _is_script(text: str) -> bool:
-    return text.startswith("#!") and "#SBATCH" in text
 
 
 def slurm_script(plan: Plan, command: str, directives: Sequence[str] = (), seconds: int = 300) -> str:
