@@ -60,14 +60,6 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class PlannedCandidate:
-    """Plan and simulation of a candidate, as ``run`` and ``simulate`` make them."""
-
-    plan: Plan
-    simulation: Simulation
-
-
-@dataclass(frozen=True)
 class FeasibleCandidate:
     """A candidate that fits.
 
@@ -75,27 +67,23 @@ class FeasibleCandidate:
     seconds:    of a step.
     peak:       bytes on the fullest device.
     share:      share of that device's memory.
-    checked:    its plan and simulation, where they have been made.
+    checked:    its simulation, if it has been planned.
     """
 
     candidate: Candidate
     seconds: float
     peak: float
     share: float
-    checked: PlannedCandidate | None = None
+    checked: Simulation | None = None
 
     @cached_property
-    def planned(self) -> PlannedCandidate:
-        """Plan and simulation, made on first use where they are not ``checked``."""
-        return self.checked or make_planned(self.candidate)
+    def simulation(self) -> Simulation:
+        """Simulation of its plan, made on first use unless it is ``checked``."""
+        return self.checked or simulated(self.candidate)
 
     @property
     def plan(self) -> Plan:
-        return self.planned.plan
-
-    @property
-    def simulation(self) -> Simulation:
-        return self.planned.simulation
+        return self.simulation.plan
 
     @property
     def samples_per_second(self) -> float:
@@ -127,10 +115,10 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     if candidate.assignment is None:
         return RejectedCandidate(candidate, candidate.reason)
     try:
-        planned = make_planned(candidate)
+        simulation = simulated(candidate)
     except UserError as error:
         return RejectedCandidate(candidate, str(error))
-    plan = planned.plan
+    plan = simulation.plan
     limits = [plan.device_bytes(memory.rank) or 0 for memory in plan.memories]
     if any(limit and memory.peak_bytes > limit for memory, limit in zip(plan.memories, limits, strict=True)):
         peak, share = _fullest(plan, limits)
@@ -138,13 +126,13 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     cluster = candidate.space.cluster
     sizes = [cluster.memory_bytes(memory.rank, plan.most_communicators) or 0 for memory in plan.memories]
     peak, share = _fullest(plan, sizes)
-    return FeasibleCandidate(candidate, planned.simulation.seconds, peak, share, planned)
+    return FeasibleCandidate(candidate, simulation.seconds, peak, share, simulation)
 
 
-def make_planned(candidate: Candidate) -> PlannedCandidate:
-    """Plan and simulate a candidate. Raises UserError where it cannot be planned."""
+def simulated(candidate: Candidate) -> Simulation:
+    """Plan and simulate a candidate. Raises UserError if it cannot be planned."""
     plan = make_plan(candidate.spec, candidate.space.pending)
-    return PlannedCandidate(plan, simulate(plan, candidate.space.costs, candidate.space.lengths))
+    return simulate(plan, candidate.space.costs, candidate.space.lengths)
 
 
 def estimate(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:

@@ -299,7 +299,9 @@ class OptionEnumerator:
         where = mesh.size, mesh.per_node, mesh.device.name
         layout = placed.layout
         sharding = placed.settings.zero, placed.sharded_over
-        settings = sharding, placed.settings.offload_optimizer, _cache_tokens(placed)
+        # a rollout engine's cache is allocated all the time
+        cache = None if placed.rollout is None else placed.settings.generate_tokens
+        settings = sharding, placed.settings.offload_optimizer, cache
         return placed.role, placed.trained, where, layout.tp, layout.pp, settings
 
     def _calls(
@@ -345,7 +347,9 @@ class OptionEnumerator:
 
     def _state(self, placed: PlacedModel, key: object) -> State:
         """Return the state of the stage that stores most."""
-        return max((self._stage_state(placed, key, rank) for rank in placed.layout.pp_set(0)), key=_resting)
+        return max(
+            (self._stage_state(placed, key, rank) for rank in placed.layout.pp_set(0)), key=lambda state: state.resting
+        )
 
     def _stage_state(self, placed: PlacedModel, key: object, rank: int) -> State:
         state = self.cached(("state", key, rank), lambda: self._sizing(placed).state(placed, rank))
@@ -406,15 +410,6 @@ def _fastest_within(figures: Mapping[PlacedModel, tuple[float, int]], room: int)
     """Fastest of those whose bytes fit into ``room``. ``figures``: model → (seconds, bytes)."""
     fitting = [placed for placed, (_, size) in figures.items() if size <= room]
     return min(fitting, key=lambda placed: figures[placed][0], default=None)
-
-
-def _cache_tokens(placed: PlacedModel) -> int | None:
-    """Tokens of a rollout engine's cache, which is allocated all the time."""
-    return None if placed.rollout is None else placed.settings.generate_tokens
-
-
-def _resting(state: State) -> int:
-    return state.resting
 
 
 @lru_cache(maxsize=1024)

@@ -369,10 +369,6 @@ def _check_settings(spec: Spec, role: str, roles: Roles) -> None:
     raise errors[-1]
 
 
-def _kinds(engine: str) -> frozenset[str]:
-    return ENGINES[engine].kinds if engine in ENGINES else frozenset()
-
-
 def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str], generated: str | None) -> None:
     """Raise UserError for an engine that lacks a kind of calls of its role under every placement, and for a model whose
     sizes are not known.
@@ -386,7 +382,8 @@ def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[
                 f"models.{role}.engine: {settings.engine} only generates; use {either(FULL_ENGINES)} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"
             )
-        serves = {name for engine in (settings.engine, settings.of_shadow.engine) for name in _kinds(engine)}
+        engines = [ENGINES[name] for name in (settings.engine, settings.of_shadow.engine) if name in ENGINES]
+        serves = {kind for engine in engines for kind in engine.kinds}
         if role == generated and not spec.rollout.has_copy and "generate" not in serves:
             raise UserError(
                 f"models.{role}.engine: {settings.engine} does not support generate; set rollout.engine: vllm, or use "
