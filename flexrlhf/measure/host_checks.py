@@ -50,7 +50,7 @@ def _host_devices(plan: Plan, host: HostFacts) -> Iterator[Check]:
 
 
 def _named_classes(plan: Plan, host: HostFacts) -> str:
-    """Return the device classes with figures that the cluster has on a host."""
+    """Return the known device classes that the cluster has on a host."""
     classes = [plan.cluster.devices[rank].device_class for rank in host.ranks if rank < len(plan.cluster.devices)]
     return ", ".join(dict.fromkeys(name for name in classes if name in DEVICE_CLASSES))
 
@@ -125,12 +125,8 @@ def check_inputs(hosts: Iterable[HostFacts]) -> Check:
     return united("inputs", broken or [Check("inputs", "ok", f"models and data can be read on {_hosts(len(found))}")])
 
 
-def check_shared_memory(hosts: Iterable[HostFacts]) -> Check:
-    """Check the size of /dev/shm."""
-    return united("shared memory", map(_shared, hosts))
-
-
-def _shared(host: HostFacts) -> Check:
+def check_shared_memory(host: HostFacts) -> Check:
+    """Check the size of /dev/shm on a host."""
     if host.shared is None:
         return Check("shared memory", "warning", f"{host.name}: no /dev/shm", "mount a tmpfs there")
     seen = f"{host.name}: /dev/shm has {bytes_text(host.shared)} free"
@@ -141,13 +137,8 @@ def _shared(host: HostFacts) -> Check:
     return Check("shared memory", "ok", seen)
 
 
-def check_open_files(job: JobFacts) -> Check:
-    """Check the limit of open files against the number of a rank with all its connections."""
-    used = job.groups.open_files if job.groups is not None else 0
-    return united("open files", (_open_files(host, used) for host in job.hosts))
-
-
-def _open_files(host: HostFacts, used: int) -> Check:
+def check_open_files(host: HostFacts, used: int) -> Check:
+    """Check the limit of open files. ``used``: by a rank with all its connections; 0 if not measured."""
     measured = f", a rank with its connections has {used}" if used else ""
     limit = "no limit" if host.open_files >= UNLIMITED else f"limit {host.open_files}"
     seen = f"{host.name}: {limit}{measured}"

@@ -35,6 +35,7 @@ def judge(plans: Sequence[Plan], job: JobFacts, failure: str = "") -> list[Check
 
     ``failure``: sentence with which the ranks ended early; empty if they did not.
     """
+    used = job.groups.open_files if job.groups is not None else 0
     return [
         check_devices(plans, job),
         check_host_libraries(job.hosts),
@@ -47,8 +48,8 @@ def judge(plans: Sequence[Plan], job: JobFacts, failure: str = "") -> list[Check
         job.hosts[0].disk,
         check_clocks(job),
         check_speed(plans[0].cluster, job),
-        check_shared_memory(job.hosts),
-        check_open_files(job),
+        united("shared memory", map(check_shared_memory, job.hosts)),
+        united("open files", (check_open_files(host, used) for host in job.hosts)),
         check_links(plans[0].cluster, job),
     ]
 
