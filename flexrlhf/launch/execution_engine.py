@@ -1,4 +1,4 @@
-"""The Python interface (FlexRLHF, Fig. 5): ``ExecutionEngine(config_path, ...)()`` does what ``flexrlhf run`` does."""
+"""The Python interface (FlexRLHF, Fig. 5): ``ExecutionEngine(config_path, ...)()`` is ``flexrlhf run``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExecutionEngine:
     From plain Python the call starts the ranks of this machine as processes of their own, as ``flexrlhf run`` does;
     the script needs no ``if __name__ == "__main__"``. In a script that torchrun starts, each process is a rank. Reward
     functions run in processes that load the script again: under torchrun, guard the call there.
-    A later release adds to this interface; what is here stays.
+    A later release may add to this interface, and changes nothing of it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A process that has loaded what every rank needs, and forks ranks: N ranks cost one import and share its pages.
+"""A process that has loaded the libraries of a rank, and forks ranks: N ranks cost one import and share its pages.
 
     launcher ── starts ── factory (torch, transformers, ours; one thread, no CUDA) ── forks ── ranks
 

@@ -169,7 +169,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _compare_machines(nodes: Sequence[PlannedNode], job: Job, terms: Terms) -> None:
-    """Compare terms and directories of each node with those of the driver. Raises UserError with a difference."""
+    """Compare terms and directories of each node with the driver's. Raises UserError with a difference."""
     driver = f"the driver (host {gethostname()})"
     with probed_directories(job.plans, makes_probes=True) as directories:
         for each in directories:

@@ -86,7 +86,7 @@ def work(
         if stop_file is None:
             stops.install_handlers()
         for index, order in enumerate(orders):
-            # between runs most objects are those of libraries: a run's collections of garbage need not search them
+            # between runs most objects are of libraries: a run's collections of garbage need not search them
             gc.collect()
             gc.freeze()
             earlier = [each.spec.directory for each in orders[:index]]
@@ -102,7 +102,7 @@ def work(
 
 @contextmanager
 def _agreed(job: Job, world: World) -> Iterator[bool]:
-    """Make the directories of the runs once all machines agree, and yield whether this one mounts those of rank 0.
+    """Make the directories of the runs once all machines agree, and yield whether this one mounts rank 0's.
 
     One rank of each machine compares.
     """
@@ -204,8 +204,8 @@ def _continued(order: RunOrder, world: World) -> tuple[RunOrder, bool]:
 def main(orders_file: str, stop_file: str, directories: str, events_file: str = "") -> None:
     """Execute the runs of a file of orders; ``launch`` reports an error by its first line.
 
-    ``directories``: ``own`` where this machine does not mount those of rank 0's. ``events_file``: where the launcher
-    reads what to display; empty: rank 0 prints plain lines.
+    ``directories``: ``own`` if this machine does not mount rank 0's. ``events_file``: for the launcher, which
+    displays it; empty: rank 0 prints plain lines.
     """
     # Ctrl-C reaches every process of the terminal; a rank that waits inside a collective could not handle it in Python
     signal.signal(signal.SIGINT, signal.SIG_DFL)

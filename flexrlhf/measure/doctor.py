@@ -23,7 +23,7 @@ from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.terms import terms_of
-from flexrlhf.measure.facts import HOST_FACTS, JOB_FACTS, UNLIMITED, Check, HostFacts, JobFacts
+from flexrlhf.measure.facts import HOST_FACTS, JOB_FACTS, UNLIMITED, Check, HostFacts, JobFacts, united
 from flexrlhf.measure.job_checks import check_disk, judge
 from flexrlhf.placement.hosts import Hosts, under_torchrun
 from flexrlhf.plan.input_checks import check_runs
@@ -72,7 +72,7 @@ def preflight(
 def measure_network(plan: Plan, hosts: Hosts, join_seconds: float, rank_seconds: float) -> float:
     """Return the GB/s of the slowest link between two of the machines, all their ranks together, in one direction.
 
-    The waits are those of ``preflight``. Raises RunStopped if a machine is missing or cannot be reached.
+    Waits as of ``preflight``. Raises RunStopped if a machine is missing or cannot be reached.
     """
     job, failure = _survey([Resumption(plan)], hosts, join_seconds, rank_seconds)
     if failure or not job.links:
@@ -130,7 +130,7 @@ def host_facts(runs: Sequence[Resumption], hosts: Hosts) -> HostFacts:
         memory=available_memory(_MEMORY.read_text(), _CGROUP),
         shared=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         open_files=_open_files(),
-        disk=check_disk(disk_demands(runs)),
+        disk=united("disk space", map(check_disk, disk_demands(runs))),
     )
 
 
@@ -178,7 +178,7 @@ def _input_problem(plans: Sequence[Plan], device: str) -> str:
 
 
 def check_libraries(plans: Sequence[Plan]) -> Check:
-    """Check the libraries of this machine against what ``plans`` need."""
+    """Check the libraries of this machine against the needs of ``plans``."""
     declared = declared_requirements()
     if declared is None:
         return Check(NAME, "warning", "the ranges of versions are unknown", "install this package with pip")

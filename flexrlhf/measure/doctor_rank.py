@@ -9,9 +9,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -240,8 +239,9 @@ def unreachable(world: World, store: dist.Store, host: HostFacts, hosts: Sequenc
 
     Called by the first rank of every machine at the same time; none stops to listen before all have tried.
     """
-    with _listening(host) as address:
-        store.set(f"listens/{host.node}", json.dumps(address))
+    address = _own_address(host.host)
+    with socket.create_server((address, 0), backlog=1024) as listener:
+        store.set(f"listens/{host.node}", json.dumps([address, listener.getsockname()[1]]))
         others = [other for other in hosts if other.node != host.node]
         keys = {f"listens/{other.node}": f"rank {other.ranks[0]}" for other in others}
         world.wait_for(store, keys, "the addresses of all machines", seconds)
@@ -256,14 +256,6 @@ def unreachable(world: World, store: dist.Store, host: HostFacts, hosts: Sequenc
         for other, target, problem in zip(others, targets, problems, strict=True)
         if problem
     )
-
-
-@contextmanager
-def _listening(host: HostFacts) -> Iterator[tuple[str, int]]:
-    """Listen at a free port, and yield the address and the port."""
-    address = _own_address(host.host)
-    with socket.create_server((address, 0), backlog=1024) as listener:
-        yield address, listener.getsockname()[1]
 
 
 def _own_address(name: str) -> str:

@@ -3,7 +3,7 @@ connections, links."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from flexrlhf.launch.terms import COMPARED, MOST_NAMED, Sides
 from flexrlhf.measure.facts import Check, HostFacts, JobFacts, LinkFacts, Result, united
@@ -114,12 +114,8 @@ def check_directories(job: JobFacts) -> Check:
     return Check(name, "ok", f"{places} is read and written by all {len(job.ranks)} ranks")
 
 
-def check_disk(demands: Iterable[DiskDemand]) -> Check:
+def check_disk(demand: DiskDemand) -> Check:
     """Check the free space for checkpoints and saved models."""
-    return united("disk space", map(_disk, demands))
-
-
-def _disk(demand: DiskDemand) -> Check:
     result: Result = "FAILS" if demand.missing else "warning" if demand.missing_on_signal else "ok"
     if demand.missing:
         advice = f"free {bytes_text(demand.missing)}, set runs: to another directory, or reduce checkpoint.keep_last"

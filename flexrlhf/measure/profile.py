@@ -70,7 +70,7 @@ def profile(
 
 @contextmanager
 def _displayed(events: Path, ranks: int) -> Iterator[None]:
-    """Show on a terminal for how long ``ranks`` ranks have measured, below what they print."""
+    """Show on a terminal for how long ``ranks`` ranks have measured, below their output."""
     if not is_terminal():
         yield
         return
