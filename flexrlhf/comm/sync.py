@@ -325,7 +325,6 @@ class _Exchange:
         self._pool.give(arriving.buffer)
 
     def _copy(self, regions: Regions, values: TrainedValues, copy: Weights) -> None:
-        """Copy elements that this rank has itself."""
         rank = self._plan.rank
         for region, view in zip(regions, self._views(regions, copy), strict=True):
             value = values[region].to(self._channel.dtype)
@@ -335,7 +334,6 @@ class _Exchange:
             self._note(rank, (region,), [view])
 
     def _views(self, regions: Regions, copy: Weights) -> list[Tensor]:
-        """Return ``regions`` in the live weights of the copy."""
         return [view_of(copy[region.name].detach(), self._plan.parts[region.name], region.box) for region in regions]
 
     def _note(self, source: int, regions: Regions, stored: Sequence[Tensor]) -> None:

@@ -53,5 +53,4 @@ class TensorBoardLogger:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as a cell of a Markdown table."""
     return " ".join(str(value).split()).replace("|", "\\|")

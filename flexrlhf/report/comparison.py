@@ -143,7 +143,6 @@ def _lettered(runs: Sequence[RecordedSteps]) -> list[tuple[str, RecordedSteps]]:
 
 
 def _numbers(first: RecordedSteps, other: RecordedSteps, letter: str, shows_all: bool) -> list[str]:
-    """Return the differences of one run from the first."""
     steps = common_steps([first.rows, other.rows])
     if not steps:
         return [f"A and {letter} have no step in common"]

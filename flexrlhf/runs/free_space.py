@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexrlhf.errors import UserError
@@ -23,7 +23,7 @@ class DiskNeed:
     run:              its name
     directory:        of its results
     checkpoint:       bytes of one checkpoint
-    num_checkpoints:  those kept and the one that is written
+    num_checkpoints:  kept ones and the one that is written
     models:           bytes of saved models, and of the copy that replaces one
     on_signal:        whether only a signal writes a checkpoint
     """
@@ -91,66 +91,52 @@ def _model_bytes(plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
-class DiskSpace:
-    """File system of a directory.
-
-    place:   the directory, or the nearest one above it that exists
-    device:  number of the file system
-    free:    bytes that this user may write
-    """
-
-    place: Path
-    device: int
-    free: int
-
-
-@dataclass(frozen=True)
 class DiskDemand:
     """Runs that write to one file system.
 
-    space:    of it
+    place:    the directory of one of them, or the nearest one above it that exists
+    free:     bytes that this user may write
     needs:    of the runs
     written:  bytes of theirs that are there and will be replaced
     """
 
-    space: DiskSpace
+    place: Path
+    free: int
     needs: tuple[DiskNeed, ...]
     written: int
 
     @property
     def missing(self) -> int:
-        """Bytes that are not free; 0 where there is enough."""
-        return max(0, sum(need.total for need in self.needs) - self.written - self.space.free)
+        """Bytes that are not free; 0 if there is enough."""
+        return max(0, sum(need.total for need in self.needs) - self.written - self.free)
 
     @property
     def missing_on_signal(self) -> int:
         """Bytes that are not free for the checkpoint of a signal, one run at a time."""
         extra = max(need.with_signal - need.total for need in self.needs)
-        return max(0, sum(need.total for need in self.needs) + extra - self.written - self.space.free)
+        return max(0, sum(need.total for need in self.needs) + extra - self.written - self.free)
 
     @property
     def text(self) -> str:
         """Needs of the runs, and the free space."""
-        return f"{', '.join(map(str, self.needs))}; {self.space.place} has {bytes_text(self.space.free)} free"
+        return f"{', '.join(map(str, self.needs))}; {self.place} has {bytes_text(self.free)} free"
 
 
-def disk_space(path: Path) -> DiskSpace:
-    """Return the file system on which ``path`` is, or would be made."""
-    place = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.isdir(each))
-    return DiskSpace(place, os.stat(place).st_dev, shutil.disk_usage(place).free)
+def present_directory(path: Path) -> Path:
+    """Return ``path``, or the nearest directory above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.isdir(each))
 
 
 def disk_demands(runs: Sequence[Resumption]) -> list[DiskDemand]:
     """Return the demands of ``runs``, for each file system."""
-    by_device: dict[int, list[tuple[DiskSpace, DiskNeed, int]]] = {}
+    by_device: dict[int, DiskDemand] = {}
     for run in runs:
-        space, need = disk_space(run.plan.spec.directory), planned_disk(run.plan)
+        place, need = present_directory(run.plan.spec.directory), planned_disk(run.plan)
         written = min(need.total, sum(_written(run))) if run.continues else 0
-        by_device.setdefault(space.device, []).append((space, need, written))
-    return [
-        DiskDemand(members[0][0], tuple(need for _, need, _ in members), sum(written for *_, written in members))
-        for members in by_device.values()
-    ]
+        device, new = os.stat(place).st_dev, DiskDemand(place, shutil.disk_usage(place).free, (), 0)
+        found = by_device.get(device, new)
+        by_device[device] = replace(found, needs=(*found.needs, need), written=found.written + written)
+    return list(by_device.values())
 
 
 def check_free_space(runs: Sequence[Resumption]) -> None:

@@ -44,7 +44,6 @@ def _aligned(columns: Sequence[tuple[str, ...]], metrics: Sequence[tuple[str, ..
 
 
 def _lines(deviations: Iterable[Deviation], steps: int) -> list[tuple[str, ...]]:
-    """Return a row of the table for each name."""
     named: dict[str, list[Deviation]] = {}
     for each in deviations:
         named.setdefault(each.name, []).append(each)
