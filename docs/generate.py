@@ -210,7 +210,7 @@ def _settings() -> Iterator[str]:
 
 
 PRESETS_HEAD = """\
-Defaults that `algorithm.like` sets for keys that are missing in the YAML: those of the engine's own trainer.
+Values that `algorithm.like` sets for keys missing in the YAML: the defaults of the engine's own trainer.
 How it is used: [presets](presets.md). Names without a section belong to `algorithm`; an empty cell is not set."""
 
 
