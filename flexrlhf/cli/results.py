@@ -50,8 +50,8 @@ def compare(runs: ComparedRuns, all_: All = False) -> None:
 
     How far their metrics differ, and where the time of a step goes.
     """
-    from flexrlhf.report.comparison import format_runs
     from flexrlhf.report.run_contents import read_steps
+    from flexrlhf.report.side_by_side import format_runs
 
     if len(runs) < 2:
         raise UserError(f"compare: expected two runs or more, found {runs[0]} alone; give another run's directory")

@@ -69,18 +69,15 @@ def curves_of(runs: Sequence[RunContents], metric: str) -> list[MetricCurve]:
     for number, run in enumerate(runs):
         points = [(row["step"], float(row[metric])) for row in run.rows if _is_number(row.get(metric))]
         if points:
-            steps, values = zip(*_thinned(points), strict=True)
+            stride = -(-len(points) // MOST_POINTS)
+            shown = points if stride == 1 else [*points[:-1:stride], points[-1]]
+            steps, values = zip(*shown, strict=True)
             curves.append(MetricCurve(number, metric, steps, values))
     return curves
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    stride = -(-len(points) // MOST_POINTS)
-    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
 
 def main_curves(runs: Sequence[RunContents]) -> list[Picture]:

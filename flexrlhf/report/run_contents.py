@@ -19,7 +19,7 @@ from flexrlhf.runs.run_directory import LOCK, STATUS, read_status
 from flexrlhf.text import counted
 from flexrlhf.timeline import Span, read_trace
 
-CONFIG, METRICS, SAMPLES, TRACE = "config.yaml", "metrics.jsonl", "samples.jsonl", "timeline.json"
+CONFIG, PLAN, METRICS, SAMPLES, TRACE = "config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json"
 MOST_FAILURES = 8
 """Reasons of a failed run that are shown."""
 
@@ -71,7 +71,9 @@ def read_contents(directory: Path) -> RunContents:
     check_run_directory(directory)
     notes: list[str] = []
     yaml, spec = _read_config(directory, notes)
-    rows = _last_of_each_step(_read_rows(directory / METRICS, notes))
+    # of a step that was repeated, the last one
+    by_step = {row["step"]: row for row in _read_rows(directory / METRICS, notes)}
+    rows = tuple(by_step[step] for step in sorted(by_step))
     samples = tuple(_read_rows(directory / SAMPLES, notes))
     spans, facts = _read_timeline(directory, notes)
     state, next_step, steps = _progress(directory, rows, notes)
@@ -146,12 +148,6 @@ def _read_rows(path: Path, notes: list[str]) -> Iterator[Row]:
         notes.append(f"{counted(damaged, 'damaged line')} of {path} {'is' if damaged == 1 else 'are'} left out")
 
 
-def _last_of_each_step(rows: Iterator[Row]) -> tuple[Row, ...]:
-    """Return the rows by step; of a step that was repeated, the last one."""
-    by_step = {row["step"]: row for row in rows}
-    return tuple(by_step[step] for step in sorted(by_step))
-
-
 def _read_timeline(directory: Path, notes: list[str]) -> tuple[tuple[Span, ...], Row]:
     """Return the spans of a run and the metadata of its timeline: of its end, or of its logs until then."""
     path = directory / TRACE
@@ -216,9 +212,6 @@ def _failures(directory: Path) -> list[str]:
     return [*(causes or consequences).values()][:MOST_FAILURES]
 
 
-PLAN = "plan.txt"
-
-
 @dataclass(frozen=True)
 class RecordedSteps:
     """A run in its directory.
@@ -246,22 +239,13 @@ def read_steps(directory: Path) -> RecordedSteps:
         raise UserError(f"run {directory}: its {CONFIG} is missing or cannot be read ({'; '.join(contents.notes)})")
     if not contents.rows:
         raise UserError(f"run {directory}: no step in its {METRICS}; wait for the first one, or run it again")
-    return _steps(contents, contents.spec)
-
-
-def _steps(contents: RunContents, spec: Spec) -> RecordedSteps:
-    graph = make_graph(spec)
+    spec, path, graph = contents.spec, directory / PLAN, make_graph(contents.spec)
+    lines = path.read_text().splitlines() if path.is_file() else []
     return RecordedSteps(
-        name=str(contents.directory),
-        title=_title(contents.directory, spec),
+        name=str(directory),
+        title=lines[0] if lines else f"{spec.name}: {spec.algorithm.name}",
         spec=spec,
         rows={row["step"]: row for row in contents.rows},
         spans=contents.spans,
         kinds={operator.name: operator.kind for operator in (*graph.operators, *graph.evaluation)},
     )
-
-
-def _title(directory: Path, spec: Spec) -> str:
-    path = directory / PLAN
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return lines[0] if lines else f"{spec.name}: {spec.algorithm.name}"

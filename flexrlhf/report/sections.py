@@ -184,7 +184,7 @@ def _settings(runs: Sequence[ReportedRun]) -> Section:
     readable = [run for run in runs if run.contents.spec is not None]
     tables: tuple[Table, ...] = ()
     if len(readable) > 1:
-        rows = tuple(differing_settings([run.contents.yaml for run in readable]))
+        rows = tuple(settings_rows([run.contents.yaml for run in readable]))
         tables = (Table(("setting", *(run.name for run in readable)), rows, "Settings that differ"),)
     parts = tuple(RunPart(run.name, run_colour(number), text=run.contents.yaml) for number, run in enumerate(runs))
     return Section(
@@ -197,7 +197,7 @@ def _settings(runs: Sequence[ReportedRun]) -> Section:
     )
 
 
-def differing_settings(texts: Sequence[str]) -> list[tuple[str, ...]]:
+def settings_rows(texts: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the settings that are not the same in all of the YAML ``texts``: the dotted key, then a value of each."""
     settings = [dict(_flat(read_yaml(text) or {})) for text in texts]
     keys = dict.fromkeys(key for each in settings for key in each)

@@ -24,7 +24,7 @@ ARRAYS = ("guideline/advice", "guideline/search", "report")
 """Folders whose modules may load numpy."""
 PURE = (
     *("runs/run_directory", "runs/resume", "launch/job", "launch/execution_engine"),
-    *("report/comparison", "report/run_contents"),
+    *("report/side_by_side", "report/run_contents"),
 )
 """Modules of folders above that load neither: commands begin with them."""
 IMPORT_ALL = """

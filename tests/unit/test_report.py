@@ -27,7 +27,7 @@ from flexrlhf.report.placement_picture import columns_of, placement_picture
 from flexrlhf.report.reported_run import Prediction, plan_of_run, predict_run
 from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.report.samples_table import sample_groups, spread
-from flexrlhf.report.sections import differing_settings
+from flexrlhf.report.sections import settings_rows
 from flexrlhf.report.step_times import SHARES, WAITING, StepTime, last_steps, step_times, time_shares
 from flexrlhf.report.timeline_picture import lanes_of
 from flexrlhf.runs.flight_log import FlightLog, write_record
@@ -287,7 +287,7 @@ def test_steps_are_spread_evenly(values: list[int], most: int, expected: list[in
 
 def test_settings_that_differ_are_listed() -> None:
     texts = [dump_spec(fast_plan(placement, f"name={name}").spec) for name, placement in (("a", None), ("b", HALVES))]
-    found = {key: values for key, *values in differing_settings(texts)}
+    found = {key: values for key, *values in settings_rows(texts)}
     assert found["name"] == ["'a'", "'b'"]
     assert set(found) == {"name", "placement"}
 

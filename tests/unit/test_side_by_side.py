@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.report.comparison import mean_times, metric_differences, setting_lines
+from flexrlhf.report.side_by_side import mean_times, metric_differences, setting_lines
 from flexrlhf.timeline import Span, write_trace
 
 KINDS: Any = {"generate": "generate", "scores": "forward", "train_actor": "train"}
