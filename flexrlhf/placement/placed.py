@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from types import MappingProxyType
 from typing import Protocol, Self
@@ -102,7 +103,7 @@ class PlacedModel:
     def facts(self) -> EngineFacts:
         return facts_of(self.engine)
 
-    @property
+    @cached_property
     def split(self) -> Split:
         """Split of the weights over replicas between passes."""
         return "whole" if self.layout.dp == 1 else self.facts.split(self.settings.zero)

@@ -265,8 +265,11 @@ class Space:
 
 
 def with_schedule(space: Space, num_chunks: int, lag: int) -> Space:
-    """The same space with another schedule."""
-    schedule = space.spec.schedule.model_copy(update={"num_chunks": num_chunks, "lag": lag})
+    """Return the same space with another schedule; itself, with all that it has computed, if that is its own."""
+    schedule = space.spec.schedule
+    if (schedule.num_chunks, schedule.lag) == (num_chunks, lag):
+        return space
+    schedule = schedule.model_copy(update={"num_chunks": num_chunks, "lag": lag})
     return replace(space, spec=space.spec.model_copy(update={"schedule": schedule}))
 
 
