@@ -46,10 +46,10 @@ def frozen_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
 def trained_bytes(model: Transformer, mesh: Mesh, per: PerParameter, offload: bool = False) -> float:
     """Return the bytes of weights, gradients and optimizer of a trained model. ``offload``: gradients and optimizer are
     in host memory."""
-    shards, split = mesh.tp * mesh.pp, zero_split(mesh.zero, mesh.dp)
+    shards, (split, *_) = mesh.tp * mesh.pp, zero_split(mesh.zero, mesh.dp)
     trained = PerParameter(per.weights, 0, 0) if offload else per
     frozen = (model.parameters - model.trained_parameters) / shards
-    return trained.on_rank(model.trained_parameters / shards, split) + per.weights * frozen / split.weights
+    return trained.on_rank(model.trained_parameters / shards, mesh.zero, mesh.dp) + per.weights * frozen / split
 
 
 def offloaded_bytes(model: Transformer) -> float:

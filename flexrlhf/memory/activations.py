@@ -88,18 +88,14 @@ class Blocks:
         """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens."""
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
-        attention = (item * self._saved_by_attention + 4 * sizes.heads) // tp + item * width
+        query, key = self._query, self._key
+        projected = max(4 * query, 3 * query + 3 * key) if self.fused else 4 * query
+        attention = (item * projected + 4 * sizes.heads) // tp + item * width
         if self.fused:
             attention += 4 * item * sizes.head_dim
-        heads = ((4 + item) * (self._query + self._key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
+        heads = ((4 + item) * (query + key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
         mlp = (4 + self.fused) * item * sizes.ffn // tp
         return norms + attention + mlp + (heads if sizes.family == "qwen3" else 0)
-
-    @property
-    def _saved_by_attention(self) -> int:
-        """Numbers per token that attention keeps, on all tensor-parallel ranks."""
-        query, key = self._query, self._key
-        return max(4 * query, 3 * query + 3 * key) if self.fused else 4 * query
 
     def saved_outside_layers(self) -> int:
         """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
@@ -183,16 +179,12 @@ class Blocks:
         cache = rows * self.kv_bytes_per_token()
         # the cache grows by so many columns at a time, the first of them for the prompt and what follows it
         prefill = self.forward_bytes(rows * prompt, prompt) - cache * max(0, response - CACHE_COLUMNS)
-        activations = max(prefill, self._attention_over_cache(rows, prompt + response))
+        # one token in one layer: keys and values repeated for all heads; without groups, the keys
+        repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
+        over_cache = rows * (prompt + response) * self.item * repeated // self.tp + self.forward_bytes(rows, 1)
+        activations = max(prefill, over_cache)
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
         return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}
-
-    def _attention_over_cache(self, rows: int, length: int) -> int:
-        """Return the bytes of one token in one layer: keys and values repeated for all heads; without groups, the
-        keys.
-        """
-        repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
-        return rows * length * self.item * repeated // self.tp + self.forward_bytes(rows, 1)
 
     def head_bytes(self, tokens: int, chunk_bytes: int, train: bool) -> int:
         """Return the bytes of log-probs of ``tokens``: two chunks of float32 logits, hidden states and their gradient.

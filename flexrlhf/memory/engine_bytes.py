@@ -168,11 +168,12 @@ class DeepSpeedBytes(EngineBytes):
 
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         settings, stage = model.settings, model.settings.zero
-        per, split = self.per_parameter(model), zero_split(stage, model.layout.dp)
+        per = self.per_parameter(model)
+        weights, gradients, optimizer = zero_split(stage, model.layout.dp)
         state = State(
-            weights=per.weights * _deepspeed_elements(shape.parameters, stage, split.weights),
-            gradients=per.gradients * _deepspeed_elements(shape.trained, stage, split.gradients),
-            optimizer=per.optimizer * _deepspeed_elements(shape.trained, stage, split.optimizer),
+            weights=per.weights * _deepspeed_elements(shape.parameters, stage, weights),
+            gradients=per.gradients * _deepspeed_elements(shape.trained, stage, gradients),
+            optimizer=per.optimizer * _deepspeed_elements(shape.trained, stage, optimizer),
             # its reduce bucket is made once at stage 3, and for every backward pass at stages 1 and 2
             buffers=4 * _deepspeed_setting(settings, "reduce_bucket_size") if stage == 3 else 0,
             keeps_gradients=stage == 3 or _is_bf16_optimizer(settings),

@@ -16,21 +16,12 @@ from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Para
 from flexrlhf.weights.shards import last_words, parts_of, shape_of_stage
 
 
-@dataclass(frozen=True)
-class ZeroSplit:
-    """Number of ranks over which each part of a model's state is split."""
+def zero_split(stage: int, num_ranks: int) -> tuple[int, int, int]:
+    """Return the ranks over which a ZeRO stage splits weights (stage 3), gradients (from 2 on) and optimizer (from 1).
 
-    weights: int = 1
-    gradients: int = 1
-    optimizer: int = 1
-
-
-def zero_split(stage: int, num_ranks: int) -> ZeroSplit:
-    """Return the split of a ZeRO stage (Rajbhandari et al. 2020, sec. 5): 1 optimizer, 2 gradients too, 3 weights
-    too.
+    Rajbhandari et al. 2020, sec. 5.
     """
-    weights, gradients, optimizer = (num_ranks if stage >= first else 1 for first in (3, 2, 1))
-    return ZeroSplit(weights, gradients, optimizer)
+    return (num_ranks if stage == 3 else 1, num_ranks if stage >= 2 else 1, num_ranks if stage >= 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -41,10 +32,10 @@ class PerParameter:
     gradients: int
     optimizer: int
 
-    def on_rank(self, num_parameters: float, split: ZeroSplit) -> float:
-        """Return the bytes on each rank (figure 1 and table 1 of the ZeRO paper)."""
-        parts = (self.weights / split.weights, self.gradients / split.gradients, self.optimizer / split.optimizer)
-        return num_parameters * sum(parts)
+    def on_rank(self, num_parameters: float, stage: int = 0, num_ranks: int = 1) -> float:
+        """Return the bytes on each rank of a ZeRO stage (figure 1 and table 1 of the ZeRO paper)."""
+        weights, gradients, optimizer = zero_split(stage, num_ranks)
+        return num_parameters * (self.weights / weights + self.gradients / gradients + self.optimizer / optimizer)
 
 
 @dataclass(frozen=True)

@@ -68,19 +68,15 @@ def _boxes_in(box: Box, flat: range) -> Iterator[Box]:
         yield from (((rows[last : last + 1]), *rest) for rest in _boxes_in(inner, range(end)))
 
 
-def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yield boxes of at most ``most`` elements that cover a tensor of ``shape``, cut along its first dims."""
-    yield from _slabs(tuple(map(range, shape)), most)
-
-
-def _slabs(box: Box, most: int) -> Iterator[Box]:
+def slabs(box: Box, most: int) -> Iterator[Box]:
+    """Yield boxes of at most ``most`` elements that cover ``box``, cut along its first dims."""
     if box_elements(box) <= max(1, most):
         yield box
         return
     rows, inner = box[0], box[1:]
     size = box_elements(inner)
     if size > most:
-        yield from ((rows[row : row + 1], *rest) for row in range(len(rows)) for rest in _slabs(inner, most))
+        yield from ((rows[row : row + 1], *rest) for row in range(len(rows)) for rest in slabs(inner, most))
         return
     step = most // size
     yield from ((rows[start : start + step], *inner) for start in range(0, len(rows), step))

@@ -159,12 +159,8 @@ class Hop:
     receivers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Way:
-    """Messages that bring ``num_pieces`` pieces of equal size to all receivers."""
-
-    num_pieces: int
-    hops: tuple[Hop, ...]
+Way = tuple[Hop, ...]
+"""Messages that bring pieces of equal size to all receivers."""
 
 
 def way_to(
@@ -186,7 +182,7 @@ def way_to(
             first = chain + piece * chains
             senders = tuple(order[(first + turn * step) % len(order)] for turn in range(turns))
             found += _along(receivers[chain::chains], piece, place, senders)
-    return Way(len(pieces), tuple(found))
+    return tuple(found)
 
 
 def _fan_out(longest: int, num_lots: int | None) -> int:

@@ -154,7 +154,7 @@ class _Planner:
         """Yield the elements of all tensors in lots of at most ``size``."""
         lot, left = list[Region](), size
         for name in sorted(self._shapes):
-            for box in slabs(self._shapes[name], size):
+            for box in slabs(whole(self._shapes[name]).box, size):
                 elements = box_elements(box)
                 if lot and elements > left:
                     yield lot
@@ -185,7 +185,7 @@ class _Planner:
             way = self._way(sources, receivers, range(begun[receivers], begun[receivers] + number))
             begun[receivers] += number
             pieces = _pieces(crossing, number)
-            for hop in way.hops:
+            for hop in way:
                 if pieces[hop.piece]:
                     contents[hop.stage, hop.senders[turn % len(hop.senders)], hop.receivers] += pieces[hop.piece]
         return contents, {rank: tuple(kept) for rank, kept in stays.items()}
@@ -244,9 +244,9 @@ class _Planner:
                     for link in product(sources, group.ranks):
                         found[link] += len(names) * count(common) / len(sources)
             for (sources, receivers), crossing in far.items():
-                way = self._way(sources, receivers, range(_num_pieces(receivers, 1)))
-                size = len(names) * count(crossing) / way.num_pieces
-                for hop in way.hops:
+                number = _num_pieces(receivers, 1)
+                size = len(names) * count(crossing) / number
+                for hop in self._way(sources, receivers, range(number)):
                     for link in product(hop.senders, hop.receivers):
                         found[link] += size / len(hop.senders)
         return dict(found)

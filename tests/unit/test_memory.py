@@ -28,7 +28,7 @@ from flexrlhf.memory.engine_bytes import (
     update_bytes,
 )
 from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
-from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units, zero_split
+from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units
 from flexrlhf.memory.transfer_bytes import UNDER_WAY, saving_parts, sync_parts
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.plan import Plan
@@ -83,7 +83,7 @@ def llama(**changes: Any) -> ModelShape:
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_paper_figure_1(stage: int, gigabytes: float) -> None:
     """Rajbhandari et al. 2020: 7.5e9 parameters on 64 ranks."""
-    assert MIXED.on_rank(7.5e9, zero_split(stage, 64)) / 1e9 == pytest.approx(gigabytes, abs=0.06)
+    assert MIXED.on_rank(7.5e9, stage, 64) / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
 def test_deepspeed_estimates() -> None:
@@ -93,8 +93,8 @@ def test_deepspeed_estimates() -> None:
     """
     parameters, largest_layer = 2851e6, 32e6
     sums = PerParameter(weights=2, gradients=4, optimizer=12)
-    zero_2 = sums.on_rank(parameters, zero_split(2, 8)) + 2 * parameters
-    zero_3 = sums.on_rank(parameters, zero_split(3, 8)) + 2 * 2 * largest_layer
+    zero_2 = sums.on_rank(parameters, 2, 8) + 2 * parameters
+    zero_3 = sums.on_rank(parameters, 3, 8) + 2 * 2 * largest_layer
     assert zero_2 == 4 * parameters + 16 * parameters / 8
     assert zero_2 / GIB == pytest.approx(15.93, abs=0.005)
     assert zero_3 / GIB == pytest.approx(6.10, abs=0.01)
@@ -125,7 +125,7 @@ def test_full_recomputation_keeps_two_bytes_per_hidden_number() -> None:
 
 def test_a_training_model_takes_eight_times_an_inference_model() -> None:
     """The rule of thumb of the FlexRLHF paper."""
-    assert MIXED.on_rank(1, zero_split(0, 1)) / MIXED.weights == 8
+    assert MIXED.on_rank(1) / MIXED.weights == 8
 
 
 def test_what_our_16_bit_training_keeps_per_parameter() -> None:
@@ -161,14 +161,14 @@ def compared(row: dict[str, str]) -> tuple[float, float, float]:
             published = sum(
                 float(a) / float(b or 1) for a, b in re.findall(r"(\d+)(?:/(\d+))?", terms.replace("Nd", "8"))
             )
-            return MIXED.on_rank(1, zero_split(stage, 8)), published, 1e-9
+            return MIXED.on_rank(1, stage, 8), published, 1e-9
         case "zero-paper", "model_state_per_gpu":
-            return MIXED.on_rank(parameters, zero_split(stage, int(row["n_gpus"]))) / 1e9, float(value), 0.002
+            return MIXED.on_rank(parameters, stage, int(row["n_gpus"])) / 1e9, float(value), 0.002
         case "deepspeed-estimator", _:
             return deepspeed_estimate(row["id"])
         case "hf-accelerate", _:
             adam = PerParameter(4, 4, 8)
-            return adam.on_rank(1, zero_split(0, 1)), 4 * adam.weights, 0
+            return adam.on_rank(1), 4 * adam.weights, 0
         case "real-code", _:
             return real_estimate(row["id"])
         case (
@@ -179,9 +179,9 @@ def compared(row: dict[str, str]) -> tuple[float, float, float]:
             return blocks.head_bytes(512 * 2048, 2**60, train=False) / 4 / GIB, float(value), 0.001
         case "hybridflow-001", _:
             actor = placed_model("actor", (0,), dtype="bfloat16")
-            return bytes_per_parameter(actor).on_rank(1, zero_split(0, 1)), 2 + 4 + 8 + 4, 0
+            return bytes_per_parameter(actor).on_rank(1), 2 + 4 + 8 + 4, 0
         case "flexrlhf-003", _:
-            return MIXED.on_rank(1, zero_split(0, 1)) / MIXED.weights, float(value), 0
+            return MIXED.on_rank(1) / MIXED.weights, float(value), 0
         case "vllm-paper", _:
             opt = Sizes(40, 5120, 20480, 40, 40, 128, 50272, family="opt")
             return Blocks(opt, 2).kv_bytes_per_token(), float(value), 0
@@ -192,12 +192,12 @@ def deepspeed_estimate(row: str) -> tuple[float, float, float]:
     """P = 2851e6 parameters, N = 8 GPUs, L = 32e6 in the largest layer. Two layers in 16 bits are 4L."""
     p, n, layer = 2851e6, 8, 32e6
     sums = PerParameter(2, 4, 12)
-    zero_2, zero_3 = (sums.on_rank(p, zero_split(stage, n)) for stage in (2, 3))
+    zero_2, zero_3 = (sums.on_rank(p, stage, n) for stage in (2, 3))
     published = {
         "mem-063": (zero_2 + 2 * p, 4 * p + 16 * p / n, 0),
-        "mem-064": (PerParameter(2, 0, 0).on_rank(p, zero_split(2, n)), 2 * p, 0),
+        "mem-064": (PerParameter(2, 0, 0).on_rank(p, 2, n), 2 * p, 0),
         "mem-067": (zero_3 + 4 * layer, 4 * layer + 18 * p / n, 1e-12),
-        "mem-068": (PerParameter(2, 0, 0).on_rank(p, zero_split(3, n)) + 4 * layer, 4 * layer + 2 * p / n, 0),
+        "mem-068": (PerParameter(2, 0, 0).on_rank(p, 3, n) + 4 * layer, 4 * layer + 2 * p / n, 0),
         "mem-069": (2 * 2 * layer, 4 * layer, 0),
         "mem-070": ((zero_2 + 2 * p) / GIB, 15.93, 0.001),
         "mem-072": ((zero_3 + 4 * layer) / GIB, 6.1, 0.002),
@@ -211,8 +211,8 @@ def real_estimate(row: str) -> tuple[float, float, float]:
     """ReaL's search engine for n = 7e9 parameters, dp 4: (2P + 2G)n + 20n/dp; 2n; 4bshL/dp without grouped queries."""
     n, dp, batch, length = 7e9, 4, 8, 512
     published = {
-        "mem-080": (PerParameter(2, 2, 20).on_rank(n, zero_split(1, dp)), 4 * n + 20 * n / dp, 0),
-        "mem-081": (PerParameter(2, 0, 0).on_rank(n, zero_split(0, 1)), 2 * n, 0),
+        "mem-080": (PerParameter(2, 2, 20).on_rank(n, 1, dp), 4 * n + 20 * n / dp, 0),
+        "mem-081": (PerParameter(2, 0, 0).on_rank(n), 2 * n, 0),
         "mem-082": (
             Blocks(LLAMA_2_7B, 2).decode_bytes(batch // dp, length // 2, length // 2)["KV cache"],
             2 * 2 * batch * length * 4096 * 32 / dp,

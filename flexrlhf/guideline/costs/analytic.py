@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.generation import generate_cost
-from flexrlhf.guideline.costs.links import move_cost, sync_cost
+from flexrlhf.guideline.costs.links import sync_cost, travel_seconds
 from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_table
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
 from flexrlhf.placement.devices import DeviceClass
@@ -91,7 +91,7 @@ class AnalyticCosts:
         return Cost({"launch": 1e-3 + 1e-9 * rows * width})
 
     def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
-        return move_cost(primitive, traffic, links)
+        return Cost({} if primitive == "none" else {primitive: travel_seconds(traffic, links)})
 
     def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
         return self.overheads.of_sync(sync_cost(traffic, gathered, num_tensors, links), traffic)

@@ -46,16 +46,14 @@ def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     )
     parts = dict(forward_cost(forward, _unthrottled(mesh), profile.passes).parts)
     if mesh.tp > 1:
-        parts["tensor parallel"] = _prefill_reduce_seconds(call, mesh, micro_rows) / profile.tensor_reached
+        # two all-reduces a layer; activations have 16 bits even where weights have eight
+        message = ACTIVATION_BYTES * call.model.hidden * micro_rows * call.prompt
+        once = all_reduce_seconds(message, mesh.tp, mesh.per_node, mesh.links)
+        parts["tensor parallel"] = call.prompts / micro_rows * 2 * call.model.layers * once / profile.tensor_reached
     passes, host = -(-call.prompts // micro_rows), host_factor(mesh.device)
     parts["layers"] = passes * _layers_seconds(call, mesh, profile)
     parts["scheduler"] = host * (passes * profile.step_seconds + call.rows * profile.entry_seconds) / profile.reached
     return Cost(parts)
-
-
-def _layer_launch_seconds(mesh: Mesh, profile: DecodeProfile) -> float:
-    """Return the time of launching one layer on a host with PCIe 5."""
-    return profile.launch_seconds + (profile.launch_tp_seconds if mesh.tp > 1 and profile.launch_seconds else 0.0)
 
 
 def _layers_seconds(call: Call, mesh: Mesh, profile: DecodeProfile) -> float:
@@ -71,13 +69,6 @@ def _layers_seconds(call: Call, mesh: Mesh, profile: DecodeProfile) -> float:
 def _unthrottled(mesh: Mesh) -> Mesh:
     """Return ``mesh`` at full clock: decoding steps between prefills leave a board below its power limit."""
     return replace(mesh, device=replace(mesh.device, sustained=1.0))
-
-
-def _prefill_reduce_seconds(call: Call, mesh: Mesh, micro_rows: int) -> float:
-    """Return the time of two all-reduces a layer; activations have 16 bits even where weights have eight."""
-    message = ACTIVATION_BYTES * call.model.hidden * micro_rows * call.prompt
-    once = all_reduce_seconds(message, mesh.tp, mesh.per_node, mesh.links)
-    return call.prompts / micro_rows * 2 * call.model.layers * once
 
 
 @dataclass(frozen=True)
@@ -121,12 +112,15 @@ class _Step:
         read = model.layers * model.layer_parameters + model.head_parameters
         heads = 1 + profile.reread * (model.heads / model.kv_heads - 1)
         shared = min(mesh.tp, model.kv_heads)
+        launch = profile.launch_seconds
+        if launch and mesh.tp > 1:
+            launch += profile.launch_tp_seconds
         return cls(
             weights=slower * call.item * read / (FIGURES.weights * bandwidth),
             row=slower * 2 * read / (mesh.tp * device.matmul * device.tflops * 1e12),
             token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp),
             layers=_layers_seconds(call, mesh, profile),
-            launch=slower * host * model.layers * _layer_launch_seconds(mesh, profile),
+            launch=slower * host * model.layers * launch,
             host=slower * host * profile.step_seconds,
             host_row=slower * host * profile.row_seconds,
             gather=mesh.pp * gather_weights_seconds(call, mesh, profile.passes) if mesh.zero == 3 else 0.0,

@@ -107,11 +107,6 @@ def travel_seconds(traffic: Traffic, links: Links, figures: Figures = (WITHIN, A
     return traffic.messages * start + max(inside, across.message(traffic.across, links.node_gb_s))
 
 
-def move_cost(primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
-    """Return the time of ``traffic`` of a Move, by primitive."""
-    return Cost({} if primitive == "none" else {primitive: travel_seconds(traffic, links)})
-
-
 def sync_cost(traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
     """Return the time of a Sync: ``gathered`` by the source, ``traffic`` sent, and a launch for each tensor."""
     gather = max(WITHIN.message(gathered.within, links.device_gb_s), ACROSS.message(gathered.across, links.node_gb_s))

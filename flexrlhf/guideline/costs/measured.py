@@ -75,15 +75,12 @@ class Curve:
 
 
 def _rising(points: Sequence[Point], width: int | None) -> list[tuple[float, float]]:
-    """Return (rows, seconds) that never decrease, since noise may make a call of more rows the shorter one."""
+    """Return (rows of ``width`` tokens, seconds) that never decrease: noise may make a call of more rows the shorter
+    one.
+    """
     ordered = sorted(points, key=lambda point: point.rows)
-    seconds = accumulate((point.seconds for point in ordered), max)
-    return [(_rows(point, width), value) for point, value in zip(ordered, seconds, strict=True)]
-
-
-def _rows(point: Point, width: int | None) -> float:
-    """Return the rows of ``width`` tokens that ``point`` computed."""
-    return float(point.rows) if point.tokens is None or width is None else point.tokens / width
+    rows = [point.rows if point.tokens is None or width is None else point.tokens / width for point in ordered]
+    return list(zip(rows, accumulate((point.seconds for point in ordered), max), strict=True))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -78,26 +79,6 @@ class PassShape:
         return self.rows * self.width
 
 
-@dataclass(frozen=True)
-class StageSeconds:
-    """Time of one micro-batch on the slowest pipeline stage, in seconds.
-
-    layers:  all layers of the stage
-    head:    the head
-    launch:  launches that the device waits for
-    tensor:  tensor-parallel all-reduces
-    """
-
-    layers: LayerSeconds
-    head: float
-    launch: float
-    tensor: float
-
-    @property
-    def seconds(self) -> float:
-        return self.layers.seconds + self.head + self.launch + self.tensor
-
-
 def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
     """Return the time of a forward pass over all rows of a replica."""
     parts, micro_batches = _stages(call, mesh, profile, training=False)
@@ -129,7 +110,9 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
     Where nodes have copies of the shards, gradients are summed over these once in an update.
     """
     gradients = call.item * call.model.trained_parameters / (mesh.tp * mesh.pp)
-    across = call.updates * _copies_sum_seconds(gradients / mesh.num_shards, mesh)
+    groups, per_node = _groups(mesh)
+    copies, part = mesh.dp // mesh.num_shards, gradients / mesh.num_shards
+    across = call.updates * all_reduce_seconds(part, copies, 1, mesh.links, groups * per_node)
     if mesh.zero == 3:
         gather = 2 * micro_batches * gather_weights_seconds(call, mesh, profile)
         layers = ceil(call.model.layers / mesh.pp)
@@ -152,12 +135,6 @@ def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACR
     """Return the time of a sum of ``size`` bytes on each rank over the replicas of a model."""
     groups, per_node = _groups(mesh)
     return all_reduce_seconds(size, mesh.dp, per_node, mesh.links, groups, figures)
-
-
-def _copies_sum_seconds(size: float, mesh: Mesh) -> float:
-    """Return the time of a sum of ``size`` bytes on each rank over the nodes that each store all shards."""
-    groups, per_node = _groups(mesh)
-    return all_reduce_seconds(size, mesh.dp // mesh.num_shards, 1, mesh.links, groups * per_node)
 
 
 def _groups(mesh: Mesh) -> tuple[int, int]:
@@ -191,14 +168,19 @@ def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
 def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[dict[str, float], int]:
     """Return the time of all micro-batches through the pipeline, by cause, and their number."""
     shapes = _pass_shapes(call)
-    stages = [_stage(call, mesh, profile, shape, training) for _, shape in shapes]
+    # forward passes that recomputation adds
+    repeats = {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute] if training else 0.0
+    split = mesh.tp, mesh.pp, mesh.per_node
+    stages = [
+        _stage(call.model, mesh.device, mesh.links, profile, shape, split, training, repeats) for _, shape in shapes
+    ]
     parts: dict[str, float] = {}
     for (times, _), stage in zip(shapes, stages, strict=True):
-        for name, seconds in _parts(stage, times).items():
-            parts[name] = parts.get(name, 0.0) + seconds
+        for name, seconds in stage.items():
+            parts[name] = parts.get(name, 0.0) + times * seconds
     number = ceil(sum(times for times, _ in shapes))
     if mesh.pp > 1:
-        parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * stages[0].seconds / profile.chunks
+        parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * sum(stages[0].values()) / profile.chunks
         hops = (number + mesh.pp - 1) * (2 if training else 1)
         parts["pipeline"] = hops * _hop_seconds(call, mesh, shapes[0][1].tokens)
     return parts, number
@@ -217,17 +199,6 @@ def _pass_shapes(call: Call) -> list[tuple[float, PassShape]]:
     return [(times, PassShape(each, call.width, each * head, call.item)) for times, each in rows]
 
 
-def _parts(stage: StageSeconds, times: float) -> dict[str, float]:
-    return {
-        "compute": times * stage.layers.products,
-        "attention": times * stage.layers.attention,
-        "elements": times * stage.layers.elements,
-        "head": times * stage.head,
-        "launch": times * stage.launch,
-        "tensor parallel": times * stage.tensor,
-    }
-
-
 def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
     """Return the time of a micro-batch's activations to the next stage; each rank of a stage sends a part."""
     size = int(call.item * call.model.hidden * tokens / mesh.tp)
@@ -236,16 +207,8 @@ def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
     return travel_seconds(traffic, mesh.links)
 
 
-def _stage(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassShape, training: bool) -> StageSeconds:
-    # forward passes that recomputation adds
-    repeats = {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute] if training else 0.0
-    return _stage_of(
-        call.model, mesh.device, mesh.links, profile, shape, (mesh.tp, mesh.pp, mesh.per_node), training, repeats
-    )
-
-
 @lru_cache(maxsize=65536)
-def _stage_of(
+def _stage(
     model: Transformer,
     device: DeviceClass,
     links: Links,
@@ -254,9 +217,12 @@ def _stage_of(
     split: tuple[int, int, int],
     training: bool,
     repeats: float,
-) -> StageSeconds:
-    """Return the time of one micro-batch on one stage. ``split``: tensor-parallel ranks, pipeline stages, ranks in a
-    node. ``repeats``: forward passes that recomputation adds."""
+) -> Mapping[str, float]:
+    """Return the time of one micro-batch on the slowest stage, by cause.
+
+    ``split``: tensor-parallel ranks, pipeline stages, ranks in a node. ``repeats``: forward passes that recomputation
+    adds.
+    """
     tp, pp, per_node = split
     layers = ceil(model.layers / pp)
     forward = layer_forward(model, device, profile, shape, tp)
@@ -273,7 +239,14 @@ def _stage_of(
     message = shape.item * model.hidden * shape.tokens
     tensor = reduces * all_reduce_seconds(message, tp, min(tp, per_node), links)
     slower = 1 / profile.reached
-    return StageSeconds(stage.times(slower), slower * head.seconds, slower * launch, tensor / profile.tensor_reached)
+    return {
+        "compute": slower * stage.products,
+        "attention": slower * stage.attention,
+        "elements": slower * stage.elements,
+        "head": slower * head.seconds,
+        "launch": slower * launch,
+        "tensor parallel": tensor / profile.tensor_reached,
+    }
 
 
 def _recomputed(
