@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.advise import advise
-from flexrlhf.cli.data import data
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
-from flexrlhf.cli.plan import plan
+from flexrlhf.cli.plan import data, plan
 from flexrlhf.cli.profile import profile
 from flexrlhf.cli.results import compare, export, report
 from flexrlhf.cli.run import join, run

@@ -1,4 +1,4 @@
-"""``flexrlhf plan``."""
+"""``flexrlhf plan`` and ``data``: what runs would do, and what is in their data."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Force, RunOptions, with_run_options
+from flexrlhf.cli.errors import print_error
+from flexrlhf.cli.options import ConfigOption, Configs, Force, Overrides, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output
+from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
+from flexrlhf.plan.data_report import format_inspection
+from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.input_checks import check_present_data
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.run_data import check_inspection, inspect_source, tokenizer_run
+from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 from flexrlhf.text import bytes_text
 
 Html = Annotated[
@@ -71,3 +77,37 @@ def _write_page(plans: Sequence[Plan], path: Path) -> None:
     typer.echo(f"{written.path}: {bytes_text(written.bytes)}, opens in any browser without a network")
     for note in written.notes:
         typer.echo(note)
+
+
+def data(configs: Configs = None, config: ConfigOption = None, set_: Overrides = None) -> None:
+    """Show what is in the data, and what limits drop or cut.
+
+    The files of each run, how many rows its limits drop or cut, and some rows as it has them. Exit code 0, or 2 if
+    a row or file cannot be used.
+    """
+    runs = RunOptions(configs, config, set_=set_)
+    plans = plan_runs(runs.specs())
+    if not runs.paths:
+        prepare_corpus()
+    problems = [problem for index, plan in enumerate(plans) for problem in _report_data(plan, plans[:index])]
+    if problems:
+        for problem in problems[:-1]:
+            print_error(problem)
+        raise UserError(problems[-1])
+
+
+def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
+    """Print the reports about the files of a run. Returns a sentence for each with which ``run`` would stop."""
+    owner, problems = tokenizer_run(plan, earlier) or plan, []
+    try:
+        tokenizer = load_run_tokenizer(owner)
+    except UserError as error:
+        return [f"{plan.spec.name}: {error}"]
+    for source in data_sources(plan):
+        try:
+            found = inspect_source(plan, source, tokenizer)
+            typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
+            check_inspection(source, found)
+        except UserError as error:
+            problems.append(f"{plan.spec.name}: {source.key}: {error}")
+    return problems

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flexrlhf.data.forms import TextExample, as_chat
 from flexrlhf.data.messages import Message, is_assistant
 from flexrlhf.errors import UserError
 
@@ -38,13 +37,6 @@ class ChatFormat:
 
 
 DEFAULT_CHAT = ChatFormat()
-
-
-def chat_row(row: TextExample, use: ChatUse) -> TextExample:
-    """Return ``row`` as a chat where the template renders it. Raises UserError for a chat that must not be rendered."""
-    if (row.turns or row.completions) and use == "never":
-        raise UserError("the row is a chat, which only a chat template makes a text of: set data.chat=auto")
-    return as_chat(row) if use == "always" else row
 
 
 class ChatTemplate:

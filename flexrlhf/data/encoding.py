@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flexrlhf.data.chat import ChatFormat, ChatTemplate, chat_row, encode_with_cuts
-from flexrlhf.data.forms import TextExample
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
+from flexrlhf.data.forms import TextExample, as_chat
 from flexrlhf.data.messages import Chat
 from flexrlhf.errors import UserError
 
@@ -69,7 +69,9 @@ class RowEncoder:
 
     def encode(self, text: TextExample) -> EncodedRow:
         """Return the token ids of a row. Raises UserError for a row that has none, or that no template renders."""
-        row = chat_row(text, self._chat.use)
+        if (text.turns or text.completions) and self._chat.use == "never":
+            raise UserError("the row is a chat, which only a chat template makes a text of: set data.chat=auto")
+        row = as_chat(text) if self._chat.use == "always" else text
         if row.turns or row.completions:
             return self._encode_chat(row)
         prompt = self._encode_prompt(row)

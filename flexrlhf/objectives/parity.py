@@ -84,7 +84,7 @@ def parity(spec: RolloutSpec, batch: Batch, context: CombineContext) -> tuple[Co
 
     Raises ParityError, on all ranks alike, if one of them is over its limit.
     """
-    # plan/rollout_graph.py chooses the columns
+    # plan/rollout_engine.py chooses the columns
     engine = batch["rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"]
     trainer = batch["trainer_logprobs" if "trainer_logprobs" in batch.columns else "logprobs"]
     found = compare_logprobs(engine, trainer, batch, batch["response_mask"], context.reducer)

@@ -26,7 +26,6 @@ from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
 from flexrlhf.plan.engine_checks import check_engines
-from flexrlhf.plan.engine_choice import with_rollout_engine
 from flexrlhf.plan.hub_names import with_snapshots
 from flexrlhf.plan.model_checks import check_models
 from flexrlhf.plan.models import (
@@ -38,7 +37,7 @@ from flexrlhf.plan.models import (
     with_shared_reference,
 )
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.rollout_graph import with_rollout
+from flexrlhf.plan.rollout_engine import with_rollout, with_rollout_engine
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.schedule import Schedule

@@ -14,7 +14,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.rollout_graph import with_rollout
+from flexrlhf.plan.rollout_engine import with_rollout
 
 Value = int
 Cell = tuple[int, str, int]

@@ -14,7 +14,7 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.rollout_graph import with_rollout
+from flexrlhf.plan.rollout_engine import with_rollout
 from flexrlhf.strategies.instructions import Move, Run
 
 SIX = [0.5] * 6

@@ -17,7 +17,7 @@ from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.rollout_graph import with_rollout
+from flexrlhf.plan.rollout_engine import with_rollout
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk

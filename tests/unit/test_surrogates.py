@@ -22,7 +22,7 @@ from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.objectives.surrogates import importance_weights
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.rollout_graph import with_rollout
+from flexrlhf.plan.rollout_engine import with_rollout
 
 GENERATOR = torch.Generator().manual_seed(4)
 MASK = mask_of("111110", "111000", "111111", "100000")

@@ -6,8 +6,9 @@ What does not fit is listed with its reason. The one to use is planned and simul
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 from time import perf_counter
 
@@ -78,10 +79,18 @@ class Advice:
 
     @property
     def best(self) -> FeasibleCandidate:
-        """The candidate to use: the simplest of the fastest with the least lag. Raises UserError when nothing fits."""
+        """The candidate to use: with the least lag, the simplest of the placements that are equally fast, and no slower
+        than a usual one; of equally simple ones the faster. A difference that is smaller than the accuracy of the
+        predictions (``costs/accuracy.csv``) buys no placement that is harder to reason about.
+
+        Raises UserError when nothing fits.
+        """
         if not self.feasible:
             raise UserError(self.refusal or "no placement of these models fits the devices")
-        return simplest(self.comparable, self.margin)
+        usual_seconds = [item.seconds for item in self.comparable if item.candidate.method == "usual"]
+        equal = tied(self.comparable, self.margin)
+        candidates = [item for item in equal if item.seconds <= min(usual_seconds, default=inf)]
+        return min(candidates, key=lambda item: (complexity(item.candidate), item.seconds))
 
 
 def complexity(candidate: Candidate) -> tuple[int, ...]:
@@ -121,42 +130,25 @@ def tied(feasible: Sequence[FeasibleCandidate], margin: float) -> list[FeasibleC
     return [item for item in feasible if item.seconds <= (1 + margin) * feasible[0].seconds]
 
 
-def simplest(feasible: Sequence[FeasibleCandidate], margin: float) -> FeasibleCandidate:
-    """Return the simplest of the placements that are equally fast, and no slower than a usual one; of equally simple
-    ones the faster. A difference that is smaller than the accuracy of the predictions (``costs/accuracy.csv``) buys no
-    placement that is harder to reason about.
-
-    ``feasible``: at least one, fastest first.
-    """
-    usual = min((item.seconds for item in feasible if item.candidate.method == "usual"), default=float("inf"))
-    equal = [item for item in tied(feasible, margin) if item.seconds <= usual]
-    return min(equal, key=lambda item: (complexity(item.candidate), item.seconds))
-
-
-@dataclass
 class PlacementComparison:
     """Candidates and searches of one request so far.
 
     base:          the space without shadows, as the YAML has its schedule.
     seconds_limit: work of all searches together, in seconds that it takes on an ordinary core.
-    seconds_left:  what is left of it.
     candidates:    all placements to compare.
     searches:      the spaces that were searched, by their labels.
     """
 
-    base: Space
-    seconds_limit: float
-    seconds_left: float = field(init=False)
-    candidates: list[Candidate] = field(default_factory=list)
-    searches: dict[str, SearchResult] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.seconds_left = self.seconds_limit
+    def __init__(self, base: Space, seconds_limit: float) -> None:
+        self.base = base
+        self.candidates: list[Candidate] = []
+        self.searches: dict[str, SearchResult] = {}
+        self._seconds_limit = self._seconds_left = seconds_limit
 
     def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> SearchResult:
         """Search a space and add its best placement to the candidates."""
         result = search(space.problem, self._next_seconds, GAP, seeds=seeds)
-        self.seconds_left -= result.work
+        self._seconds_left -= result.work
         self.searches[label] = result
         self.candidates.append(_by_search(space, label, result))
         return result
@@ -164,7 +156,7 @@ class PlacementComparison:
     @property
     def _next_seconds(self) -> float:
         """Seconds of the next search; most end long before, and the first ones may need most of the time."""
-        return max(LEAST_SHARE * self.seconds_limit, self.seconds_left / 2)
+        return max(LEAST_SHARE * self._seconds_limit, self._seconds_left / 2)
 
     def usual(self, plain: Space) -> list[Candidate]:
         """Return the usual placements of ``plain``."""

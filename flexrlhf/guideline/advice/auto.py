@@ -114,16 +114,12 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
         chosen = spec.model_copy(update=kept)
     head = "placement auto is" if spec.placement == "auto" else "placement, which is not written, is"
     line = f"{spec.name}: {head} {placement_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
-    line += f" by {source.name}{_next_to(advice)}"
+    line += f" by {source.name}"
+    colocated = next((item for item in advice.feasible if item.candidate.name == COLOCATED), None)
+    if colocated is not None and best.candidate.strategy != COLOCATED:
+        line += f", {colocated.seconds:.3g} with every model on all devices"
     settings = "; ".join(_settings(spec, chosen))
     return chosen, f"{line}\n  with {settings}" if settings else line
-
-
-def _next_to(advice: Advice) -> str:
-    """Return the time of a step with every model on all devices, if that is another placement."""
-    seconds = [item.seconds for item in advice.feasible if item.candidate.name == COLOCATED]
-    is_other = advice.best.candidate.strategy != COLOCATED
-    return f", {seconds[0]:.3g} with every model on all devices" if seconds and is_other else ""
 
 
 def _settings(spec: Spec, chosen: Spec) -> Iterator[str]:

@@ -213,13 +213,12 @@ def _choices(problem: SearchProblem, model: SearchModel, ranks: Sequence[int], a
     start, size = ranks[0], len(ranks)
     assert tuple(ranks) == tuple(range(start, start + size)), f"{model.name} on {ranks}"
     part = next(part for part in problem.parts if part.name == model.name)
-    options = part.options(problem.shape_of(start, size))
-    return [Choice(model.name, start, size, option) for option in options if _is_allowed(model, option, allowed)]
-
-
-def _is_allowed(model: SearchModel, option: Option, allowed: Allowed | None) -> bool:
-    assert isinstance(option.settings, ModelSpec), "options of a Space have settings"
-    return allowed is None or allowed(model, option.settings)
+    found = []
+    for option in part.options(problem.shape_of(start, size)):
+        assert isinstance(option.settings, ModelSpec), "options of a Space have settings"
+        if allowed is None or allowed(model, option.settings):
+            found.append(Choice(model.name, start, size, option))
+    return found
 
 
 def _fullest(problem: SearchProblem, chosen: Sequence[Choice]) -> int | None:
