@@ -48,8 +48,9 @@ def found(*overrides: str) -> OperatorAdvice:
     return advise_operators(large_spec(*overrides), AnalyticCosts(), None, 30.0)
 
 
-def test_the_search_predicts_the_seconds_of_the_plan() -> None:
-    advice = found()
+@pytest.mark.parametrize("engine", ["torch", "megatron"])
+def test_the_search_predicts_the_seconds_of_the_plan(engine: str) -> None:
+    advice = found(*(f"models.{role}.engine={engine}" for role in ("actor", "critic")))
     assert advice.result.is_feasible
     assert advice.simulation.seconds == pytest.approx(advice.result.seconds, rel=0.02)
 

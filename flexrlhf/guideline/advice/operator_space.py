@@ -18,7 +18,7 @@ from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
-from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel, name_of
+from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel, Sketch, name_of
 from flexrlhf.guideline.advice.space import GAP, Space, make_space
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
@@ -39,13 +39,51 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.routes import Relation
-from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.pipeline import make_plan, run_graph
 from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Run, Sync
 
 SHARED_SETTINGS = ("micro_batch_tokens", "generate_tokens", "activation_checkpointing", "offload_optimizer")
 """Settings of a role that its operators share."""
+
+
+@dataclass(frozen=True)
+class OperatorSketch(Sketch):
+    """Step of ``spec`` with each model call on a rank of its own."""
+
+    @cached_property
+    def operators(self) -> dict[str, Operator]:
+        """Model calls of a step by name, trainings first."""
+        # copies of operators are no shadows, so the graph that runs is that without further copies
+        graph = run_graph(self.graph, self.spec, Placement((), 0))
+        calls = [each for each in graph.operators if each.call is not None and not each.is_rare]
+        return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
+
+    def own_part(self, role: str) -> str:
+        """Return the part that has the weights of ``role`` all the time: its training, else its first call."""
+        return next(name for name, operator in self.operators.items() if operator.role == role)
+
+    def part_of(self, model: ModelName) -> str:
+        """Return the operator whose copy a model is."""
+        return model.copy or self.own_part(model.role)
+
+    @cached_property
+    def placement(self) -> Placement:
+        names = {name: self._copy_of(each) for name, each in self.operators.items()}
+        models = tuple(self._sketched_copy(name, rank) for rank, name in enumerate(names.values()))
+        return Placement(models, len(models), operators=names)
+
+    def _copy_of(self, operator: Operator) -> ModelName:
+        is_own = operator.name == self.own_part(operator.role)
+        return ModelName(operator.role) if is_own else ModelName.of(operator.role, operator.name)
+
+    def _sketched_copy(self, name: ModelName, rank: int) -> PlacedModel:
+        settings, trained = self.spec.models.of(name.role), not name.copy and name.role in self.roles.trained
+        assert settings is not None, f"{name.role} is resolved"
+        head = self.roles.heads[name.role]
+        return PlacedModel(name, Layout((rank,)), trained, settings, head=head, operator=name.copy)
 
 
 @dataclass(frozen=True)
@@ -53,19 +91,13 @@ class OperatorSpace(Space):
     """Placements of the operators of ``spec``, in one chunk and without a lag."""
 
     @cached_property
+    def sketch(self) -> OperatorSketch:
+        return OperatorSketch(self.spec, self.graph, self.roles, has_shadows=False)
+
+    @property
     def placed_operators(self) -> dict[str, Operator]:
-        """Model calls of a step by name, those that train first: a part of the problem each."""
-        graph = self.sketch.whole_graph
-        calls = [each for each in graph.operators if each.call is not None and not each.is_rare]
-        return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
-
-    def part_of(self, operator: Operator) -> str:
-        """Return the part that computes an operator; one without a model runs next to the copy that its role owns."""
-        return operator.name if operator.name in self.placed_operators else self.own_part(operator.role)
-
-    def own_part(self, role: str) -> str:
-        """Return the part that has the weights of ``role`` all the time: its training, else its first call."""
-        return next(name for name, operator in self.placed_operators.items() if operator.role == role)
+        """Model calls of a step by name, trainings first: a part of the problem each."""
+        return self.sketch.operators
 
     @cached_property
     def problem(self) -> SearchProblem:
@@ -77,7 +109,7 @@ class OperatorSpace(Space):
     def _models_by_part(self) -> dict[str, SearchModel]:
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
         for run in self.sketch.runs:
-            calls[self.part_of(run.operator)].append(PlacedCall.of(run.operator, run.mini_batches))
+            calls[self.sketch.part_of(run.model)].append(PlacedCall.of(run.operator, run.mini_batches))
         return {
             name: SearchModel(
                 ModelName(each.role), each.kind == "train", tuple(calls[name]), self.roles.heads[each.role]
@@ -91,7 +123,7 @@ class OperatorSpace(Space):
             return ()
         model, mesh = self._models_by_part[part], self._mesh(shape)
         options = [each for variant in self._variants_of(part) for each in variant.options(model, mesh)]
-        if part == self.own_part(model.role):
+        if part == self.sketch.own_part(model.role):
             return tuple(options)
         return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)
 
@@ -124,21 +156,23 @@ class OperatorSpace(Space):
         return {}
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
-        """Tasks in the order of the strategy; copies are filled as soon as their weights are trained."""
-        for run in self.sketch.runs:
-            name, role = name_of(run), run.operator.role
-            yield SearchTask(name, self.part_of(run.operator), tuple(map(name_of, self.sketch.writers(run))))
-            if name == self.own_part(role):
-                for other, operator in self.placed_operators.items():
-                    if operator.role == role and other != name:
-                        copy = PlacedModel(ModelName.of(role, other), Layout((0,)), False, head=self.roles.heads[role])
-                        yield SearchSync(name, other, partial(self._refill_seconds, copy))
+        """Tasks and refills of copies in the order of the trainer's list."""
+        sketch = self.sketch
+        for each in sketch.instructions:
+            match each:
+                case Run():
+                    reads = tuple(map(name_of, sketch.writers(each)))
+                    yield SearchTask(name_of(each), sketch.part_of(each.model), reads)
+                case Sync():
+                    part, seconds = sketch.part_of(each.destination), partial(self._refill_seconds, each.destination)
+                    yield SearchSync(sketch.own_part(each.source.role), part, seconds)
 
-    def _refill_seconds(self, copy: PlacedModel, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
-        """Return the time of filling ``copy``; 0 where it is the copy that trains."""
+    def _refill_seconds(self, name: ModelName, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+        """Return the time of filling a copy; 0 where it is the copy that trains."""
         if relation == "same" and source.layout == to.layout:
             return 0.0
-        return self._between(source, to, relation).sync_cost(self.costs, self._weights(copy, to)).seconds
+        weights = self._weights(self.sketch.placement[name], to)
+        return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
     def spec_of(self, assignment: Assignment) -> Spec:
         """Return the spec with the placement of ``assignment``."""

@@ -116,6 +116,9 @@ def _edges(problem: SearchProblem, calls: dict[str, int], lags: list[int]) -> li
     for index, call in enumerate(problem.calls):
         for name in call.reads if isinstance(call, SearchTask) else (call.task,):
             writer, reader = calls[name], call.name if isinstance(call, SearchTask) else ""
+            if isinstance(call, SearchSync) and writer > index:
+                # the weights of the step before, whose training has ended since the sync occupies its devices
+                continue
             turns = lags[index] - lags[writer]
             if turns < 0 or (turns == 0 and writer >= index):
                 raise ValueError(f"{reader or 'a sync'} stands before {name}, which it reads")

@@ -97,6 +97,8 @@ class SearchTask:
 class SearchSync:
     """A weight transfer, with the lag of the task that trains the weights.
 
+    One that stands before this task sends the weights that the step begins with.
+
     task:      the task that has trained them.
     to:        the part that receives them.
     seconds:   its duration, by both ends.
