@@ -146,13 +146,16 @@ class RankAgent(LocalElasticAgent):
                 os.kill(pid, signal.SIGCONT)
 
     def _conclude(self, failures: list[Failure]) -> None:
-        """Find the cause of the failure of this attempt with the other nodes. What a user must mend is not retried."""
+        """Find the cause of the failure of this attempt with the other nodes.
+
+        An error of the user is not retried, and without node 0's store the nodes cannot meet again.
+        """
         assert self._watch is not None
         self._watch.publish(root_cause(failures))
         self.cause = root_cause([*failures, *self._watch.settle()])
         self._watch.publish(self.cause)
         self._watch.close()
-        if self.cause.kind == "user":
+        if self.cause.kind == "user" or self._watch.is_store_closed:
             self._remaining_restarts = 0
 
 

@@ -44,7 +44,10 @@ class _Peer:
 
 
 class NodeWatch:
-    """Thread of one attempt to run the ranks, which exchanges beats and failures with the other launchers."""
+    """Thread of one attempt to run the ranks, which exchanges beats and failures with the other launchers.
+
+    is_store_closed:  whether node 0, which serves the job's store, has ended.
+    """
 
     def __init__(self, store: dist.Store, node_rank: int, names: Sequence[str], silence_seconds: float) -> None:
         """Start. ``names``: of all nodes; ``silence_seconds``: time without a sign of life that means loss."""
@@ -53,7 +56,7 @@ class NodeWatch:
         self._peers = {n: _Peer(name, since=now) for n, name in enumerate(names) if n != node_rank}
         self._contact = now
         self._own: Failure | None = None
-        self._is_closed_store = False
+        self.is_store_closed = False
         self._wake, self._stop, self._posted = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="node watch", daemon=True)
         if self._peers:
@@ -70,7 +73,7 @@ class NodeWatch:
         if failures := [peer.failure for peer in self._peers.values() if peer.failure is not None]:
             return failures[0]
         # node 0 serves the store
-        if 0 in self._peers and self._is_closed_store:
+        if 0 in self._peers and self.is_store_closed:
             return self._lost(self._peers[0], "has ended: the job's store, which it serves, is closed")
         if 0 in self._peers and now - self._contact > self._limit:
             return self._lost(self._peers[0], f"has not responded for {self._limit:g} s")
@@ -99,7 +102,7 @@ class NodeWatch:
 
     def _is_settled(self, peer: _Peer) -> bool:
         """Whether a peer has published a failure or is gone."""
-        return peer.failure is not None or self._is_closed_store or time.monotonic() - peer.since > GONE_SECONDS
+        return peer.failure is not None or self.is_store_closed or time.monotonic() - peer.since > GONE_SECONDS
 
     def _lost(self, peer: _Peer, how: str) -> Failure:
         return Failure("node", f"the launcher of {peer.name} {how}", time.time())
@@ -118,7 +121,7 @@ class NodeWatch:
                 self._wake.wait(CLOSING_BEAT_SECONDS if is_done else BEAT_SECONDS)
                 self._wake.clear()
         except RuntimeError:
-            self._is_closed_store = True
+            self.is_store_closed = True
         self._posted.set()
 
     def _read(self) -> None:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
-from flexrlhf.errors import UserError
+from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.cluster import Cluster
@@ -28,6 +28,8 @@ OFFER = "offer"
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 900.0
 """Longest wait for the launchers of all nodes."""
+REJOIN_SECONDS = 120.0
+"""Longest wait before a restart, in which launchers end their ranks and a connection may come back."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class NodeRendezvous(RendezvousHandler):
         """
         self._hosts, self._join_seconds = hosts, join_seconds
         self._sign: socket.socket | None = None
-        self.attempt = attempt - 1
+        self._first_attempt, self.attempt = attempt, attempt - 1
         one = Endpoint("loopback", LOOPBACK, 0)
         self._endpoint = one if hosts.nnodes == 1 else endpoint_at(hosts.rdzv_endpoint)
         self.store: dist.TCPStore | None = None
@@ -78,12 +80,15 @@ class NodeRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store of the next attempt once the launchers of all nodes have come to it.
 
-        Raises RunStopped when one is missing for too long, and UserError if the store cannot be served.
+        Raises RunStopped when one is missing for too long or node 0 has ended, UserError if the store cannot be served.
         """
         self.attempt += 1
         hosts = self._hosts
         store = dist.PrefixStore(f"nodes/{self.attempt}", self._opened())
-        self._join(store)
+        try:
+            self._join(store, self._join_seconds if self.attempt == self._first_attempt else REJOIN_SECONDS)
+        except dist.DistNetworkError:
+            raise RunStopped(f"node {hosts.node_rank} waits for the other nodes: node 0 has ended") from None
         port = self._opened().port if hosts.nnodes == 1 else self._endpoint.port
         return RendezvousInfo(store, hosts.node_rank, hosts.nnodes, RendezvousStoreInfo(self._endpoint.host, port))
 
@@ -122,13 +127,13 @@ class NodeRendezvous(RendezvousHandler):
             sign.settimeout(seconds)
             sign.recv(1)
 
-    def _join(self, store: dist.Store) -> None:
+    def _join(self, store: dist.Store, seconds: float) -> None:
         """Wait for the launchers of all nodes. Raises UserError if two have the same number."""
         hosts = self._hosts
         self._take_number(store)
         store.set(f"node/{hosts.node_rank}", socket.gethostname())
         keys = {f"node/{node}": f"node {node}" for node in range(hosts.nnodes)}
-        await_keys(store, keys, self._join_seconds, Notice(f"node {hosts.node_rank} waits for the other nodes"))
+        await_keys(store, keys, seconds, Notice(f"node {hosts.node_rank} waits for the other nodes"))
 
     def _take_number(self, store: dist.Store) -> None:
         if store.add(taken_key(self._hosts.node_rank), 1) > 1:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from cases import Assets, Case, make_assets
-from commands import PROGRAM, start
+from commands import PROGRAM, read_until, start
 from comparison import deviations
 from launcher import Outcome
 
@@ -161,6 +161,19 @@ def test_machines_that_differ_end_before_anything_is_written(way: str, assets: A
         assert job.returncode != 0
         assert f"flexrlhf: seed is 0 on {noun} 0 (host " in output and f" and 3 on {noun} 1 (host " in output, output
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_the_end_of_node_0_is_not_retried(assets: Assets, tmp_path: Path) -> None:
+    """It serves the store in which the nodes would meet again."""
+    config = write_config(assets, tmp_path, steps=100_000, timeout_seconds=20)
+    options = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "1", "--node-rank"]
+    first, second = (start(["run", config, *options, str(node)], tmp_path, is_forked=False) for node in (0, 1))
+    read_until(first, "step 2/")
+    first.kill()
+    out, _ = second.communicate(timeout=SECONDS)
+    first.communicate(timeout=SECONDS)
+    assert second.returncode == 1, out[-2000:]
+    assert out.splitlines()[-1].startswith("flexrlhf: the launcher of node 0 (host "), out[-2000:]
 
 
 def test_under_torchrun_the_results_are_the_same(assets: Assets, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,8 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, Work
 
 from flexrlhf.comm.store import Endpoint, interface_to, serve_store
 from flexrlhf.comm.world import cuda_backend
-from flexrlhf.errors import UserError
-from flexrlhf.launch import node_watch
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.launch import node_watch, rendezvous
 from flexrlhf.launch.agent import rank_variables
 from flexrlhf.launch.failures import Failure
 from flexrlhf.launch.node_watch import NodeWatch
@@ -113,6 +114,18 @@ def test_two_machines_of_one_number_are_refused() -> None:
         second.next_rendezvous()
 
 
+def test_a_restart_waits_for_a_lost_launcher_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "REJOIN_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    first = NodeRendezvous(Hosts(2, 0, f"127.0.0.1:{port}"), attempt=1)
+    first.store = serve_store(Endpoint("loopback", "127.0.0.1", port), False, 5)
+    first.store.set("nodes/1/node/1", "b")
+    first.next_rendezvous()
+    with pytest.raises(RunStopped, match="missing node 1; arrived: node 0; gave up after 0 s"):
+        first.next_rendezvous()
+
+
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], NodeWatch]]:
     """Makes the watch of a node; a node counts as lost after a second."""
@@ -171,8 +184,8 @@ def test_one_node_watches_nothing() -> None:
 
 def test_a_rank_gets_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    rendezvous = NodeRendezvous(Hosts(), attempt=1)
-    group = WorkerGroup(WorkerSpec("rank", 2, rendezvous, entrypoint="module", max_restarts=2))
+    handler = NodeRendezvous(Hosts(), attempt=1)
+    group = WorkerGroup(WorkerSpec("rank", 2, handler, entrypoint="module", max_restarts=2))
     group.master_addr, group.master_port = "10.0.0.1", 4000
     assert rank_variables(group, Worker(local_rank=1, global_rank=3, world_size=4), attempt=1) == {
         "RANK": "3",
