@@ -19,7 +19,6 @@ _SIGNS: dict[Cause, tuple[str, ...]] = {
 """Words of torch's messages, by their meaning."""
 _MOST_NAMED = 8
 
-
 STORE_CLOSED = "the connection to the job's store closed"
 
 
@@ -42,15 +41,12 @@ def deadline(what: str, explain: Callable[[Cause], str]) -> Iterator[None]:
         cause = _cause(str(error).lower())
         if cause is None:
             raise
-        raise DeadlineError(f"{what}: {_explanation(cause, explain)}", cause) from error
-
-
-def _explanation(cause: Cause, explain: Callable[[Cause], str]) -> str:
-    """Return the text of ``explain``, unless the store that it reads is gone, too."""
-    try:
-        return explain(cause)
-    except RuntimeError:
-        return STORE_CLOSED
+        try:
+            explanation = explain(cause)
+        except RuntimeError:
+            # the store that it reads is gone, too
+            explanation = STORE_CLOSED
+        raise DeadlineError(f"{what}: {explanation}", cause) from error
 
 
 def listed(items: Sequence[str]) -> str:

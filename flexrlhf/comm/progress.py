@@ -161,7 +161,8 @@ class RankProgress:
 
     def _name(self, rank: int, position: Position) -> str:
         """Return ``rank 1 (reward; host b)``."""
-        return f"rank {rank} ({'; '.join(filter(None, (self._models.get(rank, ''), _on(position.host))))})"
+        host = f"host {position.host}" if position.host else ""
+        return f"rank {rank} ({'; '.join(filter(None, (self._models.get(rank, ''), host)))})"
 
     def _where(self, rank: int, position: Position, state: str = "") -> str:
         """Return ``rank 1 (reward; host b; at step 3, ...)``."""
@@ -182,10 +183,6 @@ class RankProgress:
         if not self._world.store.check([self._key(rank)]):
             return Position()
         return Position(*json.loads(self._world.store.get(self._key(rank))))
-
-
-def _on(host: str) -> str:
-    return f"host {host}" if host else ""
 
 
 def _reason(cause: Cause, seconds: float) -> str:

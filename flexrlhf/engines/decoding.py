@@ -184,10 +184,9 @@ class Decoding:
         """Return bool (m,): rows that have not ended and whose new token completes a stop string."""
         if not self._sampling.stop:
             return torch.zeros_like(rows.ended)
-        each = zip(rows.places.tolist(), tokens.tolist(), rows.ended.tolist(), strict=True)
-        completed = [not ended and self._completes_stop(place, token) for place, token, ended in each]
+        completed = []
+        for place, token, ended in zip(rows.places.tolist(), tokens.tolist(), rows.ended.tolist(), strict=True):
+            if not ended:
+                self._responses[place].append(token)
+            completed.append(not ended and completes_stop(self._responses[place], self._sampling))
         return torch.tensor(completed, device=tokens.device)
-
-    def _completes_stop(self, place: int, token: int) -> bool:
-        self._responses[place].append(token)
-        return completes_stop(self._responses[place], self._sampling)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,14 +205,8 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose forward applies nothing after the head: no soft cap, no scale, no bias."""
 
 
-@dataclass(frozen=True)
-class _ScoringArguments:
-    """Arguments of ``LanguageHead.scoring``."""
-
-    places: Tensor
-    targets: Tensor
-    temperature: float
-    entropy: EntropyUse
+_ScoringArguments = tuple[Tensor, Tensor, float, EntropyUse]
+"""Places, targets, temperature and entropy of ``LanguageHead.scoring``."""
 
 
 class LanguageHead(nn.Module):
@@ -251,7 +244,7 @@ class LanguageHead(nn.Module):
         logits, of which no other is computed, and read ``logits``.
         """
         assert self._scoring is None, "scoring inside scoring"
-        self._scoring = _ScoringArguments(places, targets, temperature, entropy)
+        self._scoring = places, targets, temperature, entropy
         try:
             yield
         finally:
@@ -274,15 +267,9 @@ class LanguageHead(nn.Module):
 
     def _scores(self, hidden: Tensor, weight: Tensor, scoring: _ScoringArguments) -> Tensor:
         """Log-probs and entropies (k, 2)."""
-        scores = token_logprobs(
-            hidden.flatten(0, 1)[scoring.places],
-            weight,
-            scoring.targets,
-            scoring.temperature,
-            scoring.entropy,
-            self.chunk_elements,
-            self.group,
-        )
+        places, targets, temperature, entropy = scoring
+        vectors = hidden.flatten(0, 1)[places]
+        scores = token_logprobs(vectors, weight, targets, temperature, entropy, self.chunk_elements, self.group)
         # a new tensor: FSDP2 warns of a module that returns a view
         return torch.stack(list(scores), -1)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -261,18 +261,13 @@ def _use_liger(model: PreTrainedModel) -> None:
     """Replace norms and MLPs by Liger's, for a family that it has; log-probs have our own head already."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    with _unchanged(sys.modules[type(model).__module__]):
+    # Liger also replaces classes and functions of the module, for models that are made later
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
         _apply_liger_kernel_to_instance(
             model=model, rope=False, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
         )
-
-
-@contextmanager
-def _unchanged(module: ModuleType) -> Iterator[None]:
-    """Restore the classes and functions of ``module``, which Liger also replaces for models that are made later."""
-    before = dict(vars(module))
-    try:
-        yield
     finally:
         vars(module).update(before)
 

@@ -58,16 +58,11 @@ def _raised(settings: OptimizerSpec, factor: Callable[[int], float], update: int
     return settings.final_ratio + (1 - settings.final_ratio) * factor(update)
 
 
-def moment_names(settings: OptimizerSpec) -> tuple[str, ...]:
-    """Return the names of the tensors that the optimizer stores for each parameter."""
-    if settings.name == "sgd":
-        return ("momentum_buffer",) if settings.momentum else ()
-    return ("exp_avg", "exp_avg_sq")
-
-
 def optimizer_moments(settings: OptimizerSpec, optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's tensors of ``parameter`` by name; zeros, as before the first update, where it has none."""
-    state, names = optimizer.state[parameter], moment_names(settings)
+    state, names = optimizer.state[parameter], ["exp_avg", "exp_avg_sq"]
+    if settings.name == "sgd":
+        names = ["momentum_buffer"] if settings.momentum else []
     for name in names:
         if state.get(name) is None:
             state[name] = torch.zeros_like(parameter)

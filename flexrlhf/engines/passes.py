@@ -147,7 +147,8 @@ class Passes:
         if heads == "scalar":
             assert not logits, "a scalar head has no log-probs"
             return None, self._call(piece)
-        kept = 0 if self.readout.head is not None else _kept(piece)
+        # the last positions of each row, among which are all that predict a response token
+        kept = 0 if self.readout.head is not None else piece.width - piece.shortest_prompt + 1
         if heads == "causal":
             assert not scores, "a language head has no values or scores"
             return self._call(piece, logits_to_keep=kept, use_cache=False).logits, None
@@ -185,8 +186,3 @@ def make_passes(
     settings = placed.settings
     laid_out = pass_settings(settings, config, context.lengths, context.device)
     return Passes(model, call, readout, settings, laid_out, context.dp, lockstep)
-
-
-def _kept(piece: MicroBatch) -> int:
-    """Return the last positions of each row, among which are all that predict a response token."""
-    return piece.width - piece.shortest_prompt + 1

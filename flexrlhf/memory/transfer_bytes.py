@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexrlhf.config.spec import SyncSpec
@@ -14,7 +13,7 @@ from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.saving import saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
-from flexrlhf.weights.shards import Parts, bucket_names, part_elements, parts_on, trained_parts
+from flexrlhf.weights.shards import bucket_names, part_elements, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import adapter_gathers, sent_dtype, volumes
 from flexrlhf.weights.transfers import NodeOf
 
@@ -80,7 +79,8 @@ def saving_parts(
     stages = [trained_parts(model, shape, rank) for rank in model.layout.pp_set(ranks[0])]
     parts = {name: part for stored in stages for name, part in stored.items()}
     buckets = bucket_names(parts, item, settings.bucket_bytes)
-    return {"gathered": _gathering(item * _largest(parts, buckets), len(ranks))}
+    largest = max(sum(math.prod(parts[name].shape) for name in names) for names in buckets)
+    return {"gathered": _gathering(item * largest, len(ranks))}
 
 
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
@@ -132,11 +132,6 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
 
 def _saved_item(model: PlacedModel, shape: ModelShape) -> int:
     return DTYPE_BYTES[saved_type(model, shape)]
-
-
-def _largest(parts: Parts, buckets: Sequence[Sequence[str]]) -> int:
-    """Return the elements of the largest bucket of whole tensors."""
-    return max(sum(math.prod(parts[name].shape) for name in names) for names in buckets)
 
 
 def _gathering(bucket: int, num_ranks: int) -> int:

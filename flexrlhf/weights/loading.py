@@ -116,20 +116,15 @@ def _check_code(role: str, model: ModelSpec, config: dict[str, Any]) -> None:
     if code and model.trust_remote_code:
         return
     if code:
+        names = sorted({str(name) for name in (code.values() if isinstance(code, dict) else [code])})
         raise UserError(
-            f"{key}: needs Python code from its own directory ({_named(code)}), which is run only with "
+            f"{key}: needs Python code from its own directory ({', '.join(names)}), which is run only with "
             f"models.{role}.trust_remote_code: true"
         )
     raise UserError(
         f"{key}: transformers {__version__} has no model_type {kind!r}{nearest(str(kind), CONFIG_MAPPING_NAMES)}; "
         f"ranks are processes of their own, so what a script registers is not in them"
     )
-
-
-def _named(code: Any) -> str:
-    """Return the modules and classes of ``auto_map``."""
-    names = code.values() if isinstance(code, dict) else [code]
-    return ", ".join(sorted({str(name) for name in names}))
 
 
 def _one_line(error: BaseException) -> str:

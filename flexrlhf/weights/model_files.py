@@ -13,7 +13,7 @@ import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError
@@ -65,7 +65,8 @@ def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(key, directory):
         stored |= _read_header(f"{key} {directory}", file)
-    renamed = _renamed(own_head_name(stored))
+    head = own_head_name(stored)
+    renamed = {} if head is None else {f"{head}.weight": SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
     return {renamed.get(name, name): tensor for name, tensor in stored.items()}
 
 
@@ -83,10 +84,6 @@ def stored_head_name(key: str, directory: Path) -> str | None:
     """Return the name of the scalar head in a model's directory where it is not transformers', without ``.weight``."""
     names = {name for file in weight_files(key, directory) for name in _read_header(f"{key} {directory}", file)}
     return own_head_name(names)
-
-
-def _renamed(head: str | None) -> dict[str, str]:
-    return {} if head is None else {f"{head}.weight": SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
 
 
 def weight_files(key: str, directory: Path) -> tuple[Path, ...]:
@@ -172,7 +169,9 @@ def _entries(where: str, text: bytes, num_bytes: int) -> dict[str, dict[str, Any
         header = json.loads(text)
     except (ValueError, RecursionError):
         header = None
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"} if _is_map(header) else None
+    entries = None
+    if isinstance(header, dict):
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     if entries is None or not all(map(_is_entry, entries.values())):
         raise UserError(f"{where} has a broken header, so it is no safetensors file; copy it again")
     needed = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
@@ -182,13 +181,9 @@ def _entries(where: str, text: bytes, num_bytes: int) -> dict[str, dict[str, Any
     return entries
 
 
-def _is_map(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _is_entry(entry: Any) -> bool:
     """Whether a header's entry has a type, a shape and as many bytes as both need."""
-    if not _is_map(entry) or not isinstance(entry.get("dtype"), str):
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
@@ -197,7 +192,7 @@ def _is_entry(entry: Any) -> bool:
     return bits is None or math.prod(shape) * bits == 8 * (offsets[1] - offsets[0])
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(isinstance(size, int) and 0 <= size < 2**63 for size in value)
 
 

@@ -250,19 +250,16 @@ def _check_platform(device: torch.device) -> None:
         )
 
 
-def _config_of(context: EngineContext) -> dict[str, Any]:
-    assert context.placed.rollout is not None, f"{context.placed.name} is no rollout engine"
-    return context.placed.rollout.config
-
-
 @contextmanager
 def _one_sentence_errors(context: EngineContext, has_child: bool) -> Iterator[None]:
     """Raise vLLM's errors as UserError (refused arguments) or RolloutProcessError (the child did not start)."""
+    rollout = context.placed.rollout
+    assert rollout is not None, f"{context.placed.name} is no rollout engine"
     try:
         yield
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"rollout.config: vLLM does not start with {_config_of(context)}: {reason}") from error
+        raise UserError(f"rollout.config: vLLM does not start with {rollout.config}: {reason}") from error
     except AssertionError as error:
         if "CuMem" not in str(error):
             raise
