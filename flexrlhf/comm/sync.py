@@ -142,7 +142,7 @@ class WeightMover:
 
     def receive(self, channel: SyncChannel) -> Receipt:
         """Begin to receive the weights of the next Sync of ``channel``, whose copy is on none of the source's ranks."""
-        return Receipt(_Exchange(channel, self._settings, self._wait, self._pool, deque()))
+        return Receipt(channel, self._settings, self._wait, self._pool)
 
     def close(self) -> None:
         """Await all sends that are under way."""
@@ -180,25 +180,6 @@ class _Exchange:
         values = None if source is None else self._values(source)
         self._walk(self._plan.buckets, values, copy)
         return self._num_bytes
-
-    def begin(self) -> tuple[list[_Arriving], tuple[Sequence[Begun], list[Message]]]:
-        """Begin to receive into memory of its own; return buckets and checksums under way."""
-        first = [bucket for bucket in self._plan.buckets if not bucket.sends_on]
-        begun = [self._begin(bucket, [], None, None) for bucket in first]
-        arriving = [bucket for bucket in begun if bucket is not None]
-        return arriving, self._exchange_checksums(first) if self._settings.checksum else ((), [])
-
-    def finish(self, arriving: Sequence[_Arriving], sums: tuple[Sequence[Begun], list[Message]], copy: Weights) -> None:
-        """Store the buckets that ``begin`` has begun to receive, and exchange the rest with other ranks of the copy.
-
-        Raises ChecksumError.
-        """
-        for bucket in arriving:
-            self._store(bucket, copy)
-        if self._settings.checksum:
-            self._compare(*sums)
-        self._waits = True
-        self._walk([bucket for bucket in self._plan.buckets if bucket.sends_on], None, copy)
 
     def _walk(self, buckets: Sequence[RankBucket], values: TrainedValues | None, copy: Weights | None) -> None:
         """Send, copy and receive ``buckets``, and compare their checksums."""
@@ -382,23 +363,30 @@ class _Exchange:
         return self._pool.take(size, self._channel.dtype, self._channel.device)
 
 
-class Receipt:
-    """Weights that arrive while the copy that they are for is still in use.
+class Receipt(_Exchange):
+    """Weights that arrive in memory of their own while the copy that they are for is still in use.
 
     If ranks of the copy send on to each other, all of them store before the same instruction.
     """
 
-    def __init__(self, exchange: _Exchange) -> None:
+    def __init__(self, channel: SyncChannel, settings: SyncSpec, wait: Wait, pool: BufferPool) -> None:
         """Begin to receive."""
-        self._exchange = exchange
-        self._arriving, self._sums = exchange.begin()
+        super().__init__(channel, settings, wait, pool, sending=deque())
+        first = [bucket for bucket in self._plan.buckets if not bucket.sends_on]
+        self._arriving = [self._begin(bucket, [], None, None) for bucket in first]
+        self._sums = self._exchange_checksums(first) if settings.checksum else None
 
     def store(self, copy: Weights) -> None:
         """Await the weights, write them into ``copy``, live local parts, and exchange the rest with ranks next to it.
 
         Raises ChecksumError.
         """
-        self._exchange.finish(self._arriving, self._sums, copy)
+        for bucket in self._arriving:
+            self._store(bucket, copy)
+        if self._sums is not None:
+            self._compare(*self._sums)
+        self._waits = True
+        self._walk([bucket for bucket in self._plan.buckets if bucket.sends_on], None, copy)
 
 
 def _size(messages: Sequence[WeightMessage]) -> int:

@@ -138,23 +138,19 @@ class ProcessIsolation:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Swap in the engine's state for calls inside, and the process's own back afterwards."""
-        with _stream_of_vllm(self._device), self._globals():
-            yield
-
-    @contextmanager
-    def _globals(self) -> Iterator[None]:
-        before = _swap(self._attributes, self._values)
-        environment = dict(os.environ)
-        _set_environment(self._environment)
-        try:
-            with _same_settings(), _same_generators(self._device), warnings.catch_warnings():
-                # vLLM uses deprecated names of torch
-                warnings.simplefilter("ignore", FutureWarning)
-                yield
-        finally:
-            self._environment = dict(os.environ)
-            _set_environment(environment)
-            self._values = _swap(self._attributes, before)
+        with _stream_of_vllm(self._device):
+            before = _swap(self._attributes, self._values)
+            environment = dict(os.environ)
+            _set_environment(self._environment)
+            try:
+                with _same_settings(), _same_generators(self._device), warnings.catch_warnings():
+                    # vLLM uses deprecated names of torch
+                    warnings.simplefilter("ignore", FutureWarning)
+                    yield
+            finally:
+                self._environment = dict(os.environ)
+                _set_environment(environment)
+                self._values = _swap(self._attributes, before)
 
 
 @contextmanager
