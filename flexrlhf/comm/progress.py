@@ -133,8 +133,8 @@ class RankProgress:
     def _missing(self, seen: Mapping[int, Position]) -> str:
         """Return which ranks do not come.
 
-        Those without a sign of life, also ahead of this one: their messages may be incomplete. If all have one,
-        those behind it; if none is, those level with it that do not wait themselves.
+        First ranks without a sign of life, also ahead of this one: their messages may be incomplete. If all have one,
+        ranks behind it; if none is, ranks level with it that do not wait themselves.
         """
         behind = [rank for rank, position in seen.items() if position.at < self.position.at]
         level = [rank for rank, position in seen.items() if position.at == self.position.at]

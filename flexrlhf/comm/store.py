@@ -23,7 +23,7 @@ from flexrlhf.comm.deadlines import listed
 from flexrlhf.errors import RunStopped, UserError
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables by which gloo and NCCL take an interface; those that the user has set stay."""
+"""Variables by which gloo and NCCL take an interface; the user's own settings stay."""
 _SIOCGIFADDR = 0x8915
 """Constant of <linux/sockios.h>: the IPv4 address of an interface."""
 
@@ -174,7 +174,7 @@ def second_connection(store: dist.Store) -> dist.Store:
 def await_keys(store: dist.Store, keys: Mapping[str, str], timeout_seconds: float, notice: Notice) -> None:
     """Wait until all ``keys`` are set, with a line every few seconds. ``keys``: key → who sets it.
 
-    Raises RunStopped with those who are missing and those who have arrived.
+    Raises RunStopped with who is missing and who has arrived.
     """
     while not _all_set(store, list(keys)):
         missing = [who for key, who in keys.items() if not store.check([key])]

@@ -271,7 +271,7 @@ class _Exchange:
     def _received(
         self, bucket: RankBucket, space: _Space, copy: Weights | None
     ) -> tuple[list[Message], list[tuple[Tensor, Regions]]]:
-        """Return the vectors of ``bucket`` for this rank, and those that are not the copy's own, with their regions.
+        """Return the vectors of ``bucket`` for this rank, and the ones outside of the copy, with their regions.
 
         Vectors of large contiguous regions are in the copy itself, unless it has another type than is sent, or is in
         use meanwhile (``copy`` is None).

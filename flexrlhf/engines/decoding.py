@@ -170,7 +170,7 @@ class Decoding:
         return _DecodingRows(places, mask, logits, ended, cache, padded)
 
     def _sample(self, rows: _DecodingRows, position: int) -> Tensor:
-        """Sample and record the next token (m,) of every row; ``columns`` masks those behind an end."""
+        """Sample and record the next token (m,) of every row; ``columns`` masks tokens behind an end."""
         places = rows.places
         tokens, logprobs = sample_tokens(rows.take_logits(), self._sampling, self._batch.rows[places], position)
         self._tokens[places, position], self._logprobs[places, position] = tokens, logprobs

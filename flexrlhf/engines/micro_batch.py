@@ -234,7 +234,7 @@ class _Texts:
     @classmethod
     def of(cls, batch: Batch, lengths: Lengths) -> _Texts:
         tokens, samples = batch["tokens"].long(), batch.samples_per_prompt
-        # in one piece; those outside of sequences are negative
+        # read once; tokens outside of sequences are negative
         read = torch.where(batch["attention_mask"].bool(), tokens, -1 - tokens).cpu().numpy()
         mask = read >= 0
         prompts, responses = mask[:, : lengths.prompt].sum(1), mask[:, lengths.prompt :].sum(1)

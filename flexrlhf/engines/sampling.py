@@ -122,7 +122,7 @@ _REPLACEMENT = "\ufffd"
 
 
 def completes_stop(response: Sequence[int], sampling: Sampling) -> bool:
-    """Return whether the last token of ``response`` completes a stop string, where those before it completed none.
+    """Return whether the last token of ``response`` completes a stop string, where no earlier one did.
 
     As in vLLM a stop string counts only if it is completed after the first ``min_tokens`` tokens.
     """

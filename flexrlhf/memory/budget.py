@@ -348,10 +348,10 @@ class Start:
     """Start of a rank that offloads models.
 
     loaded:   its models in the order of loading.
-    away:     those that leave the device before the next one is loaded.
-    movable:  those that are not on the device while a checkpoint is read, but for the one that is read.
+    away:     models that leave the device before the next one is loaded.
+    movable:  models that are not on the device while a checkpoint is read, but for the one that is read.
     kept:     models that host memory has a copy of, or room for one.
-    read:     those that a checkpoint has.
+    read:     models that a checkpoint has.
     """
 
     loaded: Sequence[ModelName]

@@ -63,7 +63,7 @@ Unit = tuple[TextGroup, ...]
 
 
 class Place(NamedTuple):
-    """A group of sequences: ``unit`` among those that are packed, ``group`` in its unit."""
+    """A group of sequences: ``unit`` among the packed units, ``group`` in its unit."""
 
     unit: int
     group: int

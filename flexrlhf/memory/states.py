@@ -192,7 +192,7 @@ _FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 @lru_cache(maxsize=256)
 def with_fused_layers(parameters: Parameters) -> Parameters:
-    """Return ``parameters`` with those that Megatron-Core has in one tensor as one, called by the first of them."""
+    """Return ``parameters`` as Megatron-Core stores them: fused ones are one, called by the first of them."""
     fused: dict[str, tuple[int, ...]] = {}
     for name, size in parameters:
         path, _, kind = name.rpartition(".")

@@ -34,7 +34,7 @@ def num_rows(box: Box) -> int:
 
 
 def cut_rows(box: Box, rows: range) -> Box:
-    """Return the part of ``box`` with ``rows`` of those that ``num_rows`` counts."""
+    """Return the part of ``box`` with ``rows``, a range within ``num_rows``."""
     dim = next((dim for dim, side in enumerate(box) if len(side) > 1), None)
     return box if dim is None else (*box[:dim], box[dim][rows.start : rows.stop], *box[dim + 1 :])
 

@@ -92,7 +92,7 @@ def with_adapters_merged(shape: ModelShape) -> ModelShape:
 
 @lru_cache(maxsize=16)
 def as_vllm_allocates(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
-    """Return ``shape``, which has the adapters of ``lora``, with those that vLLM has memory for."""
+    """Return ``shape``, which has the adapters of ``lora``, with the adapters that vLLM has memory for."""
     targets = (
         None if lora.targets is None else tuple(dict.fromkeys(name for each in lora.targets for name in _fused(each)))
     )

@@ -1,6 +1,6 @@
 """Weight files of a model directory, read by their headers alone: name, shape and type of every tensor.
 
-They are the files that transformers loads: ``model.safetensors``, else those that an index names. A file that cannot be
+They are the files that transformers loads: ``model.safetensors``, else the ones in an index. A file that cannot be
 read, is cut or is no safetensors file raises UserError, before a rank starts. A directory with adapters, as peft writes
 them, names the model that they change, which is loaded with them merged.
 """
@@ -305,7 +305,7 @@ def base_model(role: str, model: ModelSpec) -> ModelSpec:
 
 
 def adapter_layers(path: str | None) -> list[str]:
-    """Return the directories with adapters under ``path``, those that are merged first at the front."""
+    """Return the directories with adapters under ``path``, in the order in which they are merged."""
     layers: list[str] = []
     while path is not None and has_adapters(path):
         layers.insert(0, path)

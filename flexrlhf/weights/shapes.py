@@ -100,7 +100,7 @@ class ModelShape:
 
     @cached_property
     def trained(self) -> Parameters:
-        """Parameters that training changes, so those that are synced and saved."""
+        """Parameters that training changes, which are synced and saved."""
         return tuple((name, shape) for name, shape in self.parameters if name in self.adapters or not self.adapters)
 
     @cached_property
@@ -264,7 +264,7 @@ _DEFAULTS = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-"""Defaults of transformers for sizes that a config leaves out; below, those that differ by family."""
+"""Defaults of transformers for sizes that a config leaves out; below, by family."""
 _DEFAULTS_OF: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8},

@@ -147,8 +147,8 @@ def _bucket_elements(destination: PlacedModel, bucket_bytes: int, dtype: Dtype |
 
 def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> tuple[Holdings, Holdings]:
     """Return the parts that ranks of the source and of the copy store of the weights that are sent."""
-    held = {rank: _sent_parts(source, destination, shape, rank) for rank in source.ranks}
-    return held, {rank: trained_parts(destination, shape, rank) for rank in destination.ranks}
+    sent = {rank: _sent_parts(source, destination, shape, rank) for rank in source.ranks}
+    return sent, {rank: trained_parts(destination, shape, rank) for rank in destination.ranks}
 
 
 def sync_links(
@@ -255,12 +255,13 @@ def _crossing(
     """Yield of each tensor the elements of ``rank`` that no rank of its node has as source, and the ranks there that
     store the same.
     """
-    near = [_sent_parts(source, destination, shape, each) for each in source.ranks if node_of(each) == node_of(rank)]
-    beside = [trained_parts(destination, shape, each) for each in destination.ranks if node_of(each) == node_of(rank)]
+    here = node_of(rank)
+    sources = [_sent_parts(source, destination, shape, each) for each in source.ranks if node_of(each) == here]
+    copies = [trained_parts(destination, shape, each) for each in destination.ranks if node_of(each) == here]
     for name, part in trained_parts(destination, shape, rank).items():
-        held = {parts[name] for parts in near if name in parts}
-        elements = part.num_elements - sum(overlap(each, part) for each in held)
-        yield elements, sum(parts.get(name) == part for parts in beside)
+        stored = {parts[name] for parts in sources if name in parts}
+        elements = part.num_elements - sum(overlap(each, part) for each in stored)
+        yield elements, sum(parts.get(name) == part for parts in copies)
 
 
 @lru_cache(maxsize=64)

@@ -82,7 +82,7 @@ class Bucket:
 
     @property
     def sent(self) -> Mapping[int, int]:
-        """Elements that each rank packs: those for several others once."""
+        """Elements that each rank packs, once for all receivers."""
         found: dict[int, int] = defaultdict(int)
         for message in self.messages:
             found[message.source] += message.num_elements

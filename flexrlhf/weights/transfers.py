@@ -97,7 +97,7 @@ _Near = tuple[_Group, tuple[int, ...], list[Region]]
 Receivers = tuple[tuple[int, ...], ...]
 """Ranks that need the same, by node."""
 _Far = tuple[tuple[int, ...], Receivers]
-"""Ranks that have the same, and those that need it."""
+"""Ranks that have the same, and its receivers."""
 
 
 class _Planner:
@@ -233,10 +233,10 @@ class _Planner:
         """Return the elements of each link, with equal shares of the source's replicas."""
         found: dict[tuple[int, int], float] = defaultdict(float)
         # of tensors that are alike one is looked at
-        held = [self._destination[group.ranks[0]] for group in self._groups]
+        needed = [self._destination[group.ranks[0]] for group in self._groups]
         alike: dict[object, list[str]] = defaultdict(list)
         for name in self._shapes:
-            alike[id(self._owners[name]), tuple(parts.get(name) for parts in held)].append(name)
+            alike[id(self._owners[name]), tuple(parts.get(name) for parts in needed)].append(name)
         for names in alike.values():
             near, far = self._needs([Region(names[0], whole(self._shapes[names[0]]).box)])
             for group, sources, common in near:

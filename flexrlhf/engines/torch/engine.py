@@ -182,8 +182,8 @@ class TorchEngine(Engine):
 def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
     """Shard the model as placed, read this rank's part of it, and move it to its device.
 
-    Trained parameters are float32 afterwards. Returns the names of those whose gradients are partial sums over the
-    tensor-parallel ranks.
+    Trained parameters are float32 afterwards. Returns the names of parameters whose gradients are partial sums over
+    the tensor-parallel ranks.
     """
     placed, settings, model = context.placed, context.placed.settings, skeleton.model
     dtype = DTYPES[settings.dtype]

@@ -275,8 +275,7 @@ def stored_adapters(model: torch.nn.Module) -> list[Tensor]:
 def add_in_every_pass(model: torch.nn.Module, scale: float) -> None:
     """Let every layer add ``scale`` times its adapters, whatever a request names.
 
-    vLLM's kernels look up the adapter of every token, those for CPUs by a copy of it for each, and those for GPUs have
-    no float32.
+    vLLM's kernels look up the adapter of every token: on CPUs they copy it for each, on GPUs they have no float32.
     """
     for _, layer in adapted_layers(model):
         layer.punica_wrapper.add_lora_linear = partial(_add_adapters, scale)

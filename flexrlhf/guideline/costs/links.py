@@ -199,17 +199,17 @@ def sync_traffic(
     """
     if not weights.part or (relation == "same" and source.shards == 1):
         return Traffic(0, 0, 0)
-    held = min(1.0, source.per_node / source.shards)
+    own = min(1.0, source.per_node / source.shards)
     stores = min(destination.per_node, max(destination.replica, destination.shards))
-    beside = destination.per_node // stores
+    replicas = destination.per_node // stores
     if relation == "same":
-        served, lacking, across = 1.0, 1 - 1 / source.shards, stores * (1 - held)
+        served, lacking, across = 1.0, 1 - 1 / source.shards, stores * (1 - own)
     else:
         served, lacking = destination.size / source.size, 1.0
         across = stores * (max(1.0, destination.nodes / source.nodes) if weights.overlaps else 1.0)
     messages = weights.num_buckets * max(ceil(served), source.shards)
     if several_nodes and (relation != "same" or source.shards > source.per_node):
-        within = lacking * (beside - 1) / beside
+        within = lacking * (replicas - 1) / replicas
         return Traffic(ceil(weights.part * within), ceil(weights.part * across), messages)
     return Traffic(ceil(weights.part * lacking * max(1.0, served)), 0, messages)
 

@@ -182,7 +182,7 @@ class MeasuredCosts:
         return Cost({"write": self.measured.save.seconds(size)})
 
     def _nearest(self, call: Call, mesh: Mesh) -> ModelTimes | None:
-        """Return the measured model most like that of ``call`` among those with such calls in its engine."""
+        """Return the measured model most like that of ``call``, with such calls in its engine."""
         candidates = [times for times in self.measured.models if _has_times(times, call)]
 
         def distance(times: ModelTimes) -> tuple[bool, bool, float, bool]:
@@ -268,7 +268,7 @@ def _has_times(times: ModelTimes, call: Call) -> bool:
 
 
 def _over(line: LinearTime, size: float, ranks: int, measured: int) -> float:
-    """Return the time of a sum of ``size`` bytes over ``ranks``, from those over ``measured``: a ring's bytes,
+    """Return the time of a sum of ``size`` bytes over ``ranks``, from sums over ``measured``: a ring's bytes,
     2 (n - 1) / n."""
     share = ((ranks - 1) / ranks) / ((measured - 1) / measured)
     return line.seconds(size * share)
