@@ -5,6 +5,7 @@ All classes are frozen and refuse unknown keys with the nearest valid one. ``spe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec
 from flexrlhf.config.engines import ENGINES, facts_of
-from flexrlhf.config.model_settings import Dtype, ModelsSpec
+from flexrlhf.config.model_settings import Dtype, ModelSpec, ModelsSpec
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
 from flexrlhf.config.placement_settings import ClusterSpec, PlacementMap
 from flexrlhf.config.presets.filling import filled_models
@@ -288,6 +289,10 @@ class Spec(StrictModel):
                 f"{longest}, so every response would be punished: use at most {longest}"
             )
         return self
+
+    def with_models(self, models: Mapping[str, ModelSpec | None]) -> Self:
+        """Return this spec with other settings of ``models``, by role; they are not validated."""
+        return self.model_copy(update={"models": self.models.model_copy(update=models)})
 
     @property
     def directory(self) -> Path:

@@ -7,12 +7,10 @@ that are all texts.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flexrlhf.data.files import json_type
-from flexrlhf.data.row_layout import checked_text
+from flexrlhf.data.row_layout import checked_text, keys
 from flexrlhf.errors import UserError, nearest, shown
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"} | {
@@ -119,7 +117,7 @@ def _message(item: object, name: str) -> Message:
         raise UserError(f"{name} has tool_calls, which are not rendered; give them as text in its {content_key}")
     for key in (role_key, content_key):
         if key not in item:
-            raise UserError(f"{name} needs role and content (or from and value), but has the keys {_listed(item)}")
+            raise UserError(f"{name} needs role and content (or from and value), but has the keys {keys(item)}")
     role = checked_text(item[role_key], f"the {role_key} of {name}")
     if role not in ROLES:
         raise UserError(f"{name} has the role {shown(role)}{nearest(role, ROLES)}, which is none of {', '.join(ROLES)}")
@@ -140,7 +138,3 @@ def _part(part: object, name: str) -> str:
     if not isinstance(part, dict) or kind != "text":
         raise UserError(f"{name} has a part that is no text ({shown(kind) if kind else json_type(part)})")
     return checked_text(part.get("text"), name)
-
-
-def _listed(items: dict[Any, Any] | Sequence[str]) -> str:
-    return ", ".join(map(repr, items)) or "(none)"

@@ -71,12 +71,14 @@ def check_settings(model: PlacedModel) -> None:
     _check_sharding(model)
     _check_offload(model)
     _check_role(model)
-    _check_kernels(model)
-    if model.settings.config and not model.facts.config:
+    if model.settings.attention == "flash_attention_2" and model.settings.dtype == "float32":
         raise UserError(
-            f"{model.key('config')}: engine {model.engine} has no settings of its own; use {{}}"
-            + _or_engines(lambda other: other.config)
+            f"{model.key('attention')}: flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype "
+            f"bfloat16"
         )
+    if model.settings.config:
+        lacks = f"engine {model.engine} has no settings of its own; use {{}}"
+        _require(model, "config", lambda each: each.config, lacks)
     if model.engine in CONFIG_CHECKS:
         CONFIG_CHECKS[model.engine](f"models.{model.role}", model.settings.config)
     _check_computation(model)
@@ -120,76 +122,47 @@ def _check_separate(trained: PlacedModel) -> None:
 
 def _check_sharding(model: PlacedModel) -> None:
     """Raise UserError for a ZeRO stage or tensor parallelism that the engine or the dtype rules out."""
-    facts, settings = model.facts, model.settings
+    facts, settings, engine = model.facts, model.settings, f"engine {model.engine}"
     # a copy may inherit a stage of training, which has no effect without an optimizer
-    if not model.follows and settings.zero not in facts.zero:
-        raise UserError(
-            f"{model.key('zero')}: engine {model.engine} has no stage {settings.zero}; use {either(facts.zero)}"
-            + _or_engines(lambda other: settings.zero in other.zero)
-        )
+    if not model.follows:
+        lacks = f"{engine} has no stage {settings.zero}; use {either(facts.zero)}"
+        _require(model, "zero", lambda each: settings.zero in each.zero, lacks)
     if model.trained and settings.dtype != "float32" and settings.zero < facts.least_16_bit_zero:
-        stages = [stage for stage in facts.zero if stage >= facts.least_16_bit_zero]
-        raise UserError(
-            f"{model.key('zero')}: {settings.zero} in {settings.dtype} has no float32 gradients in {model.engine}; use "
-            f"zero {either(stages)}, dtype float32" + _or_engines(lambda other: not other.least_16_bit_zero)
-        )
-    if settings.shard == "node" and not facts.node:
-        raise UserError(
-            f"{model.key('shard')}: engine {model.engine} shards over all ranks of a model, found node; use all"
-            + _or_engines(lambda other: other.node)
-        )
+        stages = either(stage for stage in facts.zero if stage >= facts.least_16_bit_zero)
+        lacks = f"{settings.zero} in {settings.dtype} has no float32 gradients in {model.engine}; use zero {stages}, "
+        _require(model, "zero", lambda each: not each.least_16_bit_zero, f"{lacks}dtype float32")
+    if settings.shard == "node":
+        lacks = f"{engine} shards over all ranks of a model, found node; use all"
+        _require(model, "shard", lambda each: each.node, lacks)
     if settings.shard == "node" and settings.zero == 0 and not model.follows:
         raise UserError(f"{model.key('shard')}: node needs zero 2 or 3, found 0; use zero 3, or shard all")
-    if settings.tp > 1 and not facts.tp:
-        raise UserError(
-            f"{model.key('tp')}: engine {model.engine} has no tensor parallel, found tp {settings.tp}; use 1"
-            + _or_engines(lambda other: other.tp)
-        )
-    if settings.pp > 1 and not facts.pp:
-        raise UserError(
-            f"{model.key('pp')}: engine {model.engine} has no pipeline stages, found pp {settings.pp}; use 1"
-            + _or_engines(lambda other: other.pp)
-        )
-    if settings.lora is not None and not facts.lora and model.rollout is None:
-        raise UserError(
-            f"{model.key('lora')}: engine {model.engine} trains no adapters; remove it"
-            + _or_engines(lambda other: other.lora)
-        )
+    if settings.tp > 1:
+        lacks = f"{engine} has no tensor parallel, found tp {settings.tp}; use 1"
+        _require(model, "tp", lambda each: each.tp, lacks)
+    if settings.pp > 1:
+        lacks = f"{engine} has no pipeline stages, found pp {settings.pp}; use 1"
+        _require(model, "pp", lambda each: each.pp, lacks)
+    if settings.lora is not None and model.rollout is None:
+        _require(model, "lora", lambda each: each.lora, f"{engine} trains no adapters; remove it")
     if settings.tp > 1 and settings.lora is not None and model.rollout is None:
         raise UserError(
             f"{model.key('tp')}: adapters (lora) go with tp 1 alone, found {settings.tp}; use 1 with zero 3"
         )
 
 
-def _check_kernels(model: PlacedModel) -> None:
-    """Raise UserError for a kernel that has no such dtype."""
-    settings = model.settings
-    if settings.attention == "flash_attention_2" and settings.dtype == "float32":
-        raise UserError(
-            f"{model.key('attention')}: flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype "
-            f"bfloat16"
-        )
-
-
 def _check_computation(model: PlacedModel) -> None:
     """Raise UserError for a dtype, a kernel, an optimizer or a head that the engine does not have."""
     facts, settings = model.facts, model.settings
-    if settings.dtype == "float16" and not facts.float16:
-        raise UserError(
-            f"{model.key('dtype')}: {model.engine} computes in bfloat16 and float32 here, found float16; use bfloat16"
-            + _or_engines(lambda other: other.float16)
-        )
-    if settings.attention != "sdpa" and not facts.transformers_modules:
-        raise UserError(
-            f"{model.key('attention')}: engine {model.engine} has sdpa alone, found {settings.attention}; use sdpa"
-            + _or_engines(lambda other: other.transformers_modules)
-        )
+    if settings.dtype == "float16":
+        lacks = f"{model.engine} computes in bfloat16 and float32 here, found float16; use bfloat16"
+        _require(model, "dtype", lambda each: each.float16, lacks)
+    if settings.attention != "sdpa":
+        lacks = f"engine {model.engine} has sdpa alone, found {settings.attention}; use sdpa"
+        _require(model, "attention", lambda each: each.transformers_modules, lacks)
     for name in ("liger", "compile"):
-        if getattr(settings, name) and not facts.transformers_modules:
-            raise UserError(
-                f"{model.key(name)}: engine {model.engine} has none, found true; use false"
-                + _or_engines(lambda other: other.transformers_modules)
-            )
+        if getattr(settings, name):
+            lacks = f"engine {model.engine} has none, found true; use false"
+            _require(model, name, lambda each: each.transformers_modules, lacks)
     optimizers = facts.sharded_optimizers
     if model.trained and settings.zero and optimizers and settings.optimizer.name not in optimizers:
         raise UserError(
@@ -206,11 +179,9 @@ def _check_computation(model: PlacedModel) -> None:
 def _check_offload(model: PlacedModel) -> None:
     settings = model.settings
     for name in ("offload_optimizer", "offload_parameters"):
-        if getattr(settings, name) and not model.facts.offload:
-            raise UserError(
-                f"{model.key(name)}: engine {model.engine} has none, found true; use false"
-                + _or_engines(lambda other: other.offload)
-            )
+        if getattr(settings, name):
+            lacks = f"engine {model.engine} has none, found true; use false"
+            _require(model, name, lambda each: each.offload, lacks)
     if settings.offload_optimizer and settings.zero == 0:
         raise UserError(f"{model.key('offload_optimizer')}: needs zero 1, 2 or 3, found 0; use zero 1")
     if settings.offload_parameters and settings.zero != 3:
@@ -235,10 +206,12 @@ def _check_role(model: PlacedModel) -> None:
         raise UserError(f"{model.key('lora')}: {model.role} is not trained, so its adapters have no effect; remove it")
 
 
-def _or_engines(supports: Callable[[EngineFacts], bool]) -> str:
-    """Return the end of a sentence that names the engines which support a setting; empty if none does."""
-    engines = engines_with(supports)
-    return f", or {engines}" if engines else ""
+def _require(model: PlacedModel, name: str, supports: Callable[[EngineFacts], bool], lacks: str) -> None:
+    """Raise UserError for setting ``name`` if the model's engine does not support it: with ``lacks``, and the engines
+    that do."""
+    if not supports(model.facts):
+        engines = engines_with(supports)
+        raise UserError(f"{model.key(name)}: {lacks}" + f", or {engines}" * bool(engines))
 
 
 def engines_with(supports: Callable[[EngineFacts], bool]) -> str:

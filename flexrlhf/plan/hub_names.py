@@ -27,12 +27,8 @@ def with_snapshots(spec: Spec) -> Spec:
     tokenizer = directories.of("data.tokenizer", spec.data.tokenizer, _is_tokenizer)
     if directories.used == spec.snapshots and models == dict(spec.models) and tokenizer == spec.data.tokenizer:
         return spec
-    update = {
-        "models": spec.models.model_copy(update=models),
-        "data": spec.data.model_copy(update={"tokenizer": tokenizer}),
-        "snapshots": directories.used,
-    }
-    return spec.model_copy(update=update)
+    data = spec.data.model_copy(update={"tokenizer": tokenizer})
+    return spec.with_models(models).model_copy(update={"data": data, "snapshots": directories.used})
 
 
 def with_names(spec: Spec) -> Spec:
@@ -43,7 +39,7 @@ def with_names(spec: Spec) -> Spec:
         for role, model in spec.models
     }
     data = spec.data.model_copy(update={"tokenizer": names.get(spec.data.tokenizer or "", spec.data.tokenizer)})
-    return spec.model_copy(update={"models": spec.models.model_copy(update=models), "data": data, "snapshots": {}})
+    return spec.with_models(models).model_copy(update={"data": data, "snapshots": {}})
 
 
 def commits(spec: Spec, sources: list[DataSource]) -> dict[str, str]:

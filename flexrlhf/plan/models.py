@@ -59,7 +59,7 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
             taken = {name for name in OF_TRAINING if getattr(filled[role], name) == getattr(of_all, name)}
             filled[role] = ModelSpec(**filled[role].model_dump(exclude_unset=True, exclude=taken))
         filled[role] = _with_text_limit(role, filled[role], spec.data)
-    return spec.model_copy(update={"models": spec.models.model_copy(update={**filled, "all": None})})
+    return spec.with_models({**filled, "all": None})
 
 
 def shares_reference(spec: Spec, graph: Graph) -> bool:
@@ -78,7 +78,7 @@ def with_shared_reference(spec: Spec) -> Spec:
 
     A copy of its own would give the same log-probs, and be as large as the actor.
     """
-    return spec.model_copy(update={"models": spec.models.model_copy(update={"ref": ModelSpec(share="actor")})})
+    return spec.with_models({"ref": ModelSpec(share="actor")})
 
 
 def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
@@ -101,7 +101,7 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
         for role, model in spec.models
         if model is not None and model.share is None and "dtype" not in model.model_fields_set
     }
-    return spec.model_copy(update={"models": spec.models.model_copy(update=models)})
+    return spec.with_models(models)
 
 
 def without_device_sizes(spec: Spec) -> Spec:
@@ -122,7 +122,7 @@ def _sized(spec: Spec, change: Callable[[float | None, float], float | None], cl
     }
     bucket = change(spec.sync.bucket_mb, large or SMALL_BUCKET_MB)
     sync = spec.sync.model_copy(update={"bucket_mb": bucket})
-    return spec.model_copy(update={"models": spec.models.model_copy(update=models), "sync": sync})
+    return spec.with_models(models).model_copy(update={"sync": sync})
 
 
 def _with_rate_of_critics(role: str, model: ModelSpec) -> ModelSpec:

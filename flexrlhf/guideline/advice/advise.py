@@ -224,7 +224,7 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
     if is_written or not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
         return spec
     changed = {role: model.model_copy(update={"engine": OFFLOADING_ENGINE}) for role, model in opened.items()}
-    return spec.model_copy(update={"models": spec.models.model_copy(update=changed)})
+    return spec.with_models(changed)
 
 
 def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:

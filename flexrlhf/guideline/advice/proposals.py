@@ -43,14 +43,10 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
     for role, shadow in shadows.items():
         shard = None if shadow.shard == models[role].shard else shadow.shard
         models[role] = models[role].model_copy(update={"shadow": shadow.model_copy(update={"shard": shard})})
-    changes: dict[str, object] = {
-        "models": space.spec.models.model_copy(update=models),
-        "rollout": rollout,
-        "placement": None,
-    }
+    changes: dict[str, object] = {"rollout": rollout, "placement": None}
     if space.has_less_memory:
         changes["cluster"] = usable_cluster(space.spec.cluster, space.usable)
-    spec = space.spec.model_copy(update=changes)
+    spec = space.spec.with_models(models).model_copy(update=changes)
     return spec.model_copy(update={"placement": _placement(space, spec, assignment)})
 
 
