@@ -19,33 +19,23 @@ NUM_SAMPLES = 3
 
 
 @dataclass(frozen=True)
-class Duplicates:
-    """Rows that an earlier row makes superfluous.
-
-    prompts:  with the prompt of an earlier row
-    rows:     with its responses, too
-    pairs:    whose chosen and rejected response are the same
-    """
-
-    prompts: int
-    rows: int
-    pairs: int
-
-
-@dataclass(frozen=True)
 class Inspection:
     """Contents of a data file.
 
-    counts:      lengths of the rows that can be used
-    bad:         why the others cannot be used, by their numbers from 1
-    duplicates:  among the rows that can be used
-    samples:     some rows as a run has them, truncated, by their numbers from 1
+    counts:            lengths of the rows that can be used
+    bad:               why the others cannot be used, by their numbers from 1
+    samples:           some rows as a run has them, truncated, by their numbers from 1
+    repeated_prompts:  number of usable rows with the prompt of an earlier row
+    repeated_rows:     number of usable rows with the prompt and the responses of an earlier row
+    equal_pairs:       number of usable rows whose chosen and rejected response are the same
     """
 
     counts: DataCounts
     bad: dict[int, str]
-    duplicates: Duplicates
     samples: tuple[tuple[int, EncodedRow], ...]
+    repeated_prompts: int
+    repeated_rows: int
+    equal_pairs: int
 
 
 def inspect_rows(
@@ -77,16 +67,19 @@ def inspect_rows(
     prompts = tuple(len(row.prompt) for row in encoded.values())
     counts = DataCounts(form, len(rows), prompts, tuple(lengths), limits)
     samples = _samples(encoded, limits, next(iter(bos_in_front(tokenizer)), None))
-    return Inspection(counts, bad, find_duplicates(list(encoded.values())), samples)
+    return Inspection(counts, bad, samples, *_count_repeated(list(encoded.values())))
 
 
-def find_duplicates(rows: Sequence[EncodedRow]) -> Duplicates:
-    """Return how many of ``rows`` repeat another one. A prompt of one token is that of a text without a prompt."""
+def _count_repeated(rows: Sequence[EncodedRow]) -> tuple[int, int, int]:
+    """Return the numbers of repeated prompts, repeated rows and equal pairs.
+
+    A prompt of one token is that of a text without a prompt.
+    """
     responses = [tuple(response.ids for response in row.responses) for row in rows]
     prompts = [row.prompt for row in rows if len(row.prompt) > 1]
     whole = {(row.prompt, ids) for row, ids in zip(rows, responses, strict=True)}
     equal = sum(len(ids) == 2 and ids[0] == ids[1] for ids in responses)
-    return Duplicates(len(prompts) - len(set(prompts)), len(rows) - len(whole), equal)
+    return len(prompts) - len(set(prompts)), len(rows) - len(whole), equal
 
 
 def spaced(number: int, count: int) -> list[int]:

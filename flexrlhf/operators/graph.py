@@ -117,14 +117,6 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A column that no operator computes by itself, since another pass does; and why, in words."""
-
-    column: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Graph:
     """Operators of one step, in the order a person would read them.
 
@@ -133,7 +125,7 @@ class Graph:
     inputs:      columns that come from the data set.
     evaluation:  operators that run on the evaluation set.
     can_shadow:  whether inference may run on a copy while the trained weights change.
-    left_out:    columns that need no operator of their own.
+    left_out:    columns that need no operator of their own, since another pass computes them, each with the reason.
     """
 
     operators: tuple[Operator, ...]
@@ -142,7 +134,7 @@ class Graph:
     inputs: tuple[str, ...]
     evaluation: tuple[Operator, ...] = ()
     can_shadow: bool = False
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
 
     @property
     def trained(self) -> tuple[str, ...]:

@@ -97,11 +97,10 @@ def _bad_rows(found: Inspection) -> Iterator[str]:
 
 
 def _duplicates(found: Inspection) -> Iterator[str]:
-    same, has_responses = found.duplicates, any(found.counts.responses)
-    also = f", its responses, too: {same.rows}" if has_responses else ""
-    yield f"rows with the prompt of an earlier one: {same.prompts}{also}"
-    if same.pairs:
-        yield f"pairs of the same response twice: {same.pairs}"
+    also = f", its responses, too: {found.repeated_rows}" if any(found.counts.responses) else ""
+    yield f"rows with the prompt of an earlier one: {found.repeated_prompts}{also}"
+    if found.equal_pairs:
+        yield f"pairs of the same response twice: {found.equal_pairs}"
 
 
 def _histogram(name: str, lengths: Sequence[int], limit: int) -> list[str]:

@@ -8,38 +8,31 @@ pass less.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.graph import Graph, LeftOut, Operator, is_own
+from flexrlhf.operators.graph import Graph, Operator, is_own
 
 COLUMN, REFERENCE = "logprobs", "ref_logprobs"
 COMPARED = "computed_logprobs"
 """Log-probs of whole sequences in the first step, to compare with the ones of generation."""
 ON_POLICY = {"policy_loss": "on_policy_loss", "shared_loss": "on_policy_shared_loss"}
 """Loss → the same with the log-probs of its own pass as the ones of the policy that the step starts from."""
+LogprobPass = Literal["forward", "generation", "training"]
+"""Pass that ``logprobs`` come from; forward: one of their own."""
 
 
-@dataclass(frozen=True)
-class LogprobSource:
-    """Pass that ``logprobs`` come from.
+def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> tuple[LogprobPass, str]:
+    """Return which pass computes ``logprobs`` of ``graph``, and why they need no pass of their own, in words.
 
-    kind:   forward: one of their own; generation; training.
-    reason: why they need no pass of their own, in words.
-    """
+    graph:      of importance correction, if the algorithm has it.
+    is_remote:  whether inference has a copy on other ranks.
 
-    kind: Literal["forward", "generation", "training"]
-    reason: str = ""
-
-
-def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> LogprobSource:
-    """Return where ``logprobs`` of ``graph`` come from. ``is_remote``: inference has a copy on other ranks.
-
-    ``graph`` is that of importance correction, if the algorithm has it. Raises UserError for a setting that cannot be.
+    Raises UserError for a setting that cannot be.
     """
     setting, importance = spec.rollout.logprobs, _importance(spec)
     if is_remote and spec.rollout.has_copy and importance is None:
@@ -48,17 +41,17 @@ def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> LogprobSource:
                 f"rollout.logprobs: recompute needs a copy of the actor next to {spec.rollout.engine}, which is on "
                 f"other ranks than the trained one; use auto, or a placement without shadows"
             )
-        return LogprobSource("generation", f"{spec.rollout.engine} returns those of the tokens that it samples")
+        return "generation", f"{spec.rollout.engine} returns those of the tokens that it samples"
     match setting:
         case "recompute":
-            return LogprobSource("forward")
+            return "forward", ""
         case "reuse":
-            return LogprobSource("generation", "rollout.logprobs: reuse takes those of generation")
+            return "generation", "rollout.logprobs: reuse takes those of generation"
     if _trains_in_one_pass(graph, spec) and _is_of_trained_weights(graph, spec, is_remote):
-        return LogprobSource("training", "one mini-batch and one epoch, so the training pass computes them")
+        return "training", "one mini-batch and one epoch, so the training pass computes them"
     if importance is None and _samples_by_the_same_function(graph, spec, is_remote):
-        return LogprobSource("generation", "the same weights have computed them in generation, in float32")
-    return LogprobSource("forward")
+        return "generation", "the same weights have computed them in generation, in float32"
+    return "forward", ""
 
 
 def recomputes_next_to_generation(spec: Spec) -> bool:
@@ -121,12 +114,12 @@ def _samples_by_the_same_function(graph: Graph, spec: Spec, is_remote: bool) -> 
     return not spec.rollout.has_copy and is_compared and dtype == "float32"
 
 
-def from_generation(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
+def from_generation(graph: Graph, reason: str, spec: Spec) -> Graph:
     """Return ``graph`` without the forward of ``logprobs``: generation writes them."""
-    return _left_out(replace(graph, operators=also_writing(graph.operators, COLUMN)), source, spec)
+    return _left_out(replace(graph, operators=also_writing(graph.operators, COLUMN)), reason, spec)
 
 
-def from_training(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
+def from_training(graph: Graph, reason: str, spec: Spec) -> Graph:
     """Return ``graph`` without the forward of ``logprobs``: training takes them from its own pass.
 
     The log-probs of generation remain a column, to recognise ties.
@@ -134,7 +127,7 @@ def from_training(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
     operators = [_on_policy(operator) for operator in graph.operators]
     if "rollout_logprobs" not in graph.producers:
         operators = list(also_writing(operators, "rollout_logprobs"))
-    return _left_out(replace(graph, operators=tuple(operators)), source, spec)
+    return _left_out(replace(graph, operators=tuple(operators)), reason, spec)
 
 
 def _on_policy(operator: Operator) -> Operator:
@@ -155,7 +148,7 @@ def also_writing(operators: Iterable[Operator], column: str) -> tuple[Operator, 
     return tuple(writing(operator) for operator in operators)
 
 
-def _left_out(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
+def _left_out(graph: Graph, reason: str, spec: Spec) -> Graph:
     """Return ``graph`` without the forward of ``logprobs``, of which the first step's comparison remains."""
     operators: list[Operator] = []
     for operator in graph.operators:
@@ -167,7 +160,7 @@ def _left_out(graph: Graph, source: LogprobSource, spec: Spec) -> Graph:
         if _is_compared(spec):
             once = replace(operator, name=COMPARED, writes=(COMPARED,), every=max(spec.steps, 2), on_trained=False)
             operators.append(once)
-    return replace(graph, operators=tuple(operators), left_out=(*graph.left_out, LeftOut(COLUMN, source.reason)))
+    return replace(graph, operators=tuple(operators), left_out=(*graph.left_out, (COLUMN, reason)))
 
 
 def _is_compared(spec: Spec) -> bool:

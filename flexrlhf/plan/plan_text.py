@@ -32,8 +32,7 @@ def format_plan(plan: Plan) -> str:
     head = (
         f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices, {spec.steps} steps"
     )
-    # a column that another pass computes, and why it needs none of its own
-    left_out = [f"{each.column}: {each.reason}" for each in plan.graph.left_out]
+    left_out = [f"{column}: {reason}" for column, reason in plan.graph.left_out]
     sections = [
         [head, *_without_cluster(plan)],
         *([_titled("preset", preset_lines(spec))] if spec.algorithm.like is not None else []),

@@ -130,12 +130,12 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     importance = algorithm.importance if isinstance(algorithm, SampledSpec) else None
     if importance is not None:
         graph = _corrected_graph(graph, importance)
-    source = logprob_source(graph, spec, is_remote)
-    match source.kind:
+    source, reason = logprob_source(graph, spec, is_remote)
+    match source:
         case "generation":
-            graph = from_generation(graph, source, spec)
+            graph = from_generation(graph, reason, spec)
         case "training":
-            graph = from_training(graph, source, spec)
+            graph = from_training(graph, reason, spec)
         case "forward" if rollout.has_copy and importance is None:
             graph = replace(graph, operators=also_writing(graph.operators, "rollout_logprobs"))
     rounds = is_remote and spec.sync.dtype is not None

@@ -52,7 +52,7 @@ class Vocabulary:
         """
         moved = [token for token, number in self.ids.items() if other.ids.get(token, number) != number]
         if moved:
-            token = max(moved, key=_is_word)
+            token = max(moved, key=_legibility)
             return f"token {token!r} is {self.ids[token]} there and {other.ids[token]} here"
         for number, token in self.tokens.items():
             if other.tokens.get(number, token) != token:
@@ -60,8 +60,8 @@ class Vocabulary:
         return None
 
 
-def _is_word(token: str) -> tuple[bool, int]:
-    """Return what makes a token a good example: letters, and more of them."""
+def _legibility(token: str) -> tuple[bool, int]:
+    """Return the key by which tokens are compared as examples: words before others, then the longer one."""
     plain = token.strip("▁Ġ #")
     return plain.isalpha() and plain.isascii(), min(len(plain), 8)
 

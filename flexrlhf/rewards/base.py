@@ -117,6 +117,14 @@ class ScoreFailure:
     text: str
 
 
+class CallFailed(Exception):
+    """A call or a request without a usable reply, and why."""
+
+    def __init__(self, failure: ScoreFailure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
 @dataclass(frozen=True)
 class Reply:
     """Scores of one batch by one source.

@@ -113,10 +113,8 @@ def _make_source(source: ExternalSource, name: str) -> ScoreSource:
     match source:
         case FunctionSource():
             workers = Workers(source.workers, source.timeout_seconds, partial(load, source.function))
-            function, warn = (
-                partial(call, source.function, source.level),
-                WarnOnce(f"{name}.function {source.function}"),
-            )
+            warn = WarnOnce(f"{name}.function {source.function}")
+            function = partial(call, source.function, source.level)
             return WorkerSource(function, workers, source.batch_size, warn, source.separator)
         case ServiceSource():
             return HttpService(source, WarnOnce(f"{name}.url"))

@@ -38,20 +38,12 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url, masked
-from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
+from flexrlhf.rewards.base import CallFailed, Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
 from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
 from flexrlhf.rewards.replies import BadReply, read_reply
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
-
-
-class RequestFailed(Exception):
-    """A request without a usable reply."""
-
-    def __init__(self, failure: ScoreFailure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
 
 
 class HttpService:
@@ -104,7 +96,7 @@ class HttpService:
         try:
             async with asyncio.timeout(limit):
                 return await self._retrying()(self._request, client, batch, content, turn, failures)
-        except RequestFailed as error:
+        except CallFailed as error:
             return failed_reply(batch, error.failure)
         except TimeoutError:
             late = ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
@@ -115,7 +107,7 @@ class HttpService:
     async def _request(
         self, client: httpx.AsyncClient, batch: ScoreBatch, content: bytes, turn: int, failures: list[ScoreFailure]
     ) -> Reply:
-        """Send one request, to the next URL with every failure of the batch so far. Raises RequestFailed."""
+        """Send one request, to the next URL with every failure of the batch so far. Raises CallFailed."""
         url = self._source.url[(turn + len(failures)) % len(self._source.url)]
         try:
             async with asyncio.timeout(self._source.timeout_seconds):
@@ -125,7 +117,7 @@ class HttpService:
             return read_reply(_scores(response), batch, self._source.level)
         except (httpx.HTTPError, OSError, BadReply) as error:
             failures.append(self._failure(url, error))
-            raise RequestFailed(failures[-1]) from None
+            raise CallFailed(failures[-1]) from None
 
     def _content(self, batch: ScoreBatch) -> bytes:
         """Return the request's JSON, escaped to ASCII: half a surrogate pair cannot be sent otherwise."""
@@ -140,7 +132,7 @@ class HttpService:
         return AsyncRetrying(
             stop=stop_after_attempt(1 + self._source.retries),
             wait=wait_random_exponential(multiplier=self._first_pause, max=LONGEST_PAUSE_SECONDS),
-            retry=retry_if_exception_type(RequestFailed),
+            retry=retry_if_exception_type(CallFailed),
             reraise=True,
         )
 

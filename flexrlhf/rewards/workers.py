@@ -31,7 +31,7 @@ from typing import TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
+from flexrlhf.rewards.base import CallFailed, Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
 from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
 from flexrlhf.rewards.processes import WorkerContext, begin, kill_group
 
@@ -41,14 +41,6 @@ LOAD_SECONDS = 60.0
 """Limit for a user's file to load: it may import much."""
 
 T = TypeVar("T")
-
-
-class CallFailed(Exception):
-    """A call that did not return, and why."""
-
-    def __init__(self, failure: ScoreFailure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
 
 
 class Worker:
