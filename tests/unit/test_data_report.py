@@ -25,7 +25,7 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.data_report import data_line, data_warnings, format_inspection
-from flexrlhf.plan.data_sources import DataSource
+from flexrlhf.plan.run_data import DataSource
 
 ROWS = [{"prompt": "a b", "response": "c d e"}, {"prompt": "a b c d", "response": "e"}, {"prompt": "a", "response": ""}]
 LIMITS = TokenLimits(max_prompt=3, max_response=3, long_prompts="drop")
@@ -98,12 +98,12 @@ def test_every_bad_row_is_counted_and_the_first_is_named(tmp_path: Path) -> None
 def test_duplicates_are_counted(tmp_path: Path) -> None:
     other = {**ROWS[0], "response": "another"}
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[0], other, ROWS[0], ROWS[1], ROWS[0])
-    same = inspect(path).duplicates
-    assert (same.prompts, same.rows, same.pairs) == (3, 2, 0)
+    same = inspect(path)
+    assert (same.repeated_prompts, same.repeated_rows, same.equal_pairs) == (3, 2, 0)
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "b", "chosen": "b", "rejected": "c"}]
-    assert inspect(write_jsonl(tmp_path / "b.jsonl", *pairs), "pairs").duplicates.pairs == 1
-    texts = inspect(write_jsonl(tmp_path / "c.jsonl", {"text": "a"}, {"text": "b"}, {"text": "b"})).duplicates
-    assert (texts.prompts, texts.rows) == (0, 1), "texts have no prompt that could repeat"
+    assert inspect(write_jsonl(tmp_path / "b.jsonl", *pairs), "pairs").equal_pairs == 1
+    texts = inspect(write_jsonl(tmp_path / "c.jsonl", {"text": "a"}, {"text": "b"}, {"text": "b"}))
+    assert (texts.repeated_prompts, texts.repeated_rows) == (0, 1), "texts have no prompt that could repeat"
 
 
 # --- lines and warnings
