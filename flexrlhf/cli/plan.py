@@ -17,11 +17,10 @@ from flexrlhf.config.user_paths import check_output
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection
-from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.input_checks import check_present_data
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.run_data import check_inspection, inspect_source, tokenizer_run
+from flexrlhf.plan.run_data import check_inspection, data_sources, inspect_source, tokenizer_run
 from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 from flexrlhf.text import bytes_text
 

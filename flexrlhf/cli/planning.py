@@ -13,9 +13,8 @@ from flexrlhf.data.files import is_present
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import absent_line, data_line, data_warnings
-from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import present_inspections
+from flexrlhf.plan.run_data import DataSource, data_sources, present_inspections
 from flexrlhf.plan.suggestions import check_fits
 
 

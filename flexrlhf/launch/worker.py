@@ -32,12 +32,11 @@ from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.plan.data_report import data_line, data_warnings
-from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import run_title, where_models_are
-from flexrlhf.plan.run_data import RunData, load_run_data
+from flexrlhf.plan.run_data import RunData, data_sources, load_run_data
 from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
 from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, writing_to

@@ -11,7 +11,7 @@ from flexrlhf.data.hub import hub_name
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.errors import one_line
-from flexrlhf.plan.data_sources import DataSource
+from flexrlhf.plan.run_data import DataSource
 from flexrlhf.text import table
 
 WARNED_SHARE = 0.05

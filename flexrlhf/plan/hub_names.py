@@ -8,7 +8,7 @@ from pathlib import Path
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.hub import cached_snapshot, commit_of, download_snapshot, hub_name
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_sources import DataSource
+from flexrlhf.plan.run_data import DataSource
 from flexrlhf.weights.model_files import has_adapters, weight_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")

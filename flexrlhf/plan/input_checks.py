@@ -13,11 +13,10 @@ from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import heads_of
-from flexrlhf.plan.data_sources import DataSource, data_sources
 from flexrlhf.plan.model_checks import check_packages
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import RunData, load_run_data, text_encoder
+from flexrlhf.plan.run_data import DataSource, RunData, data_sources, load_run_data, text_encoder
 from flexrlhf.plan.run_tokenizer import (
     chat_format,
     load_tokenizer,

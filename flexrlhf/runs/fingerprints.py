@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from flexrlhf.config.engines import ENGINES, PEFT
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
-from flexrlhf.plan.data_sources import data_sources
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import data_sources
 
 READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", ".txt"})
 """Endings of the files of a model's directory that models and tokenizers are read from."""

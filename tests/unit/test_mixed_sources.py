@@ -10,7 +10,7 @@ from small_runs import plan_of, spec_of
 
 from flexrlhf.data.order import MAX_BLOCK, SourceShare, mixed_indices, step_indices, whole_parts
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_sources import data_sources
+from flexrlhf.plan.run_data import data_sources
 
 SHARES = (SourceShare(5, 7), SourceShare(100, 2), SourceShare(1, 1))
 MIXED = "data={sources: [{path: a.jsonl, weight: 0.7}, {path: b.csv, weight: 0.3, form: question, system: Hi}]}"

@@ -19,7 +19,7 @@ from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import Row, is_present, read_rows
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import absent_line
-from flexrlhf.plan.data_sources import data_sources
+from flexrlhf.plan.run_data import data_sources
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.scorer import Scorer

@@ -14,7 +14,7 @@ from typing import Literal
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.proposals import fastest_options, seconds_of, spec_of
+from flexrlhf.guideline.advice.proposals import fastest_options, spec_of
 from flexrlhf.guideline.advice.space import Space
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, device_bytes
@@ -143,7 +143,7 @@ def estimate(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     used = {at: device_bytes(assignment, at) for at in {choice.start for choice in assignment}}
     memory = {at: pool.memory[pool.kinds_of(at, 1)[0]] / candidate.space.usable for at in used}
     fullest = max(used, key=lambda at: used[at] / memory[at])
-    seconds = seconds_of(candidate.space, assignment)
+    seconds = evaluate(candidate.space.problem, assignment)
     return FeasibleCandidate(candidate, seconds, used[fullest], used[fullest] / memory[fullest])
 
 

@@ -162,11 +162,6 @@ def fastest_options(problem: SearchProblem, choice: Choice) -> Choice | None:
     return None if fastest is None else replace(choice, option=fastest)
 
 
-def seconds_of(space: Space, assignment: Assignment) -> float:
-    """Return the seconds of a settled step of ``assignment``."""
-    return evaluate(space.problem, assignment)
-
-
 def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[float, Space, Assignment]:
     """Seconds, space and assignment of the fastest of ``assignments`` in any number of chunks that is tried.
 

@@ -55,6 +55,9 @@ class GuidelineRule:
     strategy: str = ""
 
 
+FILL_MEMORY = GuidelineRule("fill memory", PUBLISHED, "micro-batches as large as pay within it (95 % there)")
+
+
 @dataclass(frozen=True)
 class GuidelineResult:
     """Placement by the rules.
@@ -158,7 +161,7 @@ def _by_class(space: Space) -> GuidelineResult:
     training, inference = space.cluster.ranks_on(fastest), others[older]
     ranks = {role: training if role in space.roles.trained else inference for role in space.roles.all}
     reason = f"trained models on {len(training)} {fastest}, models for inference on {len(inference)} {older}"
-    rules = (GuidelineRule("older devices infer", "FlexRLHF, mixed clusters", reason), _batch_rule())
+    rules = (GuidelineRule("older devices infer", "FlexRLHF, mixed clusters", reason), FILL_MEMORY)
     are_runs = all(mine[-1] - mine[0] + 1 == len(mine) for mine in (training, inference))
     assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks) if are_runs else None
     return GuidelineResult(INTERLEAVING, space, (), rules, assignment)
@@ -170,14 +173,14 @@ def _interleaved(space: Space, rule: GuidelineRule) -> GuidelineResult:
     assignment = _assignment(space, vector_ranks(space, vector), _one_node_replicas)
     if assignment is None:
         return _colocated(space, memory_sizes(space))
-    return GuidelineResult(INTERLEAVING, space, vector, (rule, _batch_rule()), assignment)
+    return GuidelineResult(INTERLEAVING, space, vector, (rule, FILL_MEMORY), assignment)
 
 
 def _colocated(space: Space, sizes: MemorySizes) -> GuidelineResult:
     vector = tuple(Fraction(1) for _ in space.roles.all)
     ranks = vector_ranks(space, vector)
     reason = f"{sizes.devices} devices; states fill {sizes.static_share:.0%} of their memory when sharded over all"
-    rules = (GuidelineRule("co-locate where devices are scarce", PUBLISHED, reason, COLOCATED), _batch_rule())
+    rules = (GuidelineRule("co-locate where devices are scarce", PUBLISHED, reason, COLOCATED), FILL_MEMORY)
     assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks)
     return GuidelineResult(COLOCATED, space, vector, rules, assignment)
 
@@ -208,7 +211,7 @@ def _disaggregated(space: Space, sizes: MemorySizes) -> GuidelineResult:
         GuidelineRule("a shadow actor of 30 to 50 %", PUBLISHED, share),
         GuidelineRule("a replica per node, not across", PUBLISHED, "the shadow's replicas stay inside nodes"),
         GuidelineRule("even out the phases", PUBLISHED, _phases(space, assignment)),
-        _batch_rule(),
+        FILL_MEMORY,
     ]
     return GuidelineResult(DISAGGREGATED, space, vector, tuple(rules), assignment)
 
@@ -243,10 +246,6 @@ def _phases(space: Space, assignment: Assignment) -> str:
             calls = zip(model.calls, choice.option.seconds, strict=True)
             slowest[phase] = max(slowest[phase], sum(seconds for call, seconds in calls if call.kind == phase))
     return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in slowest.items())
-
-
-def _batch_rule() -> GuidelineRule:
-    return GuidelineRule("fill memory", PUBLISHED, "micro-batches as large as pay within it (95 % there)")
 
 
 def _one_node_replicas(model: SearchModel, settings: ModelSpec) -> bool:
