@@ -245,7 +245,7 @@ WEIGHTS = "weights"
 class StateTensor:
     """One tensor of a training state on this rank.
 
-    values: the numbers; as long as the engine is not called they do not change.
+    values: its elements; as long as the engine is not called they do not change.
     flat:   their range in the flattened tensor that this rank computes with; None: of the part that this rank stores.
     """
 
@@ -315,7 +315,7 @@ class Engine(Protocol):
 
         The tensors are live and may have any shape. Of a trained model they are the float32 master weights, where the
         engine can address them. Those of a copy that is not trained may lose their memory between two calls, and have
-        other numbers when they get it back (``engines/host_offload.py``).
+        other values when they get it back (``engines/host_offload.py``).
         """
         ...
 

@@ -64,7 +64,7 @@ class HostOffload:
             item.storage.resize_(0)
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, or while it is offloaded the same numbers in host memory."""
+        """Return ``tensor``, or while it is offloaded its copy in host memory."""
         storage = tensor.untyped_storage()
         copies = [item.copy for item in self._offloaded if item.storage._cdata == storage._cdata]
         if not copies or copies[0] is None:

@@ -200,7 +200,7 @@ def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch
 
 @dataclass(frozen=True)
 class _Unit:
-    """Texts of one prompt that are in one pass.
+    """Sequences of one prompt that are in one pass.
 
     groups:    the sequences, in groups that share a copy of the prompt.
     rows:      of the batch, of these sequences in order.
@@ -214,14 +214,14 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Texts of a batch.
+    """Sequences of a batch.
 
     tokens:     (n, P + R), in host memory as all else here: to read a GPU stops it.
     prompts:    (n,), tokens of each prompt.
     responses:  (n,), tokens of each response.
     contents:   bytes that two sequences have in common only if all their tokens are the same.
     samples:    sequences of a prompt.
-    same:       of each prompt, whether its texts have the same one; whole texts, encoded again, do not.
+    same:       of each prompt, whether its sequences have the same one; encoded again, they do not.
     """
 
     tokens: NDArray[np.int64]

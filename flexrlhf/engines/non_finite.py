@@ -135,7 +135,7 @@ def first_in_training(
 
 
 def _in_pass(each: TrainingPass, loss: Loss) -> Iterator[NonFinite]:
-    """Yield the first row of every kind of numbers of a pass: columns, outputs of the model, losses, gradients."""
+    """Yield the first row of every kind of values of a pass: columns, outputs of the model, losses, gradients."""
     rows, outputs = each.batch.rows, each.outputs
     names = {"quantity": loss.quantity, "entropy": "entropy", "values": "values"}
     computed = {_COMPUTED[names[field]]: tensor for field, tensor in _tensors(outputs).items()}

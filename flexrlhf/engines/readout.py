@@ -153,7 +153,7 @@ def outputs_of(computed: Mapping[str, Tensor], loss: Loss) -> Outputs:
 
 
 def without_gradient(loss: Loss) -> PassRequest:
-    """Return what is computed to find which numbers of a pass of ``loss`` are not finite."""
+    """Return the request of a pass of ``loss`` that searches for values that are not finite."""
     quantities: set[Quantity] = {loss.quantity, "values"} if loss.with_values else {loss.quantity}
     entropy: EntropyUse = "none" if loss.entropy == "none" else "value"
     return PassRequest(frozenset(quantities), entropy, loss.temperature)

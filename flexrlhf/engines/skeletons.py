@@ -1,7 +1,7 @@
 """Models before their weights are read: an engine shards a skeleton, and then reads this rank's parts from the files.
 
 A parameter that the files contain is a placeholder: of its shape and type, on the CPU, without memory. All others
-(adapters, new heads) and the buffers have their numbers. A model that cannot be made so is loaded whole.
+(adapters, new heads) and the buffers have their values. A model that cannot be made so is loaded whole.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def whole_model(context: EngineContext) -> Skeleton:
 
 
 def swap_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Replace the numbers of ``parameter``, which stays the same object for modules that share it.
+    """Replace the values of ``parameter``, which stays the same object for modules that share it.
 
     Assigning ``.data`` would neither leave the meta device nor change the local part of a DTensor.
     """

@@ -234,7 +234,7 @@ class DeepSpeedBytes(EngineBytes):
         if settings.offload_optimizer and settings.zero:
             return 0
         if settings.zero == 3:
-            # the gradients of one group of parameters as a vector, and the optimizer's numbers for it
+            # the gradients of one group of parameters as a vector, and the optimizer's values for it
             return 8 * min(part, _deepspeed_setting(settings, "sub_group_size"))
         return 4 * part
 

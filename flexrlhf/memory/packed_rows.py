@@ -38,7 +38,7 @@ MOST_PADDING = 1.15
 
 @dataclass(frozen=True)
 class TextGroup:
-    """Texts in one row that share one copy of their prompt.
+    """Sequences in one row that share one copy of their prompt.
 
     prompt:     tokens of the prompt.
     responses:  tokens of each response.

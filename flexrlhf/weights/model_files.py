@@ -229,7 +229,7 @@ def check_stored(
 
 
 def check_scalar_head(key: str, stored: Mapping[str, StoredTensor], may_lack: bool) -> None:
-    """Raise UserError for a scalar head of several numbers or with a bias, and where there is none unless the model
+    """Raise UserError for a scalar head of several outputs or with a bias, and where there is none unless the model
     ``may_lack`` it.
 
     ``key``: ``models.ROLE.path DIRECTORY``.

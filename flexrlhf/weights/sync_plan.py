@@ -119,7 +119,7 @@ def plan_sync(
 def sent_dtype(destination: PlacedModel, dtype: Dtype | None) -> Dtype:
     """Return the type in which weights are sent: that of the copy, or ``dtype`` (``sync.dtype``) if it is smaller.
 
-    The copy then has the rounded values in its own type, also where a rank copies from itself: the numbers do not
+    The copy then has the rounded values in its own type, also where a rank copies from itself: results do not
     depend on what crosses.
     """
     own = destination.settings.dtype

@@ -160,7 +160,7 @@ class DeepSpeedEngine(Engine):
         Init.param_id = context.dp.largest(Init.param_id, context.device)
 
     def _allocate(self, skeleton: Skeleton, device: torch.device) -> None:
-        """Give placeholders the type that DeepSpeed computes in, and the numbers of a model that is not partitioned."""
+        """Give placeholders the type that DeepSpeed computes in, and read a model that is not partitioned."""
         dtype = DTYPES[self._settings.dtype]
         if self._settings.zero == 3:
             skeleton.replace_placeholders(lambda parameter: placeholder(parameter.shape, dtype))

@@ -103,7 +103,7 @@ def partition(model: nn.Module, mpu: Any, config: Mapping[str, Any]) -> None:
     """Partition the parameters of ``model`` over the data-parallel group of ``mpu``, the world of this call.
 
     ``deepspeed.initialize`` would do so too, and broadcast every whole tensor before, though the ranks have the same
-    numbers or read them afterwards.
+    values or read them afterwards.
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -124,7 +124,7 @@ def partition(model: nn.Module, mpu: Any, config: Mapping[str, Any]) -> None:
 
 
 def shard(parameter: Any, rank: int) -> Tensor:
-    """Return the numbers of ``parameter`` on a rank of its group: at stage 3 a range of the flattened tensor, without
+    """Return the values of ``parameter`` on a rank of its group: at stage 3 a range of the flattened tensor, without
     padding.
     """
     if not hasattr(parameter, "ds_tensor"):

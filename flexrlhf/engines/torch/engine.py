@@ -199,7 +199,7 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
     assert dp_mesh is not None, "shards need several ranks"
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
         swap_values(parameter, parameter.detach().to(dtype))
-    # moves what has numbers one layer at a time to the device, and keeps the shard of it there
+    # moves weights that are loaded to the device layer by layer, and keeps the shards there
     apply_fsdp(model, dp_mesh, settings.zero, dtype)
     read_shards(skeleton, context.device)
     return partial

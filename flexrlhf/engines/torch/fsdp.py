@@ -68,7 +68,7 @@ def apply_tensor_parallel(model: PreTrainedModel, head: LanguageHead | None, mes
     base_name = model.base_model_prefix
     plan: dict[str, str] = model.config.base_model_tp_plan
     styles = {f"{base_name}.{path}": _STYLES[style]() for path, style in plan.items() if style in _STYLES}
-    # every rank has the numbers or reads them, so nothing needs to be sent
+    # every rank has the weights or reads them, so nothing needs to be sent
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if head is not None and not model.config.tie_word_embeddings:
         _shard_head(head, mesh)
@@ -105,7 +105,7 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, zero: int, compute_dtyp
 
 @torch.no_grad()
 def read_shards(skeleton: Skeleton, device: torch.device) -> None:
-    """Give the parameters on the meta device their numbers on ``device``: this rank's part, one after the other."""
+    """Give the parameters on the meta device their values on ``device``: this rank's part, one after the other."""
     for name, parameter in skeleton.model.named_parameters():
         if name in skeleton.stored:
             values = torch.empty_like(local(parameter), device=device)

@@ -48,7 +48,7 @@ class SleepMode:
         self._weights.reload()
         self._cache.reload()
         for cache in self._tensors("caches"):
-            # unwritten places of a block are read, and masked, which only finite numbers survive
+            # unwritten places of a block are read, and masked, which only finite values survive
             cache.zero_()
 
     def _tensors(self, method: str) -> list[Tensor]:
