@@ -81,12 +81,12 @@ class LiveView:
         if self._begin is None or self._last is None:
             return Group(Text(""), doing)
         newest = [] if self._last.step == self._kept_step else [self._numbers(self._last)]
-        shares = shares_text(shares_by_kind([*self._rows]))
+        rate, shares = throughput([*self._rows]), shares_text(shares_by_kind([*self._rows]))
         return Group(
             *newest,
             Text(""),
             self._bar(self._begin, self._last, width),
-            _line(Text.assemble(doing, *_after(throughput([*self._rows])))),
+            _line(Text.assemble(doing, f"  {rate}" if rate else "")),
             _line(Text(f"time of all ranks: {shares}" if shares else "", style="dim")),
         )
 
@@ -102,9 +102,12 @@ class LiveView:
         lines: list[Text] = []
         if not self._columns:
             self._columns = _columns(event, width)
-            lines.append(Text(f"{'step':>{_step_width(event)}}{_joined(self._columns)}", style="bold"))
+            titles = "".join(f"  {name:>{_width(name)}}" for name in self._columns)
+            lines.append(Text(f"{'step':>{_step_width(event)}}{titles}", style="bold"))
         problems, evaluation = problems_text(event.row), evaluation_text(event.row)
-        if self._is_kept(event) or problems or evaluation:
+        every = max(1, event.steps // KEPT_LINES)
+        is_turn = event.step % every == 0 or event.step + 1 == event.steps or len(self._rows) == 1
+        if is_turn or self._now() - self._kept_at > KEPT_SECONDS or problems or evaluation:
             self._kept_step, self._kept_at = event.step, self._now()
             lines.append(self._numbers(event))
         indent = " " * (_step_width(event) + 2)
@@ -113,12 +116,6 @@ class LiveView:
         if evaluation:
             lines.append(Text(indent + evaluation, style="green"))
         return lines
-
-    def _is_kept(self, event: StepDone) -> bool:
-        """Return whether the line of a step stays on the terminal."""
-        every = max(1, event.steps // KEPT_LINES)
-        is_turn = event.step % every == 0 or event.step + 1 == event.steps or len(self._rows) == 1
-        return is_turn or self._now() - self._kept_at > KEPT_SECONDS
 
     def _numbers(self, event: StepDone) -> Text:
         shown = {**shown_metrics(event.row), "s": event.row["seconds"]}
@@ -153,20 +150,12 @@ def _columns(event: StepDone, width: int) -> list[str]:
     return [*names[: len(fitting(fixed, padded, width))], "s"]
 
 
-def _joined(names: Iterable[str]) -> str:
-    return "".join(f"  {name:>{_width(name)}}" for name in names)
-
-
 def _width(name: str) -> int:
     return 5 if name == "s" else max(CELL, len(name))
 
 
 def _step_width(event: StepDone) -> int:
     return max(4, len(str(event.steps)))
-
-
-def _after(text: str) -> list[str]:
-    return [f"  {text}"] if text else []
 
 
 def _line(text: Text) -> Text:

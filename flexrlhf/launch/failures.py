@@ -9,7 +9,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -43,10 +43,6 @@ class Failure:
     kind: Kind
     sentence: str
     time: float
-
-    def dump(self) -> dict[str, Any]:
-        """Return the failure as JSON's types; ``Failure(**...)`` reads it."""
-        return asdict(self)
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
@@ -85,7 +85,8 @@ class NodeWatch:
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and not all(map(self._is_settled, self._peers.values())):
             time.sleep(0.05)
-        return [self._fate(peer) for peer in self._peers.values() if self._is_settled(peer)]
+        settled = filter(self._is_settled, self._peers.values())
+        return [peer.failure or self._lost(peer, "has ended or is not reachable") for peer in settled]
 
     def close(self) -> None:
         """Write this node's failure, if any, once more and stop. Node 0 waits a little until the others have, too."""
@@ -96,9 +97,6 @@ class NodeWatch:
             self._posted.wait(CLOSE_SECONDS)
             self._posted.set()
             self._thread.join(CLOSING_BEAT_SECONDS)
-
-    def _fate(self, peer: _Peer) -> Failure:
-        return peer.failure or self._lost(peer, "has ended or is not reachable")
 
     def _is_settled(self, peer: _Peer) -> bool:
         """Whether a peer has published a failure or is gone."""
@@ -113,7 +111,7 @@ class NodeWatch:
             while not self._posted.is_set():
                 beat += 1
                 is_done, own = self._stop.is_set(), self._own
-                self._store.set(f"beat/{self._node}", json.dumps([beat, own and own.dump(), is_done]))
+                self._store.set(f"beat/{self._node}", json.dumps([beat, own and asdict(own), is_done]))
                 self._read()
                 self._contact = time.monotonic()
                 if is_done and (self._node != 0 or all(peer.is_done for peer in self._peers.values())):

@@ -88,13 +88,6 @@ def ray_device(setting: str, num_ranks: int) -> str:
     return "cuda" if gpus >= num_ranks else "cpu"
 
 
-def is_alive(ray_node: str) -> bool:
-    """Return whether a Ray node is alive, by its identifier."""
-    import ray
-
-    return any(node["NodeID"] == ray_node and node["Alive"] for node in ray.nodes())
-
-
 def _resources_of_nodes() -> list[dict[str, float]]:
     """Return the resources of each Ray node that is alive."""
     import ray

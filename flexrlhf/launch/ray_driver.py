@@ -21,7 +21,7 @@ from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.launch.ray_cluster import Bundle, connected, is_alive, reserved
+from flexrlhf.launch.ray_cluster import Bundle, connected, reserved
 from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
@@ -252,7 +252,7 @@ def _follow(node: PlannedNode) -> NodeEnd:
             time.sleep(WAIT_SECONDS)
             continue
         except RayActorError:
-            has_node = is_alive(node.ray_node)
+            has_node = any(each["NodeID"] == node.ray_node and each["Alive"] for each in ray.nodes())
             return NodeEnd("lost", "its Ray actor was killed" if has_node else "its Ray node was removed")
         heard = time.monotonic()
         for number, line in lines:

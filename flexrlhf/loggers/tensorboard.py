@@ -41,7 +41,9 @@ class TensorBoardLogger:
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Log the samples of a step as a table."""
         columns, rows = sample_table(samples)
-        lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+        lines = [columns, ["---"] * len(columns)]
+        for row in rows:
+            lines.append([" ".join(str(value).split()).replace("|", "\\|") for value in row])
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
 
     def finish(self, files: Sequence[Path], is_whole: bool) -> None:
@@ -50,7 +52,3 @@ class TensorBoardLogger:
         notes = ["The timeline opens in chrome://tracing and ui.perfetto.dev."] if places else []
         self._writer.add_text("files", "\n".join([*places, "", *notes]))
         self._writer.close()
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")

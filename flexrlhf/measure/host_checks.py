@@ -122,7 +122,8 @@ def check_inputs(hosts: Iterable[HostFacts]) -> Check:
     """Check that every host can read models and data."""
     found = list(hosts)
     broken = [Check("inputs", "FAILS", f"{host.name}: {host.input_problem}") for host in found if host.input_problem]
-    return united("inputs", broken or [Check("inputs", "ok", f"models and data can be read on {_hosts(len(found))}")])
+    machines = "this machine" if len(found) == 1 else f"all {len(found)} machines"
+    return united("inputs", broken or [Check("inputs", "ok", f"models and data can be read on {machines}")])
 
 
 def check_shared_memory(host: HostFacts) -> Check:
@@ -145,7 +146,3 @@ def check_open_files(host: HostFacts, used: int) -> Check:
     if host.open_files < used + SPARE_FILES:
         return Check("open files", "FAILS", seen, f"ulimit -n {max(4096, 2 * used)}")
     return Check("open files", "ok", seen)
-
-
-def _hosts(number: int) -> str:
-    return "this machine" if number == 1 else f"all {number} machines"

@@ -151,9 +151,9 @@ def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
     row, tokens = context.computed(loaded, sorted({rows for kind, rows in calls if kind in ("forward", "train")}))
     return ModelTimes(
         model=model.transformer,
-        engine=model.engine,
+        engine=model.placed.engine,
         item=model.item,
-        tp=model.tp,
+        tp=model.placed.layout.tp,
         width=prompt + max(context.lengths.responses),
         prompt=prompt,
         row=row,

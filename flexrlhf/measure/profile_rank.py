@@ -103,26 +103,26 @@ class PlanProfiler:
         self._groups.close()
 
     def _model_times(self, model: ProfiledModel) -> ModelTimes:
-        self._report(f"the calls of {model.role}, alone and with {self._world.size} ranks")
-        counts = row_counts(self._plan, model.tp)
-        with self._loaded(self._plan.placement[model.role]) as loaded:
+        placed = model.placed
+        self._report(f"the calls of {placed.role}, alone and with {self._world.size} ranks")
+        counts = row_counts(self._plan, placed.layout.tp)
+        with self._loaded(placed) as loaded:
             times = measure_calls(self._context, model, loaded, counts)
-        if "train" not in model.operators or model.tp > 1 or self._world.size == 1:
+        if "train" not in model.operators or placed.layout.tp > 1 or self._world.size == 1:
             return times
-        with self._loaded(self._on_this_rank(model.role)) as loaded:
+        with self._loaded(self._on_this_rank(placed)) as loaded:
             alone = measure_operator(self._context, model.operators["train"], loaded, counts.update)
         return times.model_copy(update={"train": {1: alone, **times.train}})
 
-    def _on_this_rank(self, role: str) -> PlacedModel:
-        """Return the model placed on this rank alone."""
-        return replace(self._plan.placement[role], layout=Layout((self._world.rank,)))
+    def _on_this_rank(self, model: PlacedModel) -> PlacedModel:
+        return replace(model, layout=Layout((self._world.rank,)))
 
     def measurements(self, models: tuple[ModelTimes, ...]) -> Measurements:
         """Return ``models`` with the measurements of everything else: contention, communication, host memory, files."""
         self._report("contention, moves of columns and transfers of weights")
-        role = next(model for model in profiled_models(self._plan) if "train" in model.operators).role
+        trained = next(each.placed for each in profiled_models(self._plan) if "train" in each.operators)
         context = self._short_context
-        with self._loaded(self._plan.placement[role]) as loaded, TemporaryDirectory() as directory:
+        with self._loaded(trained) as loaded, TemporaryDirectory() as directory:
             combine = self._combine(loaded)
             switch = measure_switch(context, loaded)
             save = measure_save(context, loaded, Path(directory))
@@ -134,7 +134,7 @@ class PlanProfiler:
             combine=combine,
             bookkeeping=plain,
             statistics=sums,
-            contention=self._contention(self._plan.placement[role]),
+            contention=self._contention(trained),
             memory_bytes_s=measure_memory(context),
             reduce=measure_reduce(context) if several else None,
             moves=measure_moves(context, self._groups.get("move", ranks)) if several else {},
@@ -154,7 +154,7 @@ class PlanProfiler:
         if not forwards or model.split != "whole" or model.layout.tp > 1:
             return {1: 1.0}
         # without replicas, which some engines would wait for
-        with self._loaded(self._on_this_rank(model.role)) as loaded:
+        with self._loaded(self._on_this_rank(model)) as loaded:
             rows = row_counts(self._plan, 1).calls[0]
             return measure_contention(self._short_context, forwards[0], loaded, rows)
 
@@ -168,10 +168,11 @@ class PlanProfiler:
             self._progress.report(self._position, "bookkeeping")
             store.set(f"statistics/{self._world.rank}", json.dumps({"statistics": table, "labels": {}}))
 
-        def publish_sums() -> None:
-            publish(stopwatch.all_ranks.sum(torch.stack(statistics)).tolist())
-
-        timings = stopwatch.time({"plain": lambda: publish([]), "sums": publish_sums}, self._short_context.budget)
+        calls = {
+            "plain": lambda: publish([]),
+            "sums": lambda: publish(stopwatch.all_ranks.sum(torch.stack(statistics)).tolist()),
+        }
+        timings = stopwatch.time(calls, self._short_context.budget)
         return timings["plain"].seconds, timings["sums"].seconds
 
     def _machine(self) -> Machine:

@@ -31,20 +31,19 @@ MAX_SCALE = 4
 class ProfiledModel:
     """A model to be measured, which stands for all models of its shape.
 
-    role:         a role of that shape, a trained one if there is one
+    placed:       with a role of that shape, a trained one if there is one
     transformer:  its sizes
-    engine:       name of its engine
-    item:         bytes of a weight
-    tp:           tensor-parallel ranks
     operators:    one operator of each kind that the role has
     """
 
-    role: str
+    placed: PlacedModel
     transformer: Transformer
-    engine: str
-    item: int
-    tp: int
     operators: Mapping[str, Operator]
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight."""
+        return DTYPE_BYTES[self.placed.settings.dtype]
 
 
 def profiling_spec(plan: Plan, command_plans: Sequence[Plan], ranks: int, device: str) -> Spec:
@@ -93,7 +92,7 @@ def profiled_models(plan: Plan) -> list[ProfiledModel]:
     # a trained role comes first: a frozen one of its shape computes nothing else, and adapters make another shape
     for placed in sorted(plan.placement.models, key=lambda placed: not placed.trained):
         model = _profiled_model(plan, placed)
-        models.setdefault((model.transformer, model.engine, model.item, model.tp), model)
+        models.setdefault((model.transformer, placed.engine, model.item, placed.layout.tp), model)
     return list(models.values())
 
 
@@ -101,15 +100,10 @@ def _profiled_model(plan: Plan, model: PlacedModel) -> ProfiledModel:
     operators: dict[str, Operator] = {
         o.kind: o for o in reversed(plan.graph.operators) if o.role == model.role and o.kind in MEASURED_KINDS
     }
-    item = DTYPE_BYTES[model.settings.dtype]
-    return ProfiledModel(model.role, _transformer(plan, model), model.engine, item, model.layout.tp, operators)
-
-
-def _transformer(plan: Plan, model: PlacedModel) -> Transformer:
     shape = plan.shapes.get(model.role)
     if shape is None or shape.sizes is None:
         raise UserError(f"models.{model.role}: the config of this model family does not contain its sizes")
-    return transformer_of(shape, model.head, is_adapted=True)
+    return ProfiledModel(model, transformer_of(shape, model.head, is_adapted=True), operators)
 
 
 @dataclass(frozen=True)

@@ -64,17 +64,15 @@ class Stopwatch:
         return torch.tensor(times, dtype=torch.float64)
 
     def _once(self, call: TimedCall | None) -> tuple[float, float]:
-        self._synchronize_ranks()
+        # all ranks begin together
+        self.all_ranks.sum(torch.zeros(1, device=self.device))
+        self._synchronize_device()
         if call is None:
             return math.nan, math.nan
         start = time.perf_counter()
         call()
         self._synchronize_device()
         return start, time.perf_counter()
-
-    def _synchronize_ranks(self) -> None:
-        self.all_ranks.sum(torch.zeros(1, device=self.device))
-        self._synchronize_device()
 
     def _synchronize_device(self) -> None:
         if self.device.type != "cpu":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
@@ -37,15 +37,11 @@ READ_BYTES = 2**27
 
 def measure_reduce(context: ProfileContext) -> LinearTime:
     """Measure a sum over all ranks."""
-    calls = {str(4 * size): _sum_call(context, size) for size in REDUCE_SIZES}
+    group = context.stopwatch.all_ranks
+    assert group.group is not None, "one rank sums nothing"
+    calls = {str(4 * size): partial(group.sum, torch.zeros(size, device=context.device)) for size in REDUCE_SIZES}
     timings = context.stopwatch.time(calls, context.budget)
-    assert context.stopwatch.all_ranks.group is not None, "one rank sums nothing"
     return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
-
-
-def _sum_call(context: ProfileContext, size: int) -> TimedCall:
-    tensor = torch.zeros(size, device=context.device)
-    return lambda: context.stopwatch.all_ranks.sum(tensor)
 
 
 def measure_moves(context: ProfileContext, group: dist.ProcessGroup | None) -> dict[MeasuredPrimitive, LinearTime]:
@@ -160,17 +156,14 @@ def measure_switch(context: ProfileContext, loaded: LoadedModel) -> LinearTime:
 
 def measure_save(context: ProfileContext, loaded: LoadedModel, directory: Path) -> LinearTime:
     """Measure a checkpoint that one rank writes."""
-    tokenizer = context.plan.spec.data.tokenizer
-    calls = {
-        str(4 * size): _save_call(loaded, directory / str(size), torch.zeros(size), tokenizer) for size in SAVE_SIZES
-    }
+    config, tokenizer = loaded.engine.config, context.plan.spec.data.tokenizer
+    calls = {}
+    for size in SAVE_SIZES:
+        weights = {"weights": torch.zeros(size)}
+        calls[str(4 * size)] = partial(save_model, directory / str(size), weights, config, tokenizer)
     skipped = frozenset(calls) if context.rank else frozenset[str]()
     timings = context.stopwatch.time(calls, context.budget, skipped)
     return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
-
-
-def _save_call(loaded: LoadedModel, directory: Path, weights: Tensor, tokenizer: str | None) -> TimedCall:
-    return lambda: save_model(directory, {"weights": weights}, loaded.engine.config, tokenizer)
 
 
 def measure_memory(context: ProfileContext) -> float:
