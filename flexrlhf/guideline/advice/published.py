@@ -80,30 +80,19 @@ class GuidelineResult:
 class MemorySizes:
     """Bytes of the models of a spec, and of the devices of its cluster.
 
-    nodes:            number of nodes.
-    devices:          number of devices.
     smallest_device:  bytes of the device with least memory.
-    smallest_node:    bytes of the node with least memory.
     weights:          role → bytes of its weights.
-    states:           role → bytes of its weights, gradients and optimizer.
+    static_share:     share of all devices' memory that weights, gradients and optimizers fill when sharded over all.
     """
 
-    nodes: int
-    devices: int
     smallest_device: float
-    smallest_node: float
     weights: Mapping[str, float]
-    states: Mapping[str, float]
-
-    @property
-    def static_share(self) -> float:
-        """Share of all devices' memory that weights, gradients and optimizers fill when sharded over all."""
-        return sum(self.states.values()) / (self.smallest_device * self.devices)
+    static_share: float
 
 
 def memory_sizes(space: Space) -> MemorySizes:
-    """Return the bytes of weights and states of the models of ``space``, by role, and of the devices."""
-    memory = [space.pool.memory[kind] / space.usable for kind in space.pool.nodes]
+    """Return the bytes of the models of ``space`` and of its devices."""
+    smallest = min(space.pool.memory[kind] / space.usable for kind in space.pool.nodes)
     weights, states = {}, {}
     for role in space.roles.all:
         settings, shape = space.spec.models.of(role), space.shapes[role]
@@ -112,15 +101,7 @@ def memory_sizes(space: Space) -> MemorySizes:
         weights[role] = float(item * shape.num_parameters)
         # float32 gradients, master weights and two moments (HybridFlow, section 8.1)
         states[role] = weights[role] + 16.0 * trained * (role in space.roles.trained)
-    smallest = min(memory)
-    return MemorySizes(
-        nodes=space.cluster.num_nodes,
-        devices=space.pool.num_devices,
-        smallest_device=smallest,
-        smallest_node=smallest * space.pool.per_node,
-        weights=weights,
-        states=states,
-    )
+    return MemorySizes(smallest, weights, sum(states.values()) / (smallest * space.pool.num_devices))
 
 
 def guideline(plain: Space, shadowed: Space | None) -> GuidelineResult:
@@ -128,8 +109,8 @@ def guideline(plain: Space, shadowed: Space | None) -> GuidelineResult:
     sizes = memory_sizes(plain)
     if len(plain.devices) > 1:
         result = _by_class(plain)
-    elif shadowed is not None and sizes.nodes > FEW_NODES:
-        result = _disaggregated(shadowed, sizes)
+    elif shadowed is not None and plain.cluster.num_nodes > FEW_NODES:
+        result = _disaggregated(shadowed)
     elif (rule := _fits_a_node(plain, sizes)) is not None and plain.pool.num_devices > 1:
         result = _interleaved(plain, rule)
     else:
@@ -139,11 +120,12 @@ def guideline(plain: Space, shadowed: Space | None) -> GuidelineResult:
 
 def _fits_a_node(space: Space, sizes: MemorySizes) -> GuidelineRule | None:
     """Rule that fires where one of several models for inference fits one node: they may share the devices by halves."""
-    frozen = _frozen(space)
+    frozen, node = _frozen(space), sizes.smallest_device * space.pool.per_node
     for role in frozen if len(frozen) > 1 else ():
-        if sizes.weights[role] <= INFERENCE_SHARE * sizes.smallest_node:
-            room = f" ({bytes_text(int(sizes.smallest_node))})" if sizes.smallest_device < UNLIMITED else ""
-            reason = f"{role} ({bytes_text(int(sizes.weights[role]))}) fits one node{room} of {sizes.nodes}"
+        if sizes.weights[role] <= INFERENCE_SHARE * node:
+            room = f" ({bytes_text(int(node))})" if sizes.smallest_device < UNLIMITED else ""
+            weights = bytes_text(int(sizes.weights[role]))
+            reason = f"{role} ({weights}) fits one node{room} of {space.cluster.num_nodes}"
             return GuidelineRule("interleave what fits a node", PUBLISHED, reason, INTERLEAVING)
     return None
 
@@ -179,7 +161,8 @@ def _interleaved(space: Space, rule: GuidelineRule) -> GuidelineResult:
 def _colocated(space: Space, sizes: MemorySizes) -> GuidelineResult:
     vector = tuple(Fraction(1) for _ in space.roles.all)
     ranks = vector_ranks(space, vector)
-    reason = f"{sizes.devices} devices; states fill {sizes.static_share:.0%} of their memory when sharded over all"
+    devices = space.pool.num_devices
+    reason = f"{devices} devices; states fill {sizes.static_share:.0%} of their memory when sharded over all"
     rules = (GuidelineRule("co-locate where devices are scarce", PUBLISHED, reason, COLOCATED), FILL_MEMORY)
     assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks)
     return GuidelineResult(COLOCATED, space, vector, rules, assignment)
@@ -193,7 +176,7 @@ def _assignment(
     return None if isinstance(assignment, str) else assignment
 
 
-def _disaggregated(space: Space, sizes: MemorySizes) -> GuidelineResult:
+def _disaggregated(space: Space) -> GuidelineResult:
     """Give the shadow actor the share of 30 to 50 % of the devices under which a step is shortest."""
     timed: list[tuple[float, Vector, Assignment]] = []
     problem = space.problem
@@ -201,12 +184,14 @@ def _disaggregated(space: Space, sizes: MemorySizes) -> GuidelineResult:
         assignment = _assignment(space, vector_ranks(space, vector), _one_node_replicas)
         if assignment is not None:
             timed.append((evaluate(problem, assignment), vector, assignment))
-    rules = [GuidelineRule("disaggregate beyond two nodes", PUBLISHED, f"{sizes.nodes} nodes", DISAGGREGATED)]
+    rules = [
+        GuidelineRule("disaggregate beyond two nodes", PUBLISHED, f"{space.cluster.num_nodes} nodes", DISAGGREGATED)
+    ]
     if not timed:
         return GuidelineResult(DISAGGREGATED, space, (), tuple(rules), None)
     _, vector, assignment = min(timed, key=lambda item: item[:2])
     _, space, assignment = fastest_chunking(space, [assignment])
-    share = f"it has {float(vector[0]):.0%} of {sizes.devices} devices"
+    share = f"it has {float(vector[0]):.0%} of {space.pool.num_devices} devices"
     rules += [
         GuidelineRule("a shadow actor of 30 to 50 %", PUBLISHED, share),
         GuidelineRule("a replica per node, not across", PUBLISHED, "the shadow's replicas stay inside nodes"),
@@ -258,11 +243,12 @@ def _comments(result: GuidelineResult, sizes: MemorySizes) -> Iterator[Guideline
     if sizes.static_share < STATIC_SHARE:
         reason = f"states fill {sizes.static_share:.0%} of memory: seconds fall less than the number of devices rises"
         yield GuidelineRule("static memory under 60 %", "ReaL, section 8", reason)
-    if sizes.devices <= 64:
-        reason = f"{sizes.devices} devices: models that share all of them leave fewest idle"
+    devices = result.space.pool.num_devices
+    if devices <= 64:
+        reason = f"{devices} devices: models that share all of them leave fewest idle"
         yield GuidelineRule("co-locate small clusters", "HybridFlow, section 8.3", reason, COLOCATED)
     else:
-        reason = f"{sizes.devices} devices: a batch split over all no longer fills them, so stages run in parallel"
+        reason = f"{devices} devices: a batch split over all no longer fills them, so stages run in parallel"
         yield GuidelineRule("distribute on large clusters", "HybridFlow, section 8.3", reason)
     largest = max(result.space.roles.trained, key=lambda role: sizes.weights[role])
     if sizes.weights[largest] > 1.5 * sizes.weights.get("actor", sizes.weights[largest]):
