@@ -1,4 +1,4 @@
-"""``flexrlhf plan`` and ``data``: what runs would do, and what is in their data."""
+"""``flexrlhf plan`` and ``data``: the plans of runs, and the contents of their data."""
 
 from __future__ import annotations
 

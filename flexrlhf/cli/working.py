@@ -12,8 +12,8 @@ LONG = 1.0
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show ``what`` and the time on stderr once the body has taken a second, if that is a terminal; then remove it.
+def working(task: str) -> Iterator[None]:
+    """Show ``task`` and the time on stderr once the body has taken a second, if that is a terminal; then remove it.
 
     The body prints nothing and starts no process that does.
     """
@@ -32,7 +32,7 @@ def working(what: str) -> Iterator[None]:
             with lock:
                 if not is_over:
                     progress = Progress(*columns, console=Console(stderr=True), transient=True)
-                    stack.enter_context(progress).add_task(what, total=None)
+                    stack.enter_context(progress).add_task(task, total=None)
 
         timer = Timer(LONG, begin)
         timer.daemon = True

@@ -1,4 +1,4 @@
-"""Facts of the engines: what each supports, how it stores weights, and what its library requires.
+"""Facts of the engines: calls and settings that each supports, how it stores weights, and needs of its library.
 
 Planning, costs and checks read them, so that a new engine is its folder in ``engines/`` and one description here.
 """

@@ -97,7 +97,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _no_file(path: Path) -> str:
-    """Return why there is no file at ``path``, and what the word was probably written for."""
+    """Return why there is no file at ``path``, and the option that the word was probably written for."""
     if path.exists():
         return "a pipe or a device; give a YAML file"
     if re.match(r"[a-z_.]+=", str(path)):
@@ -224,20 +224,20 @@ def _written_models(models: ModelsSpec) -> dict[str, Any]:
 
 
 def _named(where: str) -> tuple[str, Sequence[str]]:
-    """Return what a mapping with a ``name`` is, and the names that there are."""
+    """Return the kind of a mapping with a ``name``, and the names that there are."""
     return ("logger", LOGGERS) if where.startswith("loggers") else ("algorithm", ALGORITHMS)
 
 
 def _first_problem(error: ValidationError) -> str:
-    """Return one sentence for the deepest problem: the dotted key, what is wrong, what was found."""
+    """Return one sentence for the deepest problem: the dotted key, the mistake, the value."""
     problems = error.errors(include_url=False)
     problem = max(
         problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"]), item["type"] == "value_error")
     )
     where, kind = _dotted(problem["loc"]), problem["type"]
     if kind == "union_tag_invalid":
-        name, (what, names) = problem["input"]["name"], _named(where)
-        return f"{where}.name: unknown {what} {shown(name)}{nearest(str(name), names)}; known: {', '.join(names)}"
+        name, (section, names) = problem["input"]["name"], _named(where)
+        return f"{where}.name: unknown {section} {shown(name)}{nearest(str(name), names)}; known: {', '.join(names)}"
     if kind == "union_tag_not_found":
         return f"{where}.name: missing; known: {', '.join(_named(where)[1])}"
     shows_value = kind not in {"value_error", "missing"}
@@ -258,7 +258,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 
 def _plain(problem: ErrorDetails) -> str:
-    """Return what was expected, in the words of a YAML file."""
+    """Return the expected value, in the words of a YAML file."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "missing":
         return "missing"

@@ -1,1 +1,1 @@
-"""Plans: from a spec to what every rank does and needs, and the text of it."""
+"""Plans: from a spec to the work and the memory of every rank, and its text."""

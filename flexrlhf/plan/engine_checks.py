@@ -1,4 +1,4 @@
-"""Checks of operators and settings against the facts of their engines: planning refuses what an engine lacks."""
+"""Checks of operators and settings against the facts of their engines, which planning makes before a rank starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _serves(model: PlacedModel, operator: Operator) -> bool:
 
 
 def _instead(model: PlacedModel, operator: Operator) -> str:
-    """Return what to write where an engine lacks a kind of calls: one that generates alone, or one that does not."""
+    """Return the remedy for an engine without a kind of calls: one that generates alone, or one that does not."""
     if model.engine not in MODEL_ENGINES:
         return _elsewhere(model)
     if model.operator:
@@ -55,7 +55,7 @@ def _instead(model: PlacedModel, operator: Operator) -> str:
 
 
 def _elsewhere(model: PlacedModel) -> str:
-    """Return what to write in place of an engine that generates alone; placed operators have no such engine."""
+    """Return the remedy for an engine that generates alone, which placed operators cannot have."""
     use = f"use {either(FULL_ENGINES)}"
     return use if model.operator else f"{use} here, and rollout.engine: {model.engine} to generate with it"
 

@@ -41,7 +41,7 @@ from flexrlhf.weights.shapes import read_config
 def check_runs(plans: Sequence[Plan]) -> None:
     """Check all inputs of a command before a rank starts, so that a bad one leaves nothing half-written.
 
-    Raises UserError. What an earlier run of the command writes does not exist yet: a run that takes its tokenizer from
+    Raises UserError. Outputs of an earlier run of the command do not exist yet: a run that takes its tokenizer from
     there has its texts checked here and its tokens by its ranks.
     """
     for index, plan in enumerate(plans):

@@ -83,7 +83,7 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
 
 
 def _unmapped(shape: ModelShape, longest: int) -> str:
-    """Return what a model of a mapped family has that the engine does not compute; empty if it computes all."""
+    """Return the part of a model of a mapped family that the engine does not compute; empty if it computes all."""
     if shape.window is not None and shape.window < longest:
         return f"sliding attention, of {shape.window} tokens in this model, whose texts have up to {longest}"
     if shape.rope not in MAPPED_ROPES:

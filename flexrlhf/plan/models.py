@@ -38,8 +38,8 @@ CRITIC_RATE = 9e-6
 def resolve_models(spec: Spec, graph: Graph) -> Spec:
     """Return ``spec`` with models that a user may leave out: ref starts as the actor, critics as the model that scores.
 
-    What ``models.all`` says is then in every role. Raises UserError for a missing model, and for one that ``graph`` has
-    no role for.
+    Settings of ``models.all`` are then in every role. Raises UserError for a missing model, and for one without a role
+    in ``graph``.
     """
     written = {role for role, model in spec.models if model is not None}
     shared = {role for role in written if _shares(spec, role, graph)}

@@ -169,7 +169,7 @@ def check_fits(plan: Plan) -> None:
 
 
 def need_text(plan: Plan) -> str:
-    """Return what the tightest rank needs and has."""
+    """Return a sentence on the memory that the tightest rank needs, and has."""
     rank = tightest_rank(plan)
     memory, device = plan.memories[rank], plan.cluster.devices[rank].device_class
     at = f" for {memory.peak.label}" if memory.peak is not None else ""
@@ -178,7 +178,7 @@ def need_text(plan: Plan) -> str:
 
 
 def _remedy(suggestions: list[MemorySuggestion]) -> str:
-    """Return what to do, after what is wrong."""
+    """Return the remedy, which ends a sentence on lacking memory."""
     best = next((each for each in suggestions if each.suffices), suggestions[0] if suggestions else None)
     if best is None:
         return "use more or larger devices"
@@ -217,7 +217,7 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
         if size is None or changed.memories[rank].peak_bytes <= size:
             sentence = f"{plan.spec.name}: {' '.join(chosen.values())} chosen; else {need_text(plan)}" if chosen else ""
             return changed, sentence
-        # what suffices comes first, then what frees most: another call may then be the largest
+        # changes that suffice come first, then the one that frees most: another call may then be the largest
         best = next((each for each in memory_suggestions(changed, rank, written) if each.same_numbers), None)
         if best is None:
             break

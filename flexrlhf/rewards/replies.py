@@ -1,4 +1,4 @@
-"""Scores from what a function or a service returned. Worker processes load this.
+"""Scores from the reply of a function or a service. Worker processes load this.
 
 | returned                                    | score                                     |
 |---------------------------------------------|-------------------------------------------|

@@ -129,7 +129,7 @@ def _settings(item: FeasibleCandidate) -> list[str]:
 
 
 def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
-    """Yield lines on what is in host memory: optimizers, and models while others compute, with a node's bytes."""
+    """Yield lines on tensors in host memory: optimizers, and models while others compute, with a node's bytes."""
     moved = [each.model for each in item.plan.schedule.instructions if isinstance(each, Offload) and not each.rare]
     names = [name for name in dict.fromkeys(moved) if not name.is_rollout]
     on_host = optimizers_on_host(item.plan.spec)

@@ -1,6 +1,6 @@
 """Comparison of placements: by the published rules, an exact search, and the usual ones of published systems.
 
-What does not fit is listed with its reason. The one to use is planned and simulated like any other run.
+Placements that do not fit are listed with the reason. The one to use is planned and simulated like any other run.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def advise(
     seconds_limit:  work of all searches together, in seconds that it takes on an ordinary core: the same spec gets the
                     same advice on every machine. A refusal may take ``refusal.SECONDS`` more.
     margin:         share of the fastest placement's seconds by which another one may be slower and count as equally
-                    fast; None: what predictions of two placements must differ by to be distinguished.
+                    fast; None: the least difference of predictions that distinguishes two placements.
     pending:        as of ``make_plan``.
     obstacle:       as of ``make_plan``.
     explains:       whether to search for changes that would help if nothing fits.
@@ -280,7 +280,7 @@ def _with_checked_choice(advice: Advice) -> Advice:
 
 
 def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
-    """(label, space) of what is searched: with the lag that the YAML sets, else without and with one."""
+    """Yield (label, space) of each search: with the lag that the YAML sets, else without and with one."""
     schedule, is_set = base.spec.schedule, "lag" in base.fixed_schedule
     if not base.must_have_shadows:
         yield "without shadows", with_schedule(base, schedule.num_chunks, 0)

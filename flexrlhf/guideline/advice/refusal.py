@@ -78,7 +78,7 @@ def last_resort(base: Space, until: float = inf) -> Candidate | None:
 
 
 def last_spaces(base: Space) -> Iterator[tuple[str, Space]]:
-    """Yield (label, space) of what lag and strategy allow, in which plans may fill all memory."""
+    """Yield (label, space) as lag and strategy allow, in which plans may fill all memory."""
     schedule = base.spec.schedule
     if not base.must_have_shadows:
         plain = with_schedule(base, schedule.num_chunks, 0)
