@@ -19,6 +19,17 @@ from flexrlhf.text import bytes_text, counted, ranks_text
 NUM_MEASURED = 4
 NUM_SUGGESTIONS = 6
 SMALLEST_DEVICE_BYTES = min(device.usable_bytes for device in DEVICE_CLASSES.values())
+TensorBytes = Mapping[str, Mapping[str, int]]
+"""Bytes of a rank's tensors by placed model and kind."""
+WIDTH = 120
+NOT_PLANNED = {
+    "cpu": "Peaks of memory: planned are tensors alone; measured is what the whole process has grown by since before "
+    "its models were loaded: also code, tables and buffers of libraries, objects of Python, and freed memory that is "
+    "kept for the next use: tens of MB, whatever the size of the models.",
+    "cuda": "Peaks of memory: planned are tensors; measured is what torch has allocated on the device, without the "
+    "driver's context and what torch reserves.",
+}
+"""Differences that are to be expected, by device."""
 
 
 def planned_memory(plan: Plan) -> list[str]:
@@ -105,21 +116,6 @@ def _suggestions(plan: Plan) -> list[str]:
         for each in memory_suggestions(plan, rank)[:NUM_SUGGESTIONS]
     ]
     return [f"to free memory on rank {rank}:", *lines] if lines else []
-
-
-TensorBytes = Mapping[str, Mapping[str, int]]
-"""Bytes of a rank's tensors by placed model and kind."""
-
-
-WIDTH = 120
-NOT_PLANNED = {
-    "cpu": "Peaks of memory: planned are tensors alone; measured is what the whole process has grown by since before "
-    "its models were loaded: also code, tables and buffers of libraries, objects of Python, and freed memory that is "
-    "kept for the next use: tens of MB, whatever the size of the models.",
-    "cuda": "Peaks of memory: planned are tensors; measured is what torch has allocated on the device, without the "
-    "driver's context and what torch reserves.",
-}
-"""Differences that are to be expected, by device."""
 
 
 def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
