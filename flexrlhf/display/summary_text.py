@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -64,24 +63,12 @@ def _defined(start: str, definition: str, width: int) -> list[str]:
     return [start + first, *(" " * len(start) + line for line in others)]
 
 
-@dataclass(frozen=True)
-class SamplePair:
-    """Samples of the first and the last step with some. They are responses to one prompt if ``is_same``."""
+def sample_pairs(samples: Sequence[Sample]) -> tuple[list[tuple[Sample, Sample]], bool]:
+    """Return pairs of samples of the first and the last step, and whether each is of one prompt.
 
-    first: Sample
-    last: Sample
-
-    @property
-    def is_same(self) -> bool:
-        return bool(self.first["prompt"] == self.last["prompt"])
-
-
-def sample_pairs(samples: Sequence[Sample]) -> list[SamplePair]:
-    """Return pairs to compare: of evaluations if there are two, else of training; of one prompt if there are such.
-
-    Without two steps there is none.
+    Of evaluations if there are two, else of training; of one prompt if there are such. Without two steps there is none.
     """
-    found: list[SamplePair] = []
+    found: list[tuple[Sample, Sample]] = []
     for rows in ("evaluation", "training"):
         kind = [sample for sample in samples if sample["rows"] == rows]
         steps = [sample["step"] for sample in kind]
@@ -89,36 +76,29 @@ def sample_pairs(samples: Sequence[Sample]) -> list[SamplePair]:
             first = [sample for sample in kind if sample["step"] == min(steps)]
             last = [sample for sample in kind if sample["step"] == max(steps)]
             by_prompt = {sample["prompt"]: sample for sample in last}
-            same = [
-                SamplePair(sample, by_prompt[sample["prompt"]]) for sample in first if sample["prompt"] in by_prompt
-            ]
+            same = [(sample, by_prompt[sample["prompt"]]) for sample in first if sample["prompt"] in by_prompt]
             if same:
-                return same[:MOST_SAMPLES]
-            found = found or [SamplePair(one, other) for one, other in zip(first, last, strict=False)]
-    return found[:MOST_SAMPLES]
+                return same[:MOST_SAMPLES], True
+            found = found or list(zip(first, last, strict=False))
+    return found[:MOST_SAMPLES], False
 
 
 def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
     """Yield samples of the first and the last step next to each other, or of the only step."""
-    pairs = sample_pairs(samples)
+    pairs, are_same = sample_pairs(samples)
     if not pairs:
         shown = [sample for sample in samples if sample["rows"] == "evaluation"] or samples
         yield from (_sample_line(sample, width) for sample in shown if sample["step"] == shown[-1]["step"])
         return
     column = (width - 7) // 2
-    heads = [_titled(pairs[0].first), _titled(pairs[0].last)]
-    yield f"  samples{'' if pairs[0].is_same else ', of different prompts'}"
-    yield _side_by_side(heads, column)
+    yield f"  samples{'' if are_same else ', of different prompts'}"
+    yield _side_by_side([f"{sample['rows']}, step {sample['step']}" for sample in pairs[0]], column)
     for pair in pairs:
-        if pair.is_same:
-            yield from (f"  {line}" for line in _wrapped_prompt(pair.first, width - 2))
+        if are_same:
+            yield from (f"  {line}" for line in _wrapped_prompt(pair[0], width - 2))
         else:
-            yield from _columns([_wrapped_prompt(sample, column) for sample in (pair.first, pair.last)], column)
-        yield from _columns([_wrapped_response(sample, column) for sample in (pair.first, pair.last)], column)
-
-
-def _titled(sample: Sample) -> str:
-    return f"{sample['rows']}, step {sample['step']}"
+            yield from _columns([_wrapped_prompt(sample, column) for sample in pair], column)
+        yield from _columns([_wrapped_response(sample, column) for sample in pair], column)
 
 
 def _columns(texts: Sequence[Sequence[str]], column: int) -> Iterator[str]:

@@ -148,7 +148,11 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
     for plan in plans:
         check_device(plan.placement, plan.shapes, device)
     if hosts.is_first or not is_rank:
-        _check_inputs(plans, is_quickstart)
+        if is_quickstart:
+            from flexrlhf.data.quickstart import prepare_corpus
+
+            prepare_corpus()
+        check_runs(plans)
     if hosts.is_first:
         check_free_space(runs)
         for plan in plans:
@@ -171,14 +175,6 @@ def _device_in_ray(plan: Plan) -> str:
 
     require_ray()
     return ray_device(plan.spec.cluster.device, plan.placement.num_ranks)
-
-
-def _check_inputs(plans: Sequence[Plan], is_quickstart: bool) -> None:
-    from flexrlhf.data.quickstart import prepare_corpus
-
-    if is_quickstart:
-        prepare_corpus()
-    check_runs(plans)
 
 
 def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:

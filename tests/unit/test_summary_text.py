@@ -51,8 +51,8 @@ def test_evaluations_are_compared_by_prompt() -> None:
         *(sample("training", step, f"prompt {step}", "x") for step in (0, 1)),
         *(sample("evaluation", step, f"{row}?", f"{step} to {row}", score=row) for step in (1, 3) for row in range(5)),
     ]
-    pairs = sample_pairs(samples)
-    assert [(pair.first["response"], pair.last["response"]) for pair in pairs] == [
+    pairs, are_same = sample_pairs(samples)
+    assert are_same and [(first["response"], last["response"]) for first, last in pairs] == [
         ("1 to 0", "3 to 0"),
         ("1 to 1", "3 to 1"),
         ("1 to 2", "3 to 2"),
@@ -69,12 +69,12 @@ def test_evaluations_are_compared_by_prompt() -> None:
 def test_the_same_prompt_of_training_is_better_than_others_of_evaluations() -> None:
     training = [sample("training", step, "same", str(step)) for step in (0, 9)]
     evaluation = [sample("evaluation", step, f"prompt {step}", str(step)) for step in (4, 9)]
-    (pair,) = sample_pairs([*evaluation, *training])
-    assert pair.is_same and pair.first["rows"] == "training"
-    (other,) = sample_pairs(evaluation)
-    assert not other.is_same
+    ((first, _),), are_same = sample_pairs([*evaluation, *training])
+    assert are_same and first["rows"] == "training"
+    (_,), are_same = sample_pairs(evaluation)
+    assert not are_same
     assert summary(*evaluation)[0] == "  samples, of different prompts"
-    assert not sample_pairs(training[:1])
+    assert sample_pairs(training[:1]) == ([], False)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
