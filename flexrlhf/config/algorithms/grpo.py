@@ -35,7 +35,7 @@ class DynamicSamplingSpec(StrictModel):
 class GroupSpec(PolicySpec):
     """Settings of algorithms that compare the responses to one prompt, without a critic."""
 
-    COMPARES_GROUPS = True
+    KL_IN_ADVANTAGES = True
 
     samples_per_prompt: int = Field(8, ge=1, description="responses to each prompt: the size of a group")
     baseline: Literal["mean", "others"] = Field(

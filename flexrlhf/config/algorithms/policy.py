@@ -56,8 +56,8 @@ class PolicySpec(SampledSpec):
     freeze_actor_steps: int = Field(0, ge=0, description="steps at the start in which the actor is not trained")
     ptx: PtxSpec | None = Field(None, description="null: no pretraining loss")
 
-    COMPARES_GROUPS: ClassVar[bool] = False
-    """Whether the responses to one prompt are compared with each other."""
+    KL_IN_ADVANTAGES: ClassVar[bool] = False
+    """Whether ``kl.place: advantages`` is supported: scores are compared within a group."""
     HAS_CRITIC: ClassVar[bool] = False
     """Whether a critic estimates values."""
 
@@ -82,7 +82,7 @@ class PolicySpec(SampledSpec):
 
     @model_validator(mode="after")
     def _penalty_has_a_place(self) -> Self:
-        if self.kl is not None and self.kl.place == "advantages" and not self.COMPARES_GROUPS:
+        if self.kl is not None and self.kl.place == "advantages" and not self.KL_IN_ADVANTAGES:
             raise ValueError(
                 "kl.place advantages goes with scores that are compared within a group (grpo, rloo, gspo); use reward"
             )
