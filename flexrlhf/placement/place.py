@@ -208,7 +208,7 @@ def with_placed_dtypes(spec: Spec, placement: Placement) -> Spec:
             changed[role] = model.model_copy(
                 update={"dtype": found[0], "shadow": ShadowSpec(**raw | {"dtype": found[1]})}
             )
-    return spec.model_copy(update={"models": spec.models.model_copy(update=changed)}) if changed else spec
+    return spec.with_models(changed) if changed else spec
 
 
 _PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"

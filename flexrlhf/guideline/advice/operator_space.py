@@ -146,7 +146,7 @@ class OperatorSpace(Space):
         if (engine, zero) not in self._variants:
             changes = {} if zero is None else {"zero": zero}
             models = {role: _on_engine(self.spec.models.of(role), engine, changes) for role in self.roles.all}
-            spec = self.spec.model_copy(update={"models": self.spec.models.model_copy(update=models)})
+            spec = self.spec.with_models(models)
             self._variants[engine, zero] = replace(self.enumerator, spec=spec, _options={}, _cache={})
         return self._variants[engine, zero]
 
@@ -239,7 +239,7 @@ def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | Non
     plain = spec.model_copy(update={"placement": None, "schedule": schedule})
     base = make_space(plain, costs, lengths, obstacle="operators are placed", of_operators=True)
     models = {role: _with_shared_settings(base.spec.models.of(role)) for role in base.roles.all}
-    whole = base.spec.model_copy(update={"models": base.spec.models.model_copy(update=models)})
+    whole = base.spec.with_models(models)
     enumerator = replace(base.enumerator, spec=whole, _options={}, _cache={})
     kept = {each.name: getattr(base, each.name) for each in fields(base)}
     return OperatorSpace(**{**kept, "spec": whole, "enumerator": enumerator})

@@ -351,7 +351,7 @@ def _with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
         is_open = not {"zero", "dtype"} & own.model_fields_set
         if model is not None and facts_of(model.engine).least_16_bit_zero and is_open:
             changed[role] = model.model_copy(update={"dtype": "bfloat16"})
-    return spec.model_copy(update={"models": spec.models.model_copy(update=changed)})
+    return spec.with_models(changed)
 
 
 def _check_settings(spec: Spec, role: str, roles: Roles) -> None:
