@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from itertools import groupby
@@ -22,8 +23,9 @@ from flexrlhf.cli.options import (
     complete_config,
 )
 from flexrlhf.cli.planning import check_memory, plan_runs
+from flexrlhf.config.job_secret import VARIABLE
 from flexrlhf.config.user_paths import check_output
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.plan import Plan
 
@@ -87,10 +89,11 @@ def slurm_script(plan: Plan, command: str, directives: Sequence[str] = (), secon
     groups = node_groups(plan.cluster)
     lines = ["#!/bin/bash", f"#SBATCH --job-name={plan.spec.name}"]
     lines += [f"#SBATCH --{line}" for line in (f"signal=USR1@{seconds}", "requeue", "open-mode=append")]
+    directives = [_directive(each) for each in directives]
     per_node = "cpus-per-task" if plan.spec.cluster.device == "cpu" else "gpus-per-node"
     for index, (count, devices, device_class) in enumerate(groups):
         lines += ["#SBATCH hetjob"] * (index > 0)
-        lines += [f"# {count} x {devices} {device_class}", f"#SBATCH --nodes={count}"]
+        lines += [f"# {count} x {devices} {one_line(device_class)}", f"#SBATCH --nodes={count}"]
         # a task starts all ranks of its node
         lines += ["#SBATCH --ntasks-per-node=1", f"#SBATCH --{per_node}={devices}"]
         lines += [f"#SBATCH --{directive}" for directive in directives]
@@ -99,6 +102,8 @@ def slurm_script(plan: Plan, command: str, directives: Sequence[str] = (), secon
         "\n".join(lines)
         + f"""
 
+# for all tasks: machines that do not mount each other's runs copy files with it
+export {VARIABLE}="${{{VARIABLE}:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}"
 srun{parts} {command}
 code=$?
 if [ $code -eq {STOPPED} ]; then
@@ -108,6 +113,14 @@ fi
 exit $code
 """
     )
+
+
+def _directive(text: str) -> str:
+    """Return an option of sbatch as a line of the script may have it. Raises UserError unless it is one."""
+    name, equals, value = text.partition("=")
+    if not text.isprintable() or re.fullmatch(r"[A-Za-z][\w-]*", name) is None:
+        raise UserError(f"--directive {shown(text)}: expected one option of sbatch, KEY=VALUE, such as time=24:00:00")
+    return f"{name}{equals}{shlex.quote(value) if value else ''}"
 
 
 def node_groups(cluster: Cluster) -> list[tuple[int, int, str]]:

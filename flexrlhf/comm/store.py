@@ -80,6 +80,16 @@ def address_of(interface: str) -> str | None:
     return socket.inet_ntoa(found[20:24])
 
 
+def own_address(name: str) -> str:
+    """Return the address where gloo listens: of the interface in its variable, else of ``name``, of this machine."""
+    interface = os.environ.get(INTERFACES[0], "").partition(",")[0]
+    found = address_of(interface) if interface else None
+    try:
+        return found or socket.gethostbyname(name)
+    except socket.gaierror:
+        return "127.0.0.1"
+
+
 NOTICE_SECONDS = 5.0
 """Time of waiting after which a line names who is awaited, and between two such lines."""
 _ATTEMPT_SECONDS = 2.0

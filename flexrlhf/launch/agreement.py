@@ -13,8 +13,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from flexrlhf.comm.store import Notice, await_keys
+from flexrlhf.config.job_secret import MAKE, job_secret, signed, verified
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch.shared_directories import DirectoryFacts, probed_directories
+from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, probed_directories
 from flexrlhf.launch.terms import JOB_TERMS, Sides, Terms, compare_machine
 from flexrlhf.plan.plan import Plan
 
@@ -81,8 +82,8 @@ def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Term
     others = range(1, member.members)
     with probed_directories(plans, makes_probes=True) as directories:
         store.set("host", member.host)
-        store.set("directories", _DIRECTORIES.dump_json(tuple(directories)).decode())
-        store.set("terms", JOB_TERMS.dump_json(terms).decode())
+        store.set("directories", signed("directories", _DIRECTORIES.dump_json(tuple(directories)).decode()))
+        store.set("terms", signed("terms", JOB_TERMS.dump_json(terms).decode()))
         notice = Notice(f"{member.name} compares settings, versions and files")
         await_keys(store, {f"verdict/{each}": f"{member.noun} {each}" for each in others}, seconds, notice)
     unwritable = [f"runs: {each.place} cannot be written ({each.problem})" for each in directories if each.problem]
@@ -112,9 +113,13 @@ def _compare(
         terms, first = make_terms(), {"terms": member.first}
         await_keys(store, first, seconds, Notice(f"{member.name} waits for the terms of {member.first}"))
         sides = Sides(f"{member.first} (host {store.get('host').decode()})", member.name)
-        directories = _DIRECTORIES.validate_json(store.get("directories"))
-        sharing = compare_machine(JOB_TERMS.validate_json(store.get("terms")), terms, sides, directories, member.number)
+        sharing = _compare_with_first(store, terms, sides, member.number)
         own, shares = sharing.problem, sharing.shares
+        if not own and not shares and not job_secret():
+            own = (
+                f"runs: {plans[0].spec.runs} on {sides.other} is not that of {sides.first}; set runs: to a directory "
+                f"that all machines mount, or the same secret on all, by which they copy files: {MAKE}"
+            )
         if not own and not shares:
             with probed_directories(plans, makes_probes=True) as mine:
                 unwritable = [each for each in mine if each.problem]
@@ -127,3 +132,13 @@ def _compare(
     sentence = own or store.get("result").decode()
     store.set(f"read/{member.number}", "")
     return sentence, shares
+
+
+def _compare_with_first(store: dist.Store, terms: Terms, sides: Sides, number: int) -> Sharing:
+    """Compare the terms and directories of this member with number 0's, if both have the same secret."""
+    try:
+        directories = _DIRECTORIES.validate_json(verified("directories", store.get("directories").decode()))
+        first = JOB_TERMS.validate_json(verified("terms", store.get("terms").decode()))
+    except UserError as error:
+        return Sharing(False, f"{sides.other}: {error}")
+    return compare_machine(first, terms, sides, directories, number)

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
+from flexrlhf.config.job_secret import signed, verified
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.terms import Terms
@@ -100,7 +101,7 @@ class NodeRendezvous(RendezvousHandler):
         hosts, store = self._hosts, agreement_store(self._opened())
         self._take_number(store)
         if hosts.is_first_node:
-            store.set(OFFER, JOB_OFFER.dump_json(offer).decode())
+            store.set(OFFER, signed(OFFER, JOB_OFFER.dump_json(offer).decode()))
         member = Member(hosts.node_rank, hosts.nnodes, socket.gethostname())
         return agree(store, member, plans, make_terms, self._join_seconds)
 
@@ -193,11 +194,14 @@ class OpenJob:
 
 
 def find_job(endpoint: Endpoint, seconds: float) -> OpenJob:
-    """Return the job whose store is served at ``endpoint``, once it is. Raises RunStopped if none comes in time."""
+    """Return the job whose store is served at ``endpoint``, once it is.
+
+    Raises RunStopped if none comes in time, UserError if it has another secret.
+    """
     notice = Notice(f"this machine waits for a job at {endpoint}")
     store = agreement_store(connect_store(endpoint, seconds, notice))
     await_keys(store, {OFFER: "node 0"}, seconds, notice)
-    return OpenJob(JOB_OFFER.validate_json(store.get(OFFER)), store)
+    return OpenJob(JOB_OFFER.validate_json(verified(OFFER, store.get(OFFER).decode())), store)
 
 
 def agreement_store(store: dist.Store) -> dist.Store:

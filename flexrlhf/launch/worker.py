@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.world import World, open_world
+from flexrlhf.config.job_secret import signed, verified
 from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
 from flexrlhf.display.plain_lines import print_plainly
 from flexrlhf.errors import RunStopped, UserError
@@ -122,10 +123,10 @@ def _agreed(job: Job, world: World) -> Iterator[bool]:
 def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:
     """Return rank 0's orders: a machine with directories of its own has not found the checkpoints."""
     if world.rank == 0:
-        world.store.set("orders", ORDERS.dump_json(orders).decode())
+        world.store.set("orders", signed("orders", ORDERS.dump_json(orders).decode()))
         return orders
     world.wait_for(world.store, {"orders": "rank 0"}, "the orders of rank 0", seconds)
-    return ORDERS.validate_json(world.store.get("orders"))
+    return ORDERS.validate_json(verified("orders", world.store.get("orders").decode()))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ them for its launcher, after each part, so that a failure loses no earlier fact.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexrlhf.comm.store import address_of
+from flexrlhf.comm.store import own_address
 from flexrlhf.comm.world import World, local_device, open_world
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -239,7 +238,7 @@ def unreachable(world: World, store: dist.Store, host: HostFacts, hosts: Sequenc
 
     Called by the first rank of every machine at the same time; none stops to listen before all have tried.
     """
-    address = _own_address(host.host)
+    address = own_address(host.host)
     with socket.create_server((address, 0), backlog=1024) as listener:
         store.set(f"listens/{host.node}", json.dumps([address, listener.getsockname()[1]]))
         others = [other for other in hosts if other.node != host.node]
@@ -256,16 +255,6 @@ def unreachable(world: World, store: dist.Store, host: HostFacts, hosts: Sequenc
         for other, target, problem in zip(others, targets, problems, strict=True)
         if problem
     )
-
-
-def _own_address(name: str) -> str:
-    """Return the IPv4 address where gloo listens: of the interface in its variable, else of the host's name."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    found = address_of(interface) if interface else None
-    try:
-        return found or socket.gethostbyname(name)
-    except socket.gaierror:
-        return "127.0.0.1"
 
 
 def _problem(target: tuple[str, int]) -> str:

@@ -7,24 +7,29 @@ copied there, and files that it reads of an earlier step or run are copied from 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
+from flexrlhf.comm.store import own_address
 from flexrlhf.comm.world import World
+from flexrlhf.config.job_secret import MAKE, VARIABLE, derived_token, job_secret, signed, verified
 from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.file_server import ServedRuns, serve_files
 from flexrlhf.runs.fingerprints import written_inputs
 from flexrlhf.runs.manifest import FOLDER
-from flexrlhf.runs.remote_files import RemoteFiles, serve_files
+from flexrlhf.runs.remote_files import RemoteFiles
 from flexrlhf.runs.resume import RunOrder
 
 RECEIVED = "received"
 """Folder of a run, on a machine with a directory of its own, for the checkpoint that it goes on from."""
+SPARE_CONNECTIONS = 16
+"""Connections that one address may have in addition to one for each rank."""
 _SERVER = "files/server"
 
 
@@ -95,18 +100,37 @@ class RunFiles:
 
 @contextmanager
 def open_run_files(world: World, orders: Sequence[RunOrder], shares: bool, seconds: float) -> Iterator[RunFiles]:
-    """Yield the files of the runs of a job; all ranks call this. ``shares``: whether this machine mounts rank 0's."""
+    """Yield the files of the runs of a job; all ranks call this. ``shares``: whether this machine mounts rank 0's.
+
+    Raises UserError if files must be copied and the machines have no common secret.
+    """
     world.store.set(f"files/shares/{world.rank}", str(int(shares)))
-    roots = tuple(dict.fromkeys(path for order in orders for path in (order.spec.directory, *order.candidates)))
+    runs = _served_runs(orders)
     if world.rank != 0:
         world.wait_for(world.store, {_SERVER: "rank 0"}, "the files of the runs", seconds)
-        server = json.loads(world.store.get(_SERVER))
-        remote = None if shares else RemoteFiles(roots, os.environ["MASTER_ADDR"], seconds=seconds, **server)
+        server = json.loads(verified(_SERVER, world.store.get(_SERVER).decode()))
+        remote = None
+        if not shares:
+            token = derived_token(server["nonce"])
+            remote = RemoteFiles(runs.roots, server["host"], server["port"], token, seconds)
         yield RunFiles(world.rank == world.first_here and not shares, bool(server), remote)
         return
     keys = {f"files/shares/{rank}": f"rank {rank}" for rank in range(world.size)}
     world.wait_for(world.store, keys, "the files of the runs", seconds)
-    are_copied, token = not all(int(world.store.get(key)) for key in keys), token_hex()
-    with serve_files(roots, token) if are_copied else nullcontext(0) as port:
-        world.store.set(_SERVER, json.dumps({"port": port, "token": token} if are_copied else {}))
-        yield RunFiles(True, are_copied)
+    if all(int(world.store.get(key)) for key in keys):
+        world.store.set(_SERVER, signed(_SERVER, "{}"))
+        yield RunFiles(True)
+        return
+    if not job_secret():
+        raise UserError(f"{VARIABLE}: missing; machines that do not mount the runs of rank 0 send it files; {MAKE}")
+    host, nonce = own_address(world.host), token_hex()
+    with serve_files(runs, derived_token(nonce), host, seconds, world.size + SPARE_CONNECTIONS) as port:
+        world.store.set(_SERVER, signed(_SERVER, json.dumps({"host": host, "port": port, "nonce": nonce})))
+        yield RunFiles(True, are_copied=True)
+
+
+def _served_runs(orders: Sequence[RunOrder]) -> ServedRuns:
+    """Return the directories of all runs of a job, in the same order on all ranks."""
+    written = {order.spec.directory: [name for name, _ in order.spec.models] for order in orders}
+    read = dict.fromkeys(path for order in orders for path in order.candidates if path not in written)
+    return ServedRuns(written, tuple(read))

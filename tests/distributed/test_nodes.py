@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -69,8 +70,11 @@ def test_two_nodes_give_the_results_of_one(assets: Assets, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("way", ["own launchers", pytest.param("torchrun", marks=pytest.mark.full)])
-def test_two_nodes_without_a_shared_directory(way: str, assets: Assets, tmp_path: Path) -> None:
+def test_two_nodes_without_a_shared_directory(
+    way: str, assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A later run reads a model of the first one, and the first one resumes from a checkpoint of node 0."""
+    monkeypatch.setenv("FLEXRLHF_TOKEN", token_hex())
     places = [tmp_path / "first", tmp_path / "second"]
     cluster = {"cluster": {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}}
     for place in places:
@@ -114,8 +118,11 @@ QUICK = ["--set", "steps=2", "--set", "quickstart-ppo:eval=null"]
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one directory", "own directories"])
-def test_node_0_decides_which_runs_of_the_quick_start_are_kept(is_shared: bool, tmp_path: Path) -> None:
+def test_node_0_decides_which_runs_of_the_quick_start_are_kept(
+    is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another machine has only copies of an earlier run's models."""
+    monkeypatch.setenv("FLEXRLHF_TOKEN", "" if is_shared else token_hex())
     places = [tmp_path / "first", tmp_path / ("first" if is_shared else "second")]
 
     def run(*arguments: str) -> str:

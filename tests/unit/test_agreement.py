@@ -107,6 +107,7 @@ def test_a_directory_that_is_another_one_is_not_shared(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_directories, "SEEN_SECONDS", 0.1)
+    monkeypatch.setenv("FLEXRLHF_TOKEN", "5" * 64)
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, True, True]
     monkeypatch.setattr(terms, "look_for_probes", lambda probes, rank: Sharing(False))
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, False, False]

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms import AnyAlgorithm
+from flexrlhf.config.job_secret import MAKE
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
@@ -199,6 +200,8 @@ def check(command: str) -> str:
             return check(shlex.join(arguments))
         case ["ray", "start", *arguments]:
             check_ray_start(arguments)
+        case ["export", *_]:
+            assert command.startswith(MAKE)
         case ["sbatch", script]:
             assert "#SBATCH" in Path(script).read_text()
         case ["make", target]:

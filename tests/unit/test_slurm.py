@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,42 @@ def test_a_script_has_the_nodes_of_the_plan(tmp_path: Path) -> None:
     assert "srun --het-group=0-1 flexrlhf run a.yaml --resume auto" in lines
     alike = slurm_script(plan_of(None, 2, "cluster.device=cpu"), "flexrlhf run a.yaml").splitlines()
     assert "#SBATCH --cpus-per-task=2" in alike and "srun flexrlhf run a.yaml" in alike and "hetjob" not in str(alike)
+
+
+@pytest.mark.parametrize(
+    "directive", ["time=1\n#SBATCH --wrap=evil", "", "--time=1", "comment=a\x1b[2J", "time=1\r--wrap=x", "a b=1"]
+)
+def test_a_directive_is_one_option(directive: str) -> None:
+    plan = plan_of(None, 2, "cluster.device=cpu")
+    with pytest.raises(UserError, match="^--directive '.*': expected one option of sbatch, KEY=VALUE, such as"):
+        slurm_script(plan, "flexrlhf run a.yaml", [directive])
+
+
+def test_values_of_directives_stay_inside_their_option() -> None:
+    plan = plan_of(None, 2, "cluster.device=cpu")
+    lines = slurm_script(plan, "flexrlhf run a.yaml", ["comment=a --wrap=b", "exclusive", "gres=gpu:2"]).splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH --") and line[10:11] in "ceg"] == [
+        "#SBATCH --cpus-per-task=2",
+        "#SBATCH --comment='a --wrap=b'",
+        "#SBATCH --exclusive",
+        "#SBATCH --gres=gpu:2",
+    ]
+
+
+def test_names_of_a_config_end_no_line_of_a_script() -> None:
+    label = '[{devices: 2, class: "a\\n#SBATCH --wrap=evil", memory_gb: 8}]'
+    plan = plan_of(None, 2, "cluster.device=cpu", f"cluster.nodes={label}")
+    lines = slurm_script(plan, "flexrlhf run a.yaml").splitlines()
+    assert not [line for line in lines if line.startswith("#SBATCH --wrap")] and any("evil" in line for line in lines)
+
+
+def test_all_tasks_of_a_script_have_one_secret(tmp_path: Path) -> None:
+    """The shell of the batch script makes it; srun passes it on."""
+    script = slurm_script(plan_of(None, 2, "cluster.device=cpu"), "env").replace("srun env", "env; exit 0")
+    found = []
+    for given in ({}, {}, {"FLEXRLHF_TOKEN": "mine"}):
+        done = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin", **given}
+        )
+        found += [line for line in done.stdout.splitlines() if line.startswith("FLEXRLHF_TOKEN=")]
+    assert [len(each) for each in found] == [79, 79, 19] and found[0] != found[1]

@@ -1,0 +1,59 @@
+"""Secret of the machines of a job, which no port and no store ever has: the variable FLEXRLHF_TOKEN on each of them.
+
+The job's store has no authentication, so texts in it that decide which code runs or where files go carry a tag that
+only a machine with the secret can make. ``flexrlhf slurm`` sets the variable for all tasks of a job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+
+from flexrlhf.errors import UserError
+
+VARIABLE = "FLEXRLHF_TOKEN"
+LEAST_LENGTH = 32
+"""Characters of a secret; a shorter one could be guessed from a tag."""
+MAKE = f"export {VARIABLE}=$(openssl rand -hex 32)"
+"""Command that sets a secret."""
+
+
+def job_secret() -> str:
+    """Return the secret of this machine; empty without one. Raises UserError for one that could be guessed."""
+    secret = os.environ.get(VARIABLE, "")
+    if secret and len(secret) < LEAST_LENGTH:
+        raise UserError(f"{VARIABLE}: {len(secret)} characters, needs {LEAST_LENGTH}; {MAKE}")
+    return secret
+
+
+def signed(key: str, text: str) -> str:
+    """Return ``text`` with its tag as the value of ``key``; the tag is empty without a secret."""
+    return f"{_tag(key, text)}\n{text}"
+
+
+def verified(key: str, value: str) -> str:
+    """Return the text of ``key`` that another machine has signed.
+
+    Raises UserError unless both have the same secret, or none.
+    """
+    tag, _, text = value.partition("\n")
+    if hmac.compare_digest(tag.encode(), _tag(key, text).encode()):
+        return text
+    if not job_secret():
+        problem = "this machine has none, the first machine of the job has one"
+    elif not tag:
+        problem = "this machine has one, the first machine of the job has none"
+    else:
+        problem = "this machine's is not that of the first machine of the job"
+    raise UserError(f"{VARIABLE}: {problem}; set the same secret on all machines")
+
+
+def derived_token(nonce: str) -> str:
+    """Return the token of one job, which follows from the secret and a nonce."""
+    return _tag("token", nonce)
+
+
+def _tag(key: str, text: str) -> str:
+    secret = job_secret()
+    return hmac.new(secret.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest() if secret else ""

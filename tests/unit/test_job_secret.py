@@ -1,0 +1,87 @@
+"""Secret of a job: what decides which code runs, or where files go, is taken from no one without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from small_runs import plan_of
+
+from flexrlhf.comm.store import Endpoint, serve_store
+from flexrlhf.config.job_secret import derived_token, job_secret, signed, verified
+from flexrlhf.errors import UserError
+from flexrlhf.launch.agreement import Member, agree
+from flexrlhf.launch.rendezvous import JOB_OFFER, OFFER, JobOffer, agreement_store, endpoint_at, find_job
+from flexrlhf.launch.terms import JOB_TERMS, Terms
+from flexrlhf.runs.resume import RunOrder
+
+SECRET, OTHER = "5" * 64, "6" * 64
+TERMS = Terms(2, 0, (), {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("first", "own", "problem"),
+    [
+        (SECRET, SECRET, None),
+        ("", "", None),
+        (SECRET, "", "this machine has none, the first machine of the job has one"),
+        ("", SECRET, "this machine has one, the first machine of the job has none"),
+        (OTHER, SECRET, "this machine's is not that of the first machine of the job"),
+    ],
+    ids=["the same", "none", "missing here", "missing there", "another"],
+)
+def test_a_text_is_verified_by_the_secret(
+    first: str, own: str, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXRLHF_TOKEN", first)
+    value = signed("offer", "line\nline")
+    monkeypatch.setenv("FLEXRLHF_TOKEN", own)
+    if problem is None:
+        assert verified("offer", value) == "line\nline"
+    else:
+        with pytest.raises(UserError, match=f"^FLEXRLHF_TOKEN: {problem}; set the same secret on all machines$"):
+            verified("offer", value)
+
+
+def test_a_tag_belongs_to_its_key_and_contains_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
+    with pytest.raises(UserError):
+        verified("terms", signed("offer", "text"))
+    assert SECRET not in signed("offer", "text") + derived_token("nonce")
+    assert derived_token("nonce") != derived_token("other")
+
+
+def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXRLHF_TOKEN", "hunter2")
+    with pytest.raises(UserError, match="^FLEXRLHF_TOKEN: 7 characters, needs 32; export FLEXRLHF_TOKEN=") as caught:
+        job_secret()
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_stranger_offers_no_job_and_no_terms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's store has no authentication: a stranger writes there as node 0 does, but without the secret."""
+    plan = plan_of(None, 2, f"runs={tmp_path / 'runs'}")
+    offer = JOB_OFFER.dump_json(JobOffer((RunOrder(plan.spec),), 2, 0)).decode()
+    store = serve_store(Endpoint("test", "127.0.0.1", 0), False, 10)
+    agreement = agreement_store(store)
+    stranger = {OFFER: offer, "host": "a", "directories": "[]", "terms": JOB_TERMS.dump_json(TERMS).decode()}
+    for key, text in stranger.items():
+        agreement.set(key, signed(key, text))
+    assert find_job(endpoint_at(f"127.0.0.1:{store.port}"), 10).offer.nnodes == 2
+    monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
+    with pytest.raises(UserError, match="the first machine of the job has none"):
+        find_job(endpoint_at(f"127.0.0.1:{store.port}"), 10)
+    with pytest.raises(UserError, match=r"^node 1 \(host b\): FLEXRLHF_TOKEN: this machine has one, the first"):
+        agree(agreement, Member(1, 2, "b"), [plan], lambda: TERMS, 10)
+
+
+def test_machines_without_a_common_directory_need_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(None, 2, f"runs={tmp_path / 'runs'}")
+    store = dist.HashStore()
+    monkeypatch.setattr("flexrlhf.launch.shared_directories.SEEN_SECONDS", 0.1)
+    directories = '[{"path": "runs", "place": "/runs", "problem": "", "probe": ".preflight-0"}]'
+    for key, text in {"host": "a", "directories": directories, "terms": JOB_TERMS.dump_json(TERMS).decode()}.items():
+        store.set(key, text if key == "host" else signed(key, text))
+    with pytest.raises(UserError, match=r"runs: .* on node 1 \(host b\) is not that of .* export FLEXRLHF_TOKEN="):
+        agree(store, Member(1, 2, "b"), [plan], lambda: TERMS, 10)
