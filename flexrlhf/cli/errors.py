@@ -13,6 +13,7 @@ from typing import Any, ParamSpec
 import typer
 from typer.core import TyperGroup
 
+from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.user_paths import in_home
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, one_line
 
@@ -110,5 +111,5 @@ def _check_current_directory() -> None:
 
 
 def print_error(sentence: str) -> None:
-    """Print a sentence on stderr, behind the program's name, in one line whatever a user's texts contain."""
-    typer.echo(f"flexrlhf: {one_line(sentence)}", err=True)
+    """Print a sentence on stderr, behind the program's name, in one line and without secrets that a user has typed."""
+    typer.echo(f"flexrlhf: {one_line(without_secrets(sentence))}", err=True)

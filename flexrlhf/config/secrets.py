@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from flexrlhf.errors import UserError
 
@@ -18,7 +18,19 @@ _SECRET_NAME = re.compile(
     r"auth|cookie|token|secret|passw|credential|signature|(api|access|private)[-_]?key", re.IGNORECASE
 )
 _SECRET_VALUE = re.compile(r"\s*(bearer|basic|token)\s", re.IGNORECASE)
-_USER = re.compile(r"(\w+://)[^/@\s'\"]+@")
+_NAMED = rf"[\w.+-]*:?(?:{_REFERENCE.pattern.replace('(', '(?:')})+@"
+"""User of an address whose password is an environment variable."""
+_IN_TEXT = (
+    # user and password of an address, with few slashes or none before them, and with blanks and slashes in them
+    (re.compile(rf"(\w+:/++)(?!{_NAMED})(?:\S*|[^\s/@:}}'\"]*:(?:(?!://)[^\n@])*)@"), r"\1***@"),
+    (re.compile(rf"(?<!\w)(?!{_NAMED})[\w.+-]+:(?!/)[^\s@:]+@(?=[\w\[])"), "***@"),
+    # keys in the query of an address
+    (re.compile(rf"([?&][\w-]*(?:{_SECRET_NAME.pattern})[\w-]*=)[^&\s'\"]+", re.IGNORECASE), r"\1***"),
+    # headers as an option or a mapping of one line has them
+    (re.compile(r"(\bheaders?['\"]?\s*[:=]\s*)(?:\{[^}\n]*\}?|'[^'\n]*'?|\"[^\"\n]*\"?)"), r"\1***"),
+    (re.compile(r"(\bheaders\.[\w-]+=)[^\n]*?(?=: |$)"), r"\1***"),
+)
+"""Places of secrets in a text, and what is shown in their stead."""
 
 
 def check_header(name: str, value: str) -> None:
@@ -35,11 +47,12 @@ def check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
     except ValueError:
-        return  # rewards/checks.py has the message
+        # rewards/checks.py has the message
+        parts = SplitResult("", url.partition("://")[2], "", "", "")
     user = parts.netloc.rpartition("@")[0]
     keys = [value for key, value in parse_qsl(parts.query) if _SECRET_NAME.search(key)]
     for secret in [user.partition(":")[2] or user, *keys]:
-        if secret and not _REFERENCE.search(secret):
+        if secret and not re.fullmatch(f"(?:{_REFERENCE.pattern})+", secret):
             raise ValueError(
                 "url: a password or key in an address would be written to config.yaml; put it into an environment "
                 "variable and give its name, such as http://user:${REWARD_PASSWORD}@host/score"
@@ -69,9 +82,11 @@ def masked(text: str, templates: Iterable[str]) -> str:
 
 
 def without_secrets(setting: Any) -> Any:
-    """Return a setting as messages may show it: without users and passwords of addresses and values of headers."""
+    """Return a setting as messages may show it: without users and keys of addresses, and without values of headers."""
     if isinstance(setting, str):
-        return _USER.sub(r"\1***@", setting)
+        for place, stead in _IN_TEXT:
+            setting = place.sub(stead, setting)
+        return setting
     if isinstance(setting, list | tuple):
         return [without_secrets(each) for each in setting]
     if isinstance(setting, dict):

@@ -240,7 +240,7 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where}.name: unknown {section} {shown(name)}{nearest(str(name), names)}; known: {', '.join(names)}"
     if kind == "union_tag_not_found":
         return f"{where}.name: missing; known: {', '.join(_named(where)[1])}"
-    shows_value = kind not in {"value_error", "missing"}
+    shows_value = kind not in {"value_error", "missing"} and "headers" not in problem["loc"]
     message = _plain(problem) + (f", found {shown(without_secrets(problem['input']))}" if shows_value else "")
     return f"{where}: {message}" if where else message
 

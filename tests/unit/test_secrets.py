@@ -10,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import yaml
 from reward_server import RewardServer
 from small_runs import PPO
+from typer.testing import CliRunner
 
+from flexrlhf.cli.app import app
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import dump_spec, parse_spec
@@ -65,6 +68,39 @@ OTHERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("source", OTHERS, ids=str)
 def test_other_mistakes_show_no_secret_either(source: dict[str, Any]) -> None:
     assert refusal(**source)
+
+
+REFUSED = [
+    "reward={url: 'ftp://user:s3cr@a'}",
+    "reward={url: 'http:/user:s3cr@a'}",
+    "reward={url: 'http//user:s3cr@a'}",
+    "reward={url: 'user:s3cr@a/score'}",
+    "reward={url: 'ftp://user:s3/cr@a'}",
+    "reward={url: 'ftp://user:s3 cr@a'}",
+    "reward={url: 'http://user:s3cr@[::1'}",
+    "reward={url: 'ftp://a?api_key=s3cr'}",
+    "reward={url: 'http://user:${NAME}s3cr@a'}",
+    "reward={url: 'http://user:s3cr@a'",
+    "rewards={url: 'http://user:s3cr@a'}",
+    "reward={url: http://a, headers: {Authorization: s3cr}",
+    "reward={url: http://a, header: {Authorization: s3cr}}",
+    "reward={url: http://a, headers: 's3cr'}",
+    "rewards.headers.Authorization=Bearer s3cr",
+    "models.actor.path=https://user:s3cr@hub/x",
+]
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_a_refusal_shows_no_secret_of_an_option(option: str, tmp_path: Path) -> None:
+    """The refused value and the option around it, whatever is wrong with either."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(PPO))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--set", option])
+    assert result.exit_code == 2 and "s3" not in result.output.replace(str(tmp_path), ""), result.output
+
+
+def test_the_form_that_works_is_shown() -> None:
+    sentence = "found http://b:80, use http://user:${REWARD_PASSWORD}@host/score or mail@host; a:b"
+    assert without_secrets(sentence) == sentence
 
 
 def test_a_message_shows_a_setting_without_its_secrets() -> None:
