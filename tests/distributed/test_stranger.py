@@ -1,4 +1,4 @@
-"""A stranger on the network of a job, without its secret: what it reads, writes and reaches (docs/machines.md)."""
+"""A stranger on the network of a job, without its secret: reads, writes and connections (docs/machines.md)."""
 
 from __future__ import annotations
 
