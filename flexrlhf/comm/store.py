@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 
 import torch.distributed as dist
 
 from flexrlhf.comm.deadlines import listed
 from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.placement.hosts import endpoint_text
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which gloo and NCCL take an interface; the user's own settings stay."""
@@ -65,9 +67,18 @@ def route_to(address: str) -> str | None:
 
 
 def interface_to(address: str) -> str | None:
-    """Return the interface whose IPv4 address packets to ``address`` leave from; None if there is none."""
-    own = None if ":" in address else route_to(address)
+    """Return the interface whose address packets to ``address`` leave from; None if there is none."""
+    own = route_to(address)
+    if own is not None and ":" in own:
+        return _ipv6_interfaces().get(ip_address(own.partition("%")[0]).exploded.replace(":", ""))
     return next((name for _, name in socket.if_nameindex() if own is not None and address_of(name) == own), None)
+
+
+def _ipv6_interfaces() -> dict[str, str]:
+    """Return the interface of each IPv6 address of this machine, by its 32 hexadecimal digits."""
+    table = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    return {row[0]: row[5] for row in rows}
 
 
 def address_of(interface: str) -> str | None:
@@ -110,7 +121,7 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return endpoint_text(self.host, self.port)
 
     @property
     def address(self) -> str:

@@ -253,7 +253,7 @@ def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store
     """Return the job's store, once every rank has joined it; says every few seconds who is awaited."""
     # one rank of each machine prints
     prints = local_rank() == 0
-    endpoint = Endpoint("MASTER_ADDR and MASTER_PORT", os.environ["MASTER_ADDR"], _number("MASTER_PORT"))
+    endpoint = Endpoint("MASTER_ADDR and MASTER_PORT", os.environ["MASTER_ADDR"].strip("[]"), _number("MASTER_PORT"))
     is_server = _serves_store(rank)
     store = (
         serve_store(endpoint, True, timeout_seconds)

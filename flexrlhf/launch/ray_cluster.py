@@ -18,6 +18,7 @@ from flexrlhf.comm.store import Notice
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.start import signal_handlers_restored
 from flexrlhf.placement.cluster import ANY_CLASS, Cluster
+from flexrlhf.placement.hosts import split_endpoint
 
 CONNECT_SECONDS = 10.0
 WAIT_SECONDS = 900.0
@@ -65,13 +66,14 @@ def connected() -> Iterator[None]:
 
 def check_address(address: str) -> None:
     """Raise UserError if nothing listens at ``HOST:PORT``, for which Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
+    endpoint = split_endpoint(address)
+    if endpoint is None:
         return
     try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise UserError(f"RAY_ADDRESS {address}: no Ray cluster responds ({error.strerror or error})") from None
+        socket.create_connection(endpoint, CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"RAY_ADDRESS {address}: no Ray cluster responds ({reason})") from None
 
 
 def ray_device(setting: str, num_ranks: int) -> str:

@@ -27,6 +27,7 @@ from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import HANDLED, SAVING, STOPPED
 from flexrlhf.launch.terms import JOB_TERMS, Terms
+from flexrlhf.placement.hosts import endpoint_text
 from flexrlhf.runs.resume import ORDERS
 from flexrlhf.text import ranks_text
 
@@ -209,7 +210,7 @@ def reason(error: BaseException) -> str:
 def _run_nodes(nodes: Sequence[PlannedNode], job: Job, attempt: int, signals: _Signals) -> NodeEnd:
     """Run the launchers of all nodes, which end together, and return how."""
     host = LOOPBACK if len({node.address for node in nodes}) == 1 else nodes[0].address
-    endpoint, orders = f"{host}:{nodes[0].port}", ORDERS.dump_json(job.orders).decode()
+    endpoint, orders = endpoint_text(host, nodes[0].port), ORDERS.dump_json(job.orders).decode()
     size = len(nodes)
     calls = {node.name: node.actor.start.remote(orders, size, node.number, endpoint, attempt) for node in nodes}
     _results(calls, START_SECONDS)

@@ -21,7 +21,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import Hosts
+from flexrlhf.placement.hosts import Hosts, split_endpoint
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import RunOrder
 
@@ -163,8 +163,9 @@ class NodeRendezvous(RendezvousHandler):
 
 def endpoint_at(address: str) -> Endpoint:
     """Return the endpoint of ``HOST:PORT``, of which ``Hosts`` has checked the form."""
-    host, _, port = address.rpartition(":")
-    return Endpoint("--rdzv-endpoint", host, int(port))
+    found = split_endpoint(address)
+    assert found is not None, f"{address} is no address of a store"
+    return Endpoint("--rdzv-endpoint", *found)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from flexrlhf.config.spec import Spec
@@ -47,8 +48,12 @@ class Hosts:
         endpoint = self.rdzv_endpoint
         if not endpoint:
             raise UserError("--rdzv-endpoint: missing; several nodes need HOST:PORT of node 0")
-        if not re.fullmatch(r"[^:\s]+:\d+", endpoint):
-            raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as {endpoint.split(':')[0]}:29500")
+        if split_endpoint(endpoint) is None:
+            bare = re.sub(r".*[/@]", "", endpoint.rstrip("/"))
+            host, _, port = bare.rpartition(":")
+            likely = (bare, f"[{host}]:{port}", f"{bare}:29500", f"[{bare}]:29500", f"{bare.split(':')[0]}:29500")
+            such = next((each for each in likely if split_endpoint(each) is not None), "HOST:29500")
+            raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as {such}")
         host, _, port = endpoint.rpartition(":")
         if len(port) > 5 or not 1 <= int(port) <= MOST_PORT:
             raise UserError(f"--rdzv-endpoint {endpoint}: no port, use 1 to {MOST_PORT}, such as {host}:29500")
@@ -75,6 +80,27 @@ class Hosts:
     def is_first(self) -> bool:
         """Whether this process makes the run directories and prints: rank 0 under torchrun, else node 0."""
         return os.environ.get("RANK") == "0" if under_torchrun() else self.node_rank == 0
+
+
+def endpoint_text(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int] | None:
+    """Return host and port of ``HOST:PORT``; an IPv6 address without its brackets. None for another text."""
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\s\[\]/@]+)):([0-9]+)", endpoint)
+    if found is None or (found[1] is not None and not _is_ipv6(found[1])):
+        return None
+    return found[1] or found[2], int(found[3])
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def under_torchrun() -> bool:

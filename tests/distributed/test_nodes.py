@@ -86,7 +86,7 @@ def test_two_nodes_without_a_shared_directory(
 
     def run(*arguments: str, joins: bool = False) -> str:
         port, command = free_port(), ["run", "config.yaml", "later.yaml", *arguments]
-        endpoint = ["--rdzv-endpoint", f"localhost:{port}"]
+        endpoint = ["--rdzv-endpoint", f"{'[::1]' if Path('/proc/net/if_inet6').exists() else 'localhost'}:{port}"]
         nodes = []
         for number, place in enumerate(places):
             if way == "torchrun":

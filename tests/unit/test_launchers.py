@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 
-from flexrlhf.comm.store import Endpoint, interface_to, serve_store
+from flexrlhf.comm.store import Endpoint, Notice, connect_store, interface_to, serve_store
 from flexrlhf.comm.world import cuda_backend
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch import node_watch, rendezvous
 from flexrlhf.launch.agent import rank_variables
 from flexrlhf.launch.failures import Failure
 from flexrlhf.launch.node_watch import NodeWatch
-from flexrlhf.launch.rendezvous import NodeRendezvous
+from flexrlhf.launch.rendezvous import NodeRendezvous, endpoint_at
 from flexrlhf.launch.start import choose_device, why_no_gpu
 from flexrlhf.placement.hosts import Hosts, check_restarts, rank_notice
 
@@ -33,6 +33,40 @@ CLOSED = Failure("closed", "rank 0 (host a): the connection to rank 1 closed", 1
 def test_a_port_out_of_range_is_refused(port: str) -> None:
     with pytest.raises(UserError, match=f"^--rdzv-endpoint a:{port}: no port, use 1 to 65535, such as a:29500$"):
         Hosts(2, 0, f"a:{port}")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "likely"),
+    [
+        ("nohost", "nohost:29500"),
+        ("::1:29544", "[::1]:29544"),
+        ("fe80::1", "[fe80::1]:29500"),
+        ("[::1]", "[::1]:29500"),
+        ("[::1]:x", "HOST:29500"),
+        ("[a:b]:1", "HOST:29500"),
+        ("a:b", "a:29500"),
+        ("http://a:1/", "a:1"),
+        (":29500", "HOST:29500"),
+        ("a b:1", "HOST:29500"),
+        ("user:pw@a:1", "a:1"),
+        ("a:\u0661", "a:29500"),
+    ],
+)
+def test_an_endpoint_of_another_form_is_refused_with_the_likely_one(endpoint: str, likely: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Hosts(2, 0, endpoint)
+    assert str(caught.value) == f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as {likely}"
+
+
+def test_an_endpoint_with_an_ipv6_address_is_in_brackets() -> None:
+    Hosts(2, 0, "[::1]:29544")
+    endpoint = endpoint_at("[fd00::2%eth0]:29544")
+    assert (endpoint.host, endpoint.port, str(endpoint)) == ("fd00::2%eth0", 29544, "[fd00::2%eth0]:29544")
+    assert endpoint_at("host-1.a:29500").host == "host-1.a"
+    store = serve_store(Endpoint("test", "::1", 0), True, 10)
+    connected = connect_store(Endpoint("test", "::1", store.port), 10, Notice("test"))
+    connected.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +136,7 @@ def test_variables_of_a_rank_that_torchrun_did_not_start_are_named(monkeypatch: 
 
 def test_the_interface_of_an_address_is_found() -> None:
     assert interface_to("127.0.0.1") == "lo"
-    assert interface_to("::1") is None
+    assert interface_to("::1") == "lo"
 
 
 def test_two_machines_of_one_number_are_refused() -> None:
