@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import torch.distributed as dist
@@ -70,15 +70,15 @@ def interface_to(address: str) -> str | None:
     """Return the interface whose address packets to ``address`` leave from; None if there is none."""
     own = route_to(address)
     if own is not None and ":" in own:
-        return _ipv6_interfaces().get(ip_address(own.partition("%")[0]).exploded.replace(":", ""))
+        return _ipv6_interfaces().get(IPv6Address(own.partition("%")[0]))
     return next((name for _, name in socket.if_nameindex() if own is not None and address_of(name) == own), None)
 
 
-def _ipv6_interfaces() -> dict[str, str]:
-    """Return the interface of each IPv6 address of this machine, by its 32 hexadecimal digits."""
+def _ipv6_interfaces() -> dict[IPv6Address, str]:
+    """Return the interface of each IPv6 address of this machine."""
     table = Path("/proc/net/if_inet6")
     rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    return {row[0]: row[5] for row in rows}
+    return {IPv6Address(bytes.fromhex(row[0])): row[5] for row in rows}
 
 
 def address_of(interface: str) -> str | None:
@@ -94,9 +94,13 @@ def address_of(interface: str) -> str | None:
 def own_address(name: str) -> str:
     """Return the address where gloo listens: of the interface in its variable, else of ``name``, of this machine."""
     interface = os.environ.get(INTERFACES[0], "").partition(",")[0]
-    found = address_of(interface) if interface else None
+    if interface and (found := address_of(interface)) is not None:
+        return found
+    for address, own in _ipv6_interfaces().items():
+        if own == interface and not address.is_link_local:
+            return str(address)
     try:
-        return found or socket.gethostbyname(name)
+        return socket.gethostbyname(name)
     except socket.gaierror:
         return "127.0.0.1"
 
