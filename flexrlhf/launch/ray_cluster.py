@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from flexrlhf.comm.store import Notice
@@ -29,6 +32,8 @@ ACCELERATOR = "accelerator_type:"
 """Beginning of the resource that Ray gives to nodes with a known kind of GPU."""
 OWN = "flexrlhf_"
 """Beginning of a resource with which a user marks the nodes of a device class."""
+_CURRENT_CLUSTER = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+"""File of Ray with the address of a cluster that was started on this machine."""
 Bundle = Mapping[str, float]
 """Resources of one planned node, by their names in Ray."""
 
@@ -44,8 +49,12 @@ def connected() -> Iterator[None]:
     """Connect to a Ray cluster, and leave it at the end. A connection that the caller has made stays.
 
     The cluster is that of RAY_ADDRESS, which a submitted job has, else one on this machine, else one that is started
-    for the job. Raises UserError if none responds.
+    for the job, with a token of Ray, whose ports are on all interfaces. Raises UserError if none responds.
     """
+    # Ray reads these variables when it is imported
+    if "ray" not in sys.modules and "RAY_ADDRESS" not in os.environ and not _CURRENT_CLUSTER.exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", token_hex())
     import ray
 
     if ray.is_initialized():

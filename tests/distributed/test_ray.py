@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -181,3 +182,31 @@ def test_a_job_is_submitted(assets: Assets, tmp_path: Path, monkeypatch: pytest.
             output = job.communicate(timeout=SECONDS)[0]
     assert job.returncode == 0 and "results in" in output, output[-2000:]
     assert len(results(tmp_path, TWO)) >= 3
+
+
+STRANGER = "import sys, ray; ray.init(address=sys.argv[1], logging_level='critical')"
+OWN_CLUSTER = """
+import os, subprocess, sys
+from flexrlhf.launch.ray_cluster import connected
+with connected():
+    import ray
+    address = ray.get_runtime_context().gcs_address
+    for token in (None, "0" * 64, os.environ["RAY_AUTH_TOKEN"]):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        environment |= {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        print("exit", subprocess.run([sys.executable, "-c", sys.argv[1], address], env=environment).returncode)
+"""
+
+
+@pytest.mark.full
+def test_a_cluster_of_a_run_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray, which listens on all interfaces, would run code of whoever connects."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # paths of sockets are short
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        monkeypatch.setenv("RAY_TMPDIR", directory)
+        command = [sys.executable, "-c", OWN_CLUSTER, STRANGER]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert [line for line in done.stdout.splitlines() if line.startswith("exit")] == ["exit 1", "exit 1", "exit 0"], (
+        done
+    )
