@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexrlhf.config.job_secret import MAKE, job_secret
 from flexrlhf.launch.terms import COMPARED, MOST_NAMED, Sides
 from flexrlhf.measure.facts import Check, HostFacts, JobFacts, LinkFacts, Result, united
 from flexrlhf.measure.host_checks import (
@@ -110,6 +111,9 @@ def check_directories(job: JobFacts) -> Check:
         return Check(name, "FAILS", seen, "set runs: to a directory that all machines mount, or to one that none does")
     if apart := job.directories.apart:
         other = f"{ranks_text(apart)} on machines with others, whose files are copied there"
+        if not job_secret():
+            advice = f"set runs: to a directory that all machines mount, or the same secret on all: {MAKE}"
+            return Check(name, "FAILS", f"{places} on node {first.node}; {other} with a secret, found none", advice)
         return Check(name, "ok", f"{places} on node {first.node}; {other}")
     return Check(name, "ok", f"{places} is read and written by all {len(job.ranks)} ranks")
 

@@ -90,14 +90,14 @@ def test_a_machine_that_differs_is_named(config: Path, tmp_path: Path) -> None:
     assert (code, other.returncode) == (1, 1), output + others_output
     found = table(output)
     names = {name for name, (result, _) in found.items() if result == "FAILS"}
-    assert names == {"same versions", "same settings"}, output
+    assert names == {"same versions", "same settings", "run directory"}, output
     assert "flexrlhf/text.py differs on node 0 " in found["same versions"][1]
     assert found["same settings"][1].startswith("seed is 7 on node 0 (host ")
-    seen = f"{first}/runs on node 0; rank 1 on machines with others, whose files are copied there"
-    assert found["run directory"] == ("ok", seen)
+    seen = f"{first}/runs on node 0; rank 1 on machines with others, whose files are copied there with a secret"
+    assert found["run directory"][1].startswith(seen) and "export FLEXRLHF_TOKEN=" in output
     assert found["ranks"][0] == found["clocks"][0] == "ok" and "no groups of the plans made" in found["ranks"][1]
     assert "node 0 to node 1 by 1 rank " in found["links"][1]
-    assert "preflight: 2 of 16 checks failed: same versions, same settings" in output
+    assert "preflight: 3 of 16 checks failed: same versions, same settings, run directory" in output
     # the other node shows its failures
     assert set(table(others_output)) == names
     assert list(first.iterdir()) == [] and not (second / "runs").exists()

@@ -173,7 +173,7 @@ def test_equal_files_and_settings_travel_once(plan: Plan) -> None:
         ({"clocks": (ClockFacts(1, -7.0, 0.1),)}, "clocks", "warning", "node 1 (host b) is -7.0 s from node 0"),
         ({"clocks": (ClockFacts(1, 1.2, 0.5),)}, "clocks", "ok", "1200 ms apart"),
         ({"directories": SharedFacts({1: "cannot write in /x"})}, "run directory", "FAILS", "rank 1: cannot write"),
-        ({"directories": SharedFacts({}, (1,))}, "run directory", "ok", "rank 1 on machines with others"),
+        ({"directories": SharedFacts({}, (1,))}, "run directory", "FAILS", "copied there with a secret, found none"),
         (
             {"ranks": (RankFacts(0, 0, tflops=200.0), RankFacts(1, 1, tflops=80.0))},
             "speed",
