@@ -235,6 +235,8 @@ class ModelSpec(StrictModel):
 
 OF_TRAINING = ("optimizer", "lora", "activation_checkpointing", "offload_optimizer", "shadow")
 """Settings of ``models.all`` that a role which is not trained does not take."""
+PASS_SETTINGS = ("micro_batch_tokens", "pack_texts", "share_prompts")
+"""Settings by which passes are composed; of a reference that has none, the actor's."""
 _OF_ONE_ROLE = {"path": "actor", "init": "actor", "share": "ref", "retokenize": "reward", "max_text_tokens": "reward"}
 """Settings that ``models.all`` does not have → a role that has them."""
 

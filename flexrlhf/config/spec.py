@@ -25,17 +25,31 @@ from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import either, shown
 from flexrlhf.operators.columns import LONGER, Lengths
 
+LEAST_BLOCKS = 8
+"""Blocks of a small mini-batch: as many as devices of a usual node."""
+BLOCK_TOKENS = 16384
+"""Padded tokens of a block where a mini-batch has many: enough for passes that are not small."""
 SMALL_BUCKET_MB = 48.0
 """Size on CPUs and on devices of unknown memory."""
 
 
 class ScheduleSpec(StrictModel):
-    """Order of the instructions. It changes times, never numbers, except for ``lag``: which weights generate."""
+    """Order of the instructions. It changes times, never numbers, except for ``lag``: which weights generate.
+
+    ``num_blocks`` changes results by their rounding alone.
+    """
 
     strategy: Literal["co-located", "interleaving", "disaggregated"] | None = Field(
         None, description="follows from the placement; may only confirm it"
     )
     num_chunks: int = Field(1, ge=1, description="parts of a step's rows that pass through the operators separately")
+    num_blocks: int | None = Field(
+        None,
+        ge=1,
+        description="parts of a mini-batch, each composed into passes by itself; any number of replicas that divides "
+        "it computes the same bits; null: the largest divisor of the number of devices up to 8, or up to as many as "
+        "have 16384 padded tokens",
+    )
     lag: Literal[0, 1] = Field(0, description="1: shadows generate the next step's batch while this one trains")
 
 
@@ -298,6 +312,16 @@ class Spec(StrictModel):
     def directory(self) -> Path:
         """Directory of the run's results."""
         return Path(self.runs) / self.name
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a mini-batch (``placement/layout.py``): a function of the batch and the number of devices alone."""
+        algorithm, devices = self.algorithm, self.cluster.num_devices
+        if self.schedule.num_blocks is not None:
+            return self.schedule.num_blocks
+        rows = algorithm.num_prompts * algorithm.samples_per_prompt // algorithm.num_mini_batches
+        most = max(LEAST_BLOCKS, rows * self.lengths.total // BLOCK_TOKENS)
+        return max(blocks for blocks in range(1, min(most, devices) + 1) if devices % blocks == 0)
 
     @property
     def lengths(self) -> Lengths:

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.model_settings import ModelsSpec
+from flexrlhf.config.model_settings import PASS_SETTINGS, ModelsSpec
 from flexrlhf.config.output_settings import LOGGERS
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import trained_roles
@@ -185,9 +185,10 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
     raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
     raw["models"] = {role: model for role, model in raw["models"].items() if model is not None}
     for role, model in spec.models:
-        # not the default of every device
-        if model is not None and "dtype" in model.model_fields_set:
-            raw["models"].setdefault(role, {})["dtype"] = model.dtype
+        # not the default of every device, and not the one of every reference
+        for name in ("dtype", *(PASS_SETTINGS if role == "ref" else ())):
+            if model is not None and name in model.model_fields_set:
+                raw["models"].setdefault(role, {})[name] = getattr(model, name)
     if spec.models.all is not None:
         raw["models"] = _written_models(spec.models)
     if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is not None and "kl" in raw["algorithm"]:

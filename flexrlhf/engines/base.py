@@ -11,7 +11,7 @@ stages, receive the same rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -34,11 +34,15 @@ class Batch:
     columns:            name → tensor (n, ...); operators/columns.py has the shapes and dtypes.
     rows:               int64 (n,), numbers of the rows in the step's batch; samples of one prompt are neighbours.
     samples_per_prompt: rows of one prompt.
+    blocks:             places of the prompts that are composed into passes together; empty: all of them.
+    compares:           whether all sequences of a prompt are in one pass, because a loss compares them.
     """
 
     columns: Mapping[str, Tensor]
     rows: Tensor
     samples_per_prompt: int
+    blocks: tuple[tuple[int, ...], ...] = ()
+    compares: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,11 +63,11 @@ class Batch:
     def select(self, part: slice | Tensor) -> Batch:
         """Return the rows of ``part``, a range or int64 places; as views of a range."""
         columns = {name: tensor[part] for name, tensor in self.columns.items()}
-        return Batch(columns, self.rows[part], self.samples_per_prompt)
+        return Batch(columns, self.rows[part], self.samples_per_prompt, compares=self.compares)
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
         """Return the same rows with further ``columns``."""
-        return Batch({**self.columns, **columns}, self.rows, self.samples_per_prompt)
+        return replace(self, columns={**self.columns, **columns})
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,6 @@ class Loss:
                  rows x R x vocabulary of memory.
     with_values: whether it also reads the values of a model with both heads.
     temperature: of the log-probs, softmax(logits / temperature); None: that of the run's sampling.
-    compares:    whether it compares the sequences of a prompt, which are then in one micro-batch.
     """
 
     quantity: Quantity
@@ -150,7 +153,6 @@ class Loss:
     entropy: EntropyUse = "none"
     with_values: bool = False
     temperature: float | None = None
-    compares: bool = True
 
 
 @dataclass(frozen=True)

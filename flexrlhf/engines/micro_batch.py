@@ -162,16 +162,21 @@ def _columns(width: int, like: Tensor) -> Tensor:
     return torch.arange(width, device=like.device)[None]
 
 
-def micro_batches(batch: Batch, settings: PassSettings, compares: bool = False) -> Iterator[MicroBatch]:
-    """Split ``batch`` into passes of at most ``settings.budget`` computed tokens.
+def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
+    """Split each block of ``batch`` into passes of at most ``settings.budget`` computed tokens.
 
-    A micro-batch has at least one sequence, whatever its tokens. ``compares``: all samples of a prompt, because a loss
-    compares them.
+    A micro-batch has at least one sequence, whatever its tokens; if the batch compares them, all samples of a prompt.
     """
     if not len(batch):
         return
     texts = _Texts.of(batch, settings.lengths)
-    units = [unit for number in range(len(texts.same)) for unit in texts.units(number, settings, compares)]
+    for prompts in batch.blocks or (range(len(texts.same)),):
+        yield from _composed(batch, prompts, texts, settings)
+
+
+def _composed(batch: Batch, prompts: Sequence[int], texts: _Texts, settings: PassSettings) -> Iterator[MicroBatch]:
+    """Yield the passes of ``prompts``, which depend on these alone."""
+    units = [unit for number in prompts for unit in texts.units(number, settings, batch.compares)]
     for narrow in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs):
         each = replace(narrow, width=-(-narrow.width // settings.multiple) * settings.multiple)
         starts = {

@@ -141,7 +141,7 @@ def _in_pass(each: TrainingPass, loss: Loss) -> Iterator[NonFinite]:
     computed = {_COMPUTED[names[field]]: tensor for field, tensor in _tensors(outputs).items()}
     numbers = {**each.batch.columns, **computed}
     found = [_first(name, tensor, rows) for name, tensor in numbers.items()]
-    at_once = each.batch.samples_per_prompt if loss.compares else 1
+    at_once = each.batch.samples_per_prompt if each.batch.compares else 1
     found += [_first_of_loss(each, loss, slice(start, start + at_once)) for start in range(0, len(rows), at_once)]
     for number in found:
         if number is not None:

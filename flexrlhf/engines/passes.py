@@ -85,7 +85,7 @@ class Passes:
         """Compute ``columns`` (n, ...) of every row in one pass, as ``Engine.forward``."""
         request = PassRequest(frozenset(map(quantity_of, columns)))
         with nullcontext() if adapters else base_weights_alone(self.model):
-            pieces = [(piece, self._compute(piece, request)) for piece in self._micro_batches(batch, compares=False)]
+            pieces = [(piece, self._compute(piece, request)) for piece in self._micro_batches(batch)]
         return self.readout.columns(pieces, columns, batch.rows.device)
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]], backward: Callable[[Tensor, bool], None]) -> Moments:
@@ -96,9 +96,7 @@ class Passes:
         assert parts, "an optimizer step needs a loss"
         empty = torch.zeros(3, dtype=torch.float64, device=parts[0][0].rows.device)
         statistics: Moments = {name: empty for _, loss in parts for name in loss.statistics}
-        counted = [
-            (loss, totals_of(batch, self.dp), self._micro_batches(batch, loss.compares)) for batch, loss in parts
-        ]
+        counted = [(loss, totals_of(batch, self.dp), self._micro_batches(batch)) for batch, loss in parts]
         work = [(loss, totals, piece) for loss, totals, pieces in counted for piece in pieces]
         for number, (loss, totals, piece) in enumerate(work):
             computed = self._compute(piece, self.readout.request_for(loss))
@@ -118,14 +116,14 @@ class Passes:
     def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
         for part, (batch, loss) in enumerate(parts):
             totals, request = totals_of(batch, self.dp), without_gradient(loss)
-            for number, piece in enumerate(self._micro_batches(batch, loss.compares)):
+            for number, piece in enumerate(self._micro_batches(batch)):
                 computed = self._compute(piece, request)
                 if not piece.idle:
                     yield TrainingPass(part, number, piece.batch, outputs_of(computed, loss), totals)
 
-    def _micro_batches(self, batch: Batch, compares: bool) -> list[MicroBatch]:
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Split ``batch``, with idle micro-batches up to the number of passes."""
-        pieces = list(micro_batches(batch, self.pass_settings, compares))
+        pieces = list(micro_batches(batch, self.pass_settings))
         num_idle = self._num_passes(len(pieces)) - len(pieces)
         return pieces + [idle_micro_batch(self.pass_settings, batch.rows.device)] * num_idle if num_idle else pieces
 

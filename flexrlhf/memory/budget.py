@@ -43,6 +43,7 @@ class Compute:
     samples:   samples of a prompt; None: as in a step.
     texts:     sequences of a row, each in passes of its own.
     compares:  whether all sequences of a prompt are in one pass, because the loss compares them.
+    block:     most rows that passes are composed of; None: all of them.
     """
 
     kind: CallKind
@@ -51,6 +52,7 @@ class Compute:
     samples: int | None = None
     texts: int = 1
     compares: bool = False
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ class Sizing:
         samples = work.samples or texts.samples_per_prompt
         packs = packs_texts(settings, self.shapes.get(model.role), texts.width)
         budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
-        return largest_pass(texts.prompt, texts.response, samples, budget, work.rows, packs, shares, work.compares)
+        rows, compares = work.rows, work.compares
+        return largest_pass(texts.prompt, texts.response, samples, budget, rows, packs, shares, compares, work.block)
 
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> NamedBytes:
         """Return the bytes of activations, logits and caches, and of tensors between pipeline stages."""

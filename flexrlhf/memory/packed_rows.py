@@ -279,6 +279,7 @@ def largest_pass(
     packs: bool,
     shares: bool,
     compares: bool = False,
+    block: int | None = None,
 ) -> PassSize:
     """Return bounds of a pass of ``budget`` tokens.
 
@@ -288,6 +289,7 @@ def largest_pass(
     packs:             whether several sequences are in a row.
     shares:            whether samples of a prompt then share a copy of it.
     compares:          whether all sequences of a prompt are in one pass, because a loss compares them.
+    block:             most sequences of which a pass is composed; None: those of the call.
     """
     whole = TextGroup(prompt, (response,) * samples)
     shares = packs and shares
@@ -300,9 +302,10 @@ def largest_pass(
     responses = tokens - tokens // (1 + answered)
     total = None
     if rows is not None:
-        prompts = max(1, rows // samples)
-        total = prompts * len(rows_of_prompt) * longest_row
-        tokens, responses = min(tokens, total), min(responses, prompts * samples * response)
+        total = max(1, rows // samples) * len(rows_of_prompt) * longest_row
+        prompts = max(1, min(rows, rows if block is None else block) // samples)
+        tokens = min(tokens, prompts * len(rows_of_prompt) * longest_row)
+        responses = min(responses, prompts * samples * response)
     if not packs:
         return PassSize(tokens, prompt + response, responses, packed=False, total=total)
     longest = whole.tokens if shares else prompt + response

@@ -43,7 +43,8 @@ class Operator:
     function:     the mathematics of a combine, the loss of a train (objectives/functions.py), the section of the YAML
                   with the sources of a score, or the role that a retokenize encodes for.
     quantities:   outputs of the model that the loss of a train reads.
-    compares:     whether the loss of a train compares the responses to a prompt; None: as ``LOSSES`` has it.
+    compares:     whether the loss of a train compares the responses to a prompt; None: as ``LOSSES`` has it. Of a
+                  forward: whether a train on the same sequences does, so that both make the same passes.
     extra_loss:   name of a second loss of a train, on further texts in the same optimizer step; their columns have
                   this name behind a dot.
     suffix:       may stand behind the names of its columns; whoever computes sees them without it.
@@ -87,12 +88,12 @@ class Operator:
 
     @property
     def compares_responses(self) -> bool:
-        """Whether all responses to a prompt are in one pass of this train, because its loss may compare them.
+        """Whether all responses to a prompt are in one pass, because the loss of a train may compare them.
 
         A loss of a user's own may, unless its operator says otherwise.
         """
         if self.kind != "train":
-            return False
+            return bool(self.compares)
         return LOSSES.get(self.function, is_own(self.function)) if self.compares is None else self.compares
 
     @property

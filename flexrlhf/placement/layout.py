@@ -2,6 +2,10 @@
 
 The unit is the prompt, because samples of one prompt are never separated: row = prompt * samples_per_prompt + sample.
 Every mini-batch is split by itself, so that forward and training use the same rows on the same rank for any chunks.
+
+A mini-batch is divided into blocks of consecutive prompts, whatever the placement. Passes are composed inside a block,
+and a replica takes whole blocks if its layout allows: kernels round by the shape of a pass, so results of whole blocks
+have the same bits on any number of replicas.
 """
 
 from __future__ import annotations
@@ -96,28 +100,43 @@ class Layout:
             bounds.append(seen / total)
         return tuple(bounds)
 
-    def slice(self, items: range, replica: int, turn: int = 0) -> range:
-        """Return the contiguous part of ``items`` of a replica. Parts are disjoint and cover ``items``; they may be
-        empty.
+    def takes_whole(self, blocks: int) -> bool:
+        """Whether every replica has a whole number of ``blocks`` equal parts of a mini-batch."""
+        if not self.row_shares:
+            return blocks % self.dp == 0
+        return all((blocks * bound).denominator == 1 for bound in self.bounds)
+
+    def slice(self, items: range, replica: int, turn: int = 0, blocks: int = 1) -> range:
+        """Return the contiguous part of ``items`` of a replica: whole ones of ``blocks``, if its layout allows. Parts
+        are disjoint and cover ``items``; they may be empty.
 
         ``turn`` shifts the rounding of bounds, so that over several turns remainders go round the replicas.
         """
+        parts = blocks if self.takes_whole(blocks) else self.dp
         if not self.row_shares:  # in whole numbers: called often for a thousand replicas
-            first = (len(items) * replica + turn % self.dp) // self.dp
-            return items[first : (len(items) * (replica + 1) + turn % self.dp) // self.dp]
-        shift = Fraction(turn % self.dp, self.dp)
-        start = int(len(items) * (self.bounds[replica - 1] if replica else Fraction(0)) + shift)
-        return items[start : int(len(items) * self.bounds[replica] + shift)]
+            each = parts // self.dp
+            start, stop = (block_start(len(items), parts, each * end, turn) for end in (replica, replica + 1))
+        else:
+            shift = Fraction(turn % parts, parts)
+            start = int(len(items) * (self.bounds[replica - 1] if replica else Fraction(0)) + shift)
+            stop = int(len(items) * self.bounds[replica] + shift)
+        return items[start:stop]
+
+
+def block_start(size: int, blocks: int, block: int, turn: int) -> int:
+    """Return the first of ``size`` items in a block; ``turn`` as in ``Layout.slice``."""
+    return (size * block + turn % blocks) // blocks
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Numbers of prompts, samples, mini-batches and chunks of one step."""
+    """Numbers of prompts, samples, mini-batches, chunks, and blocks of a mini-batch, of one step."""
 
     num_prompts: int
     samples_per_prompt: int = 1
     num_mini_batches: int = 1
     num_chunks: int = 1
+    num_blocks: int = 1
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
@@ -128,6 +147,7 @@ class BatchShape:
             algorithm.samples_per_prompt,
             algorithm.num_mini_batches,
             spec.schedule.num_chunks,
+            spec.num_blocks,
         )
 
     @property
@@ -151,7 +171,29 @@ class BatchShape:
     def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
         """Return the prompts of ``mini_batches`` that ``rank`` computes under ``layout``, ascending."""
         replica = layout.replica(rank)
-        return tuple(prompt for m in mini_batches for prompt in layout.slice(self.prompts(m), replica, turn=m))
+        return tuple(prompt for m in mini_batches for prompt in self.part(layout, replica, m))
+
+    def part(self, layout: Layout, replica: int, mini_batch: int) -> range:
+        """Return the prompts of one mini-batch that a replica computes."""
+        return layout.slice(self.prompts(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks)
+
+    def blocks_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[tuple[int, ...], ...]:
+        """Return ``prompts_on`` by block. A block that the layout cuts is on several ranks."""
+        replica = layout.replica(rank)
+        found = []
+        for mini_batch in mini_batches:
+            prompts, part = self.prompts(mini_batch), self.part(layout, replica, mini_batch)
+            starts = [
+                prompts.start + block_start(len(prompts), self.num_blocks, block, mini_batch)
+                for block in range(self.num_blocks + 1)
+            ]
+            found += [common_range(part, range(start, stop)) for start, stop in zip(starts, starts[1:], strict=False)]
+        return tuple(tuple(block) for block in found if block)
+
+    @property
+    def block_rows(self) -> int:
+        """Most rows of a block."""
+        return self.samples_per_prompt * max(-(-len(self.prompts(m)) // self.num_blocks) for m in self.mini_batches)
 
     def rows(self, prompts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the rows of ``prompts``: all samples of each."""

@@ -44,7 +44,17 @@ def make_graph(spec: Spec) -> Graph:
         model = spec.models.of(role)
         if model is not None and model.share is not None:
             graph = share_weights(graph, role, model.share)
-    return graph
+    return _with_passes_of_training(graph)
+
+
+def _with_passes_of_training(graph: Graph) -> Graph:
+    """Return ``graph`` with forwards that keep a prompt's sequences in one pass if a train does: with the same weights
+    both then compute the same bits.
+    """
+    if not any(each.compares_responses for each in graph.operators):
+        return graph
+    forwards = (replace(each, compares=True) if each.kind == "forward" else each for each in graph.operators)
+    return replace(graph, operators=tuple(forwards))
 
 
 def heads_of(graph: Graph) -> dict[str, Head]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import OF_TRAINING, SMALL_LOGITS_MB, ModelSpec
+from flexrlhf.config.model_settings import OF_TRAINING, PASS_SETTINGS, SMALL_LOGITS_MB, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import SMALL_BUCKET_MB, Spec
 from flexrlhf.errors import UserError
@@ -50,6 +50,8 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     for role in [role for role in _ORIGINS if role in graph.roles]:
         origin = _ORIGINS[role] if _ORIGINS[role] in graph.roles else "actor"
         filled[role] = _with_rate_of_critics(role, _weights_of(filled[role] or of_all or ModelSpec(), filled[origin]))
+    if (policy := filled["actor"]) is not None and (reference := filled["ref"]) is not None:
+        filled["ref"] = _with_passes_of(policy, reference)
     for role in graph.roles:
         if filled.get(role) is None:
             hint = f"; or say with {role}: where scores come from" if role in SECTIONS else ""
@@ -186,6 +188,14 @@ def _shares(spec: Spec, role: str, graph: Graph) -> bool:
             f"give models.{model.share}.lora or remove models.ref.share"
         )
     return any(operator.role == model.share and not operator.adapters for operator in graph.operators)
+
+
+def _with_passes_of(policy: ModelSpec, reference: ModelSpec) -> ModelSpec:
+    """Return ``reference`` with the policy's composition of passes where it has none: kernels round by the shape of a
+    pass, and the difference of equal weights' log-probs is to be 0.
+    """
+    left_out = [name for name in PASS_SETTINGS if name not in reference.model_fields_set]
+    return reference.model_copy(update={name: getattr(policy, name) for name in left_out})
 
 
 def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:

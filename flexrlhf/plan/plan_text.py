@@ -86,6 +86,7 @@ def _batch(plan: Plan) -> list[str]:
         f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
         f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded; {_passes(plan)}",
         *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
+        f"blocks of passes     {batch.num_blocks:>8} in a mini-batch, {_blocks(plan)}",
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
 
@@ -108,6 +109,14 @@ def _passes(plan: Plan) -> str:
     shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
     once = f", a prompt once for its {_responses(plan)}" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
     return f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
+
+
+def _blocks(plan: Plan) -> str:
+    """Return which models compute parts of blocks, whose results have other last digits than the ones of whole
+    blocks."""
+    models = [model for model in plan.placement.models if model.rollout is None]
+    cutting = [model.name for model in models if not model.layout.takes_whole(plan.batch.num_blocks)]
+    return f"cut by replicas of {', '.join(cutting)}" if cutting else "whole on every replica"
 
 
 def _range(sizes: Sequence[int]) -> str:

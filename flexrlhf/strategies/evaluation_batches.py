@@ -30,8 +30,18 @@ class EvaluationShape(BatchShape):
         return range(start, min(start + self.places, self.num_prompts))
 
     def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
-        mine = layout.slice(range(self.places), layout.replica(rank))
+        mine = self.planned.prompts_on(layout, rank, range(1))
         return tuple(prompt for batch in mini_batches for prompt in self.at(batch, mine))
+
+    def blocks_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[tuple[int, ...], ...]:
+        mine = self.planned.blocks_on(layout, rank, range(1))
+        found = (self.at(batch, block) for batch in mini_batches for block in mine)
+        return tuple(block for block in found if block)
+
+    @property
+    def planned(self) -> BatchShape:
+        """The places of one batch."""
+        return BatchShape(self.places, self.samples_per_prompt, num_blocks=self.num_blocks)
 
     def at(self, batch: int, places: Iterable[int]) -> tuple[int, ...]:
         """Return the prompts at ``places`` of a batch, ascending."""
@@ -47,7 +57,8 @@ class EvaluationShape(BatchShape):
 def evaluation_shape(num_prompts: int, batch: BatchShape) -> EvaluationShape:
     """Return the shape of ``num_prompts`` in batches like ``batch``."""
     count = -(-num_prompts // batch.num_prompts)
-    return EvaluationShape(num_prompts, batch.samples_per_prompt, count, places=batch.num_prompts)
+    blocks = batch.num_blocks
+    return EvaluationShape(num_prompts, batch.samples_per_prompt, count, num_blocks=blocks, places=batch.num_prompts)
 
 
 @lru_cache(maxsize=64)

@@ -252,7 +252,8 @@ def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, l
     if spec.eval is not None and graph.evaluation:
         every = spec.eval.every or spec.steps
         # a batch has as many prompts as a step
-        batch = BatchShape(shape.num_prompts, spec.eval.num_samples(shape.samples_per_prompt))
+        samples = spec.eval.num_samples(shape.samples_per_prompt)
+        batch = BatchShape(shape.num_prompts, samples, num_blocks=shape.num_blocks)
         inner = evaluation_of(graph, placement, batch)
         ranks = tuple(sorted({rank for each in inner for rank in each.ranks}))
         out.append(Eval(ranks=ranks, lag=lag, every=every, at_end=True, instructions=inner, batch=batch))

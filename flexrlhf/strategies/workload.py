@@ -55,10 +55,11 @@ def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, 
 
 
 def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
-    call, texts = run.operator.call, 2 if run.operator.extra_loss else 1
+    operator, call, texts = run.operator, run.operator.call, 2 if run.operator.extra_loss else 1
     if call is None:
         return ()
-    return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, run.operator.compares_responses),)
+    block = batch.block_rows
+    return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, operator.compares_responses, block),)
 
 
 def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) -> int:
@@ -117,4 +118,4 @@ def _position(model: PlacedModel, rank: int) -> tuple[int, int]:
 def _rows(model: PlacedModel, batch: BatchShape, rank: int) -> Iterator[int]:
     """Return the number of prompts of each mini-batch on ``rank``."""
     replica = model.layout.replica(rank)
-    return (len(model.layout.slice(batch.prompts(m), replica, turn=m)) for m in batch.mini_batches)
+    return (len(batch.part(model.layout, replica, m)) for m in batch.mini_batches)

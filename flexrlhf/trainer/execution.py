@@ -59,17 +59,30 @@ class OperatorRun:
         ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def batch(self, store: RowStore, rows: Sequence[int], device: torch.device, is_extra: bool = False) -> Batch:
-        """Return the columns that the operator reads of ``rows``, named without its suffix.
+    def batch(
+        self, store: RowStore, device: torch.device, mini_batches: range | None = None, is_extra: bool = False
+    ) -> Batch:
+        """Return the columns that the operator reads, named without its suffix.
 
-        ``is_extra``: the columns that its extra loss reads, named without that loss.
+        mini_batches:  some of its own; None: all of them.
+        is_extra:      the columns that its extra loss reads, named without that loss.
         """
         operator, suffix = self.operator, self.operator.suffix
+        mini_batches = self.mini_batches if mini_batches is None else mini_batches
+        rows, samples = self.rows_of(mini_batches), self.shape.samples_per_prompt
         names = [name for name in operator.reads if (name in operator.extra_reads) == is_extra]
         if is_extra:
             suffix = f".{operator.extra_loss}"
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
-        return Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), self.shape.samples_per_prompt)
+        place = {row // samples: index for index, row in enumerate(rows[::samples])}
+        blocks = self.shape.blocks_on(self.model.placed.layout, self.rank, mini_batches)
+        return Batch(
+            columns,
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            samples,
+            blocks=tuple(tuple(place[prompt] for prompt in block) for block in blocks),
+            compares=operator.compares_responses and not is_extra,
+        )
 
 
 @dataclass(eq=False)

@@ -104,10 +104,8 @@ def run_operator(
     """
     if run.operator.kind == "train":
         return _train(run, store, context)
-    batch = run.batch(store, run.rows, context.device)
-    columns, statistics = _computed(
-        run, batch, context, [each.batch(store, each.rows, context.device) for each in ahead]
-    )
+    batch = run.batch(store, context.device)
+    columns, statistics = _computed(run, batch, context, [each.batch(store, context.device) for each in ahead])
     written = {name: columns[name.removesuffix(run.operator.suffix)] for name in run.operator.writes}
     _check_finite(run, written, batch.rows, context)
     if context.check is not None and context.sampling.step == 0:
@@ -186,17 +184,17 @@ def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
     """Make one optimizer step per mini-batch, in order, ``epochs`` times over."""
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
-    loss = replace(make_loss(operator.function, algorithm), compares=operator.compares_responses)
-    extra_loss = replace(make_loss(operator.extra_loss, algorithm), compares=False) if operator.extra_loss else None
+    loss = make_loss(operator.function, algorithm)
+    extra_loss = make_loss(operator.extra_loss, algorithm) if operator.extra_loss else None
     if context.check is not None and context.sampling.step == 0:
-        context.check.before_training(run.model, run.batch(store, run.rows, device))
+        context.check.before_training(run.model, run.batch(store, device))
     statistics: Moments = {}
     for epoch in range(algorithm.epochs):
         for mini_batch in run.mini_batches:
-            rows = run.rows_of(range(mini_batch, mini_batch + 1))
-            parts: list[tuple[Batch, Loss]] = [(run.batch(store, rows, device), loss)]
+            rows = range(mini_batch, mini_batch + 1)
+            parts: list[tuple[Batch, Loss]] = [(run.batch(store, device, rows), loss)]
             if extra_loss is not None:
-                parts.append((run.batch(store, rows, device, is_extra=True), extra_loss))
+                parts.append((run.batch(store, device, rows, is_extra=True), extra_loss))
             name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
             add_moments(statistics, _optimizer_step(run, parts, name, context))
     return statistics

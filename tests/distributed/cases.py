@@ -189,6 +189,18 @@ SETTINGS |= {
     "slow": {**_ppo(num_mini_batches=2), **SLOW},
     "slow-streaming": {**_ppo(num_mini_batches=4, whiten="mini_batch"), **SLOW, "steps": 2},
     # 32 layers, so that no tensor is a large part of the bytes on a rank of four
+    # policy and reference start from the same weights
+    "start": {
+        **_ppo(num_mini_batches=2),
+        "models": {"ref": {"path": "assets:models/actor"}},
+        "rollout": {"logprobs": "recompute"},
+        "steps": 1,
+    },
+    "dpo-start": {
+        "algorithm": {"name": "dpo", "prompts_per_step": 8},
+        "models": {"ref": {"path": "assets:models/actor"}},
+        "steps": 1,
+    },
     "deep": {
         "algorithm": {"name": "sft"},
         "models": {"actor": {"path": None, "init": {**SIZES, "model_type": "llama", "num_hidden_layers": 32}}},
@@ -196,7 +208,7 @@ SETTINGS |= {
     },
 }
 SETTINGS |= COMPLETIONS | ALGORITHMS
-NOT_COMPARED = ("slow", "slow-streaming", "deep")
+NOT_COMPARED = ("slow", "slow-streaming", "deep", "start", "dpo-start")
 EVALUATED = (
     *("four", "samples", "short", "nucleus", "stopped", "ends", "greedy", "cooler"),
     *("sft", "sft-greedy", "sft-epochs", "sft-adapters"),
@@ -284,6 +296,7 @@ SHAPES: dict[str, Raw] = {
     # so little memory that models take turns on their devices (CPU ranks, so only the plan has the size)
     "tight": {"placement": [1, 1, 1, 1], "cluster": {"memory_gb": 0.0004}},
     "six-tight": {"placement": SIX, "cluster": {"memory_gb": 0.0004}, "schedule": {"lag": 1}, "sync": {"every": 2}},
+    "quarter": {"placement": [0.25] * 4},
     "all": {"placement": [1]},
     "half": {"placement": [0.5]},
 }
@@ -482,6 +495,8 @@ PRECISION: dict[str, Raw] = {
     "fp16-torch-3": _everywhere(dtype="float16", zero=3),
     "fp16-frozen": {role: {"dtype": "float16"} for role in ("ref", "reward")},
     "fp16-frozen-torch-3": {role: {"dtype": "float16", "zero": 3} for role in ("ref", "reward")},
+    "bf16-frozen": {role: {"dtype": "bfloat16"} for role in ("ref", "reward")},
+    "bf16-frozen-torch-3": {role: {"dtype": "bfloat16", "zero": 3} for role in ("ref", "reward")},
 }
 """Other types: change results by their rounding."""
 

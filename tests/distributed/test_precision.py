@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from cases import Case
 from comparison import deviations, reference_of
 from launcher import Launches, Outcome, params
@@ -49,6 +50,21 @@ POLICIES = [
     Case("one", "six-rounded", 4),
 ]
 SHARDS = ("bf16-torch-3", "bf16-deepspeed-2", "bf16-deepspeed-3")
+PLACES = ("co-located", "halves", "pairs", "quarter")
+"""All models on 4 ranks; frozen ones on 2; each half of the models on 2; all on one."""
+SAME_START = [
+    *(Case("start", shape, 4, "bf16") for shape in (*PLACES, "six")),
+    *(Case("start", "co-located", 4, compute) for compute in BF16[1:]),
+]
+SAME_PAIRS = [
+    *(Case("dpo-start", shape, 4, "bf16") for shape in PLACES),
+    *(Case("dpo-start", "co-located", 4, compute) for compute in BF16[1:]),
+]
+SAME_TOKENS = [
+    *(Case("still", shape, 4, "bf16-frozen") for shape in (*PLACES, "six")),
+    Case("still", "co-located", 4, "bf16-frozen-torch-3"),
+]
+"""The actor is in float32, so that every run samples the same tokens."""
 IN_FULL_ALONE = [
     *(Case("reward", "all", 2, compute) for compute in ("bf16-deepspeed-2", "bf16-tp")),
     *(Case("sft-adapters", "all", 2, compute) for compute in SHARDS[1:]),
@@ -116,6 +132,35 @@ def test_the_first_update_starts_from_the_policy_that_generated(launches: Launch
     for row in rows:
         assert all(math.isfinite(value) for name, value in row.items() if name != "rollout_engine"), (case.name, row)
         assert math.sqrt(2 * abs(row["update_kl"])) < LOG_RATIO, (case.name, row)
+
+
+@pytest.mark.parametrize("case", params(SAME_TOKENS))
+def test_16_bit_passes_have_the_same_bits_under_every_placement(launches: Launches, case: Case) -> None:
+    """Passes are composed of blocks of a mini-batch, which replicas take whole."""
+    outcome, other = launches.outcome(case), launches.outcome(SAME_TOKENS[0])
+    for step in range(len(outcome.metrics)):
+        found, expected = outcome.columns(step), other.columns(step)
+        for name in ("tokens", "ref_logprobs", "values", "scores"):
+            assert torch.equal(found[name], expected[name]), (case.name, step, name)
+
+
+@pytest.mark.parametrize("case", params(SAME_START))
+def test_policy_and_reference_of_equal_weights_differ_by_nothing(launches: Launches, case: Case) -> None:
+    """In 16 bits, too, wherever each of them is."""
+    outcome = launches.outcome(case)
+    columns = outcome.columns(0)
+    assert torch.equal(columns["logprobs"], columns["ref_logprobs"])
+    assert outcome.metrics[0]["kl"] == 0.0
+
+
+@pytest.mark.parametrize("case", params(SAME_PAIRS))
+def test_dpo_starts_with_the_logarithm_of_2(launches: Launches, case: Case) -> None:
+    """Training and forward passes of equal weights have the same bits, and chosen and rejected the same rewards."""
+    row = launches.outcome(case).metrics[0]
+    assert (row["chosen_reward"], row["rejected_reward"], row["preference_margin"]) == (0.0, 0.0, 0.0)
+    assert row["preference_loss"] == pytest.approx(math.log(2), rel=1e-7)
+    found, expected = (launches.outcome(each).columns(0)["ref_logprobs"] for each in (case, SAME_PAIRS[0]))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("case", params([*FORCED, *POLICIES], IN_FULL_ALONE))

@@ -80,7 +80,7 @@ def results(engine: TorchEngine, head: Head, compares: bool = False) -> dict[str
     found = engine.forward(groups(), [column_of(name) for name in OUTPUTS[head]])
     for number, loss in enumerate(LOSSES[head]):
         before = {name: weight.clone() for name, weight in engine.weights().items()}
-        engine.train([(groups(number + 1), replace(loss, compares=compares))])
+        engine.train([(replace(groups(number + 1), compares=compares), loss)])
         found |= {f"{name} by loss {number}": before[name] - weight for name, weight in engine.weights().items()}
     return found
 
@@ -112,7 +112,8 @@ def test_a_pass_has_whole_groups_only_if_a_loss_compares_them(layout: str, compa
         seen.append(batch.rows.tolist())
         return outputs.quantity.sum() / totals.tokens, {}
 
-    engine_with("llama", "causal", layout).train([(groups(), Loss("logprobs", function, (), compares=compares))])
+    batch = replace(groups(), compares=compares)
+    engine_with("llama", "causal", layout).train([(batch, Loss("logprobs", function, ()))])
     assert sorted(row for rows in seen for row in rows) == list(range(4 * SAMPLES))
     if compares:
         assert all(rows[::SAMPLES] == [row for row in rows if row % SAMPLES == 0] for rows in seen)
@@ -125,7 +126,7 @@ def test_pairs_stay_in_one_pass() -> None:
     """Whatever the budget: DPO's loss compares two responses."""
     batch = mini_batch(rows=8)
     logprobs = torch.linspace(-2, -1, batch.mask.numel()).view(batch.mask.shape)
-    pairs = Batch({**batch.columns, "ref_logprobs": logprobs}, batch.rows, 2)
+    pairs = Batch({**batch.columns, "ref_logprobs": logprobs}, batch.rows, 2, compares=True)
     found = []
     for layout in ("shared", "text by text"):
         engine = engine_with("llama", "causal", layout)

@@ -153,7 +153,7 @@ def test_bytes_of_a_group_that_is_divided(tokens: int, compares: bool) -> None:
     def total(outputs: Outputs, *_: object) -> tuple[Tensor, Moments]:
         return outputs.quantity.sum() / 1000, {}
 
-    parts = [(rows, Loss("logprobs", total, (), compares=compares))]
+    parts = [(replace(rows, compares=compares), Loss("logprobs", total, ()))]
     engine.train(parts)
     trained = peak_bytes(lambda: engine.train(parts))
     phases = sizing.phases(Compute("train", "actor", ROWS, compares=compares), 0)

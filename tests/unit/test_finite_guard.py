@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_finite_reaches_the_gradient_and_no_other_changes_a_b
 def found_by(
     batch: Batch, outputs: Outputs, function: Any = clamped, ranks: Any = None, compares: bool = True
 ) -> NonFinite | None:
-    loss = Loss("logprobs", function, (), compares=compares)
+    batch, loss = replace(batch, compares=compares), Loss("logprobs", function, ())
     passes = [TrainingPass(0, 2, batch, outputs, TOTALS)] if len(batch) else []
     return first_in_training(passes, [(batch, loss)], ranks or RankGroup(None, (0,), lambda work, ranks: None))
 

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.strategies.evaluation_batches import evaluation_shape
 
 SHARES = [(), (2, 1), (1, 0, 1), (312, 125, 125), (1, 1, 1, 1, 1), (Fraction(1, 3), Fraction(1, 7))]
 
@@ -96,6 +97,34 @@ def test_every_row_has_one_replica_and_chunks_change_none(
     for rank in layout.ranks:
         pieces = [shape.prompts_on(layout, rank, shape.chunk(chunk)) for chunk in range(chunks)]
         assert tuple(prompt for piece in pieces for prompt in piece) == whole[rank]
+
+
+def test_replicas_take_whole_blocks_if_their_number_divides_them() -> None:
+    """Blocks are the same prompts under every layout, which cuts them only if it has another number of replicas."""
+    draw = random.Random(1)
+    for _ in range(200):
+        blocks, mini_batches = draw.choice((1, 2, 4, 6, 8)), draw.randint(1, 5)
+        shape = BatchShape(draw.randint(mini_batches, 40), 2, mini_batches, num_blocks=blocks)
+        # an evaluation has its prompts in batches, of which the last may not be full
+        places = BatchShape(draw.randint(1, 9), 2, num_blocks=blocks)
+        for each in (shape, evaluation_shape(shape.num_prompts, places)):
+            whole = blocks_by_rank(each, Layout((0,)))
+            assert max(map(len, whole)) * 2 <= each.block_rows
+            for size in range(1, 9):
+                layout = Layout(tuple(range(size)))
+                parts = blocks_by_rank(each, layout)
+                assert sorted(sum(parts, ())) == list(range(each.num_prompts))
+                assert all(any(set(part) <= set(block) for block in whole) for part in parts)
+                if layout.takes_whole(blocks):
+                    assert sorted(parts) == sorted(whole)
+    shares = Layout((0, 1), row_shares=(Fraction(2), Fraction(1)))
+    assert shares.takes_whole(6) and not shares.takes_whole(4)
+    shape = BatchShape(12, num_blocks=6)
+    assert blocks_by_rank(shape, shares) == blocks_by_rank(shape, Layout((0, 1, 2)))
+
+
+def blocks_by_rank(shape: BatchShape, layout: Layout) -> list[tuple[int, ...]]:
+    return [block for rank in layout.ranks for block in shape.blocks_on(layout, rank, shape.mini_batches)]
 
 
 def test_samples_of_one_prompt_never_part() -> None:

@@ -38,7 +38,7 @@ def batch_of(texts: list[tuple[int, int]], samples_per_prompt: int = 1, same_pro
 def split(
     texts: list[tuple[int, int]], settings: PassSettings = APART, samples: int = 1, compares: bool = False
 ) -> list[MicroBatch]:
-    return list(micro_batches(batch_of(texts, samples, same_prompts=True), settings, compares))
+    return list(micro_batches(replace(batch_of(texts, samples, same_prompts=True), compares=compares), settings))
 
 
 def texts_of(piece: MicroBatch) -> list[list[int]]:
@@ -134,7 +134,7 @@ def test_random_texts_see_themselves_alone(settings: PassSettings, compares: boo
         texts = [(prompt, rng.randint(0, 6)) for prompt in prompts for _ in range(samples)]
         batch = batch_of(texts, samples, same_prompts=True)
         budget, longest = rng.randint(1, 80), max(map(sum, texts))
-        pieces = list(micro_batches(batch, replace(settings, budget=budget), compares))
+        pieces = list(micro_batches(replace(batch, compares=compares), replace(settings, budget=budget)))
         assert sorted(row for piece in pieces for row in piece.order.tolist()) == list(range(len(texts)))
         for piece in pieces:
             assert piece.batch.rows.tolist() == piece.order.tolist() == sorted(piece.order.tolist())

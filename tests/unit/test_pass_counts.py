@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def batch_of(groups: list[TextGroup]) -> Batch:
 def executed(groups: list[TextGroup], layout: TextLayout) -> list[tuple[int, int]]:
     """Rows and width of each pass of an engine."""
     settings = PassSettings(LONGEST, layout.budget, layout.packs, layout.shares)
-    pieces = micro_batches(batch_of(groups), settings, layout.compares)
+    pieces = micro_batches(replace(batch_of(groups), compares=layout.compares), settings)
     return [(piece.tokens.shape[0], piece.width) for piece in pieces]
 
 

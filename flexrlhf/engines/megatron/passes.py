@@ -79,7 +79,7 @@ class StagePasses:
             _Work(piece, self.readout.request_for(loss), loss, totals)
             for batch, loss in parts
             for totals in (totals_of(batch, self.dp),)
-            for piece in micro_batches(batch, self.pass_settings, loss.compares)
+            for piece in micro_batches(batch, self.pass_settings)
         ]
         if not work:
             batch, loss = parts[0]
@@ -99,7 +99,7 @@ class StagePasses:
     def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
         for part, (batch, loss) in enumerate(parts):
             totals, request = totals_of(batch, self.dp), without_gradient(loss)
-            pieces = list(micro_batches(batch, self.pass_settings, loss.compares))
+            pieces = list(micro_batches(batch, self.pass_settings))
             outputs = self._outputs([_Work(piece, request) for piece in pieces])
             for number, (piece, computed) in enumerate(zip(pieces, outputs, strict=True)):
                 yield TrainingPass(part, number, piece.batch, outputs_of(computed, loss), totals)

@@ -369,7 +369,8 @@ class OptionEnumerator:
         kind = call.kind
         if kind not in ("generate", "forward", "train"):
             return 0
-        work = Compute(kind, placed.name, rows, texts=call.texts, compares=call.compares)
+        block = self.batch.block_rows
+        work = Compute(kind, placed.name, rows, texts=call.texts, compares=call.compares, block=block)
         most, sizes = self._state(placed, state_key).resting, []
         for rank in placed.layout.pp_set(0):
             state = self._stage_state(placed, state_key, rank)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import gcd
 
@@ -180,8 +180,9 @@ class CallMaker:
         settings, trains = model.settings, kind == "train"
         epochs = self.epochs if trains else 1
         # replicas wait for each other at every update, else at the end
-        most = sum(map(max, zip(*rows, strict=True))) if trains else max(map(sum, rows))
-        at_once = max(map(max, rows)) if trains else most
+        fullest = list(map(max, zip(*rows, strict=True))) if trains else max(rows, key=sum)
+        most = sum(fullest)
+        at_once = max(fullest) if trains else most
         return Call(
             kind=kind,
             model=transformer_of(shape, model.head, is_adapted=settings.lora is not None),
@@ -196,36 +197,39 @@ class CallMaker:
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
-            passes=None if kind == "generate" else self._passes(model, shape, rows, trains, epochs * texts, compares),
+            passes=None if kind == "generate" else self._passes(model, shape, fullest, epochs * texts, compares),
             adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
             prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
         )
 
     def _passes(
-        self,
-        model: PlacedModel,
-        shape: ModelShape,
-        rows: Sequence[Sequence[int]],
-        trains: bool,
-        times: int,
-        compares: bool,
+        self, model: PlacedModel, shape: ModelShape, rows: Sequence[int], times: int, compares: bool
     ) -> MeanPass:
-        """Return the passes of the fullest replica, ``times`` over. Every mini-batch is trained on by itself."""
+        """Return the passes of a replica with ``rows`` of each mini-batch, ``times`` over."""
         settings, samples = model.settings, self.batch.samples_per_prompt
         packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
         layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares)
-        most = map(max, zip(*rows, strict=True)) if trains else [max(map(sum, rows))]
+        blocks = Counter(block for each in rows if each for block in _blocks(each // samples, self.block_prompts))
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
         return all_passes(
-            (times * number, mean_pass(prompts, responses, each // samples, samples, layout))
-            for each, number in Counter(most).items()
-            if each
+            (times * number, mean_pass(prompts, responses, block, samples, layout)) for block, number in blocks.items()
         )
+
+    @cached_property
+    def block_prompts(self) -> int:
+        """Most prompts of a block."""
+        return self.batch.block_rows // self.batch.samples_per_prompt
 
     @property
     def _reserved(self) -> SequenceLengths:
         """Lengths of a row in decoding, which reserves memory for responses of full length."""
         return SequenceLengths(self.longest.prompt, self.longest.response)
+
+
+def _blocks(prompts: int, most: int) -> Iterator[int]:
+    """Yield the prompts of each of the fewest equal blocks of at most so many."""
+    count = -(-prompts // most)
+    yield from ((prompts * (block + 1)) // count - prompts * block // count for block in range(count))
 
 
 def engine_of(model: PlacedModel) -> str:
@@ -256,7 +260,7 @@ def _replica_rows(
     layout = Layout(tuple(range(dp)), row_shares=row_shares)
     samples = batch.samples_per_prompt
     return {
-        replica: tuple(samples * len(layout.slice(batch.prompts(m), replica, turn=m)) for m in mini_batches)
+        replica: tuple(samples * len(batch.part(layout, replica, m)) for m in mini_batches)
         for replica in range(layout.dp)
     }
 
