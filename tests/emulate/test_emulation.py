@@ -183,7 +183,7 @@ def test_random_specs_cover_the_settings() -> None:
         "algorithm": (5, ["ppo", "sft", "reward"]),
         "engine": (50, [f"{engine}-{zero}" for engine in ("torch", "deepspeed") for zero in (0, 2, 3)]),
         "sharded in nodes": (5, ["rows"]),
-        "weights": (10, ["whole of one", "whole of tp", "rows of one", "rows of tp", "flat of one"]),
+        "weights": (5, ["whole of one", "whole of tp", "rows of one", "rows of tp", "flat of one"]),
         "tensor parallel": (5, ["1", "2", "4"]),
         "pipeline stages": (5, ["2 of a role", "4 of a role"]),
         "adapters": (30, ["none", "some", "shared"]),
