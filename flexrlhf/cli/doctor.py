@@ -59,7 +59,7 @@ def run_preflight(
     from flexrlhf.measure.facts import closing_line, failed, format_checks
     from flexrlhf.runs.resume import resume_runs
 
-    runs = [run for run in resume_runs(tuple(plans), resume) if not run.finished]
+    runs = [run for run in resume_runs(tuple(plans), resume, accepts=True) if not run.finished]
     if not runs:
         return
     checks = preflight(runs, hosts, join_seconds, rank_seconds, factory)

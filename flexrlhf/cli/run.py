@@ -41,6 +41,10 @@ Fresh = Annotated[
     bool,
     typer.Option("--fresh", help="train all runs of the quick start again, finished and unchanged ones, too"),
 ]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="--resume although types, models or code have changed since the checkpoint"),
+]
 Preflight = Annotated[bool, typer.Option("--preflight", help="first check what `flexrlhf doctor` does")]
 Number = Annotated[
     int | None, typer.Option(min=1, help="number of this node; without it the first free one, where all are equal")
@@ -60,6 +64,7 @@ def run(
     max_restarts: MaxRestarts = 0,
     force: Force = False,
     resume: Resume = None,
+    accept_changes: AcceptChanges = False,
     preflight: Preflight = False,
     fresh: Fresh = False,
 ) -> None:
@@ -81,7 +86,7 @@ def run(
     check_memory(plans, force)
     hosts.check_cluster(plans[0].cluster)
     if dry_run:
-        _check(plans, resume, is_quickstart)
+        _check(plans, resume, is_quickstart, accept_changes)
         return
     with starting_factory(not under_ray, is_copied=True) as factory:
         from flexrlhf.launch.job import prepare_job
@@ -89,7 +94,8 @@ def run(
         if preflight:
             _preflight(plans, hosts, is_quickstart=is_quickstart, resume=resume, factory=factory)
         with working("checking models and data"):
-            job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps=is_quickstart and not fresh)
+            keeps = is_quickstart and not fresh
+            job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps, accept_changes)
         if hosts.is_first:
             _print_plans(plans, job.plans, is_resumed=resume is not None)
         job.start(max_restarts, factory)
@@ -132,11 +138,11 @@ def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:
         raise UserError("--fresh: goes with the quick start; a config of your own begins anew without it, so remove it")
 
 
-def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool) -> None:
+def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool, accepts: bool) -> None:
     from flexrlhf.plan.input_checks import check_runs
     from flexrlhf.runs.resume import resume_runs
 
-    resume_runs(tuple(plans), resume)
+    resume_runs(tuple(plans), resume, accepts)
     files = []
     if not is_quickstart:
         check_runs(plans)

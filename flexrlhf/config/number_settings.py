@@ -79,6 +79,18 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     return raw | {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}, "rollout": _rollout(spec)}
 
 
+def type_changes(first: Spec, second: Spec) -> Iterator[tuple[str, str, str]]:
+    """Yield key and both values of each type of weights and passes that differs: results differ by their rounding."""
+    for role, model in second.models:
+        before = first.models.of(role)
+        if model is not None and before is not None:
+            for key, was, now in (("", before, model), (".shadow", before.of_shadow, model.of_shadow)):
+                if was.dtype != now.dtype:
+                    yield f"models.{role}{key}.dtype", was.dtype, now.dtype
+    if first.sync.dtype != second.sync.dtype:
+        yield "sync.dtype", str(first.sync.dtype), str(second.sync.dtype)
+
+
 def _rollout(spec: Spec) -> dict[str, Any]:
     """Return the settings of the rollout engine that numbers depend on: its noise, and which copy of a shared trunk has
     values."""

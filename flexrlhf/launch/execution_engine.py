@@ -50,6 +50,7 @@ class ExecutionEngine:
         overrides: Sequence[str] = (),
         force: bool = False,
         resume: str | Path | None = None,
+        accept_changes: bool = False,
     ) -> None:
         """Load and plan the run of a YAML file. Raises UserError; ``plan`` has the result.
 
@@ -59,12 +60,14 @@ class ExecutionEngine:
         overrides:        further settings, as of the option ``--set``
         force:            whether a plan may exceed the memory of its devices
         resume:           ``auto``, or the directory of a run or a checkpoint: go on from there
+        accept_changes:   go on although types, models or code have changed since the checkpoint
         """
         settings = [*overrides, *path_settings({"actor": actor_model_path, "critic": critic_model_path})]
         settings += [f"cluster.devices={devices}"] if devices is not None else []
         spec = load_spec(config_path, settings, placement_ratio)
         check_single_planner([spec], Hosts())
         self._resume = None if resume is None else str(resume)
+        self._accepts = accept_changes
         from flexrlhf.guideline.advice.auto import planned
 
         ((self.plan, text),) = planned([spec])
@@ -76,7 +79,7 @@ class ExecutionEngine:
     def __call__(self) -> RunResult:
         """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
         with starting_factory() as factory:
-            prepare_job([self.plan], Hosts(), resume=self._resume).start(factory=factory)
+            prepare_job([self.plan], Hosts(), resume=self._resume, accepts=self._accepts).start(factory=factory)
         directory = self.plan.spec.directory
         models = {role: directory / role for role in self.plan.graph.trained}
         return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)

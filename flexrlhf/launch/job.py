@@ -101,6 +101,7 @@ def prepare_job(
     resume: str | None = None,
     under_ray: bool = False,
     keeps: bool = False,
+    accepts: bool = False,
 ) -> Job:
     """Check devices, packages, models, data and free space of all runs. Nothing of a run is written yet.
 
@@ -109,6 +110,7 @@ def prepare_job(
     under_ray:      whether the ranks start in a Ray cluster
     keeps:          without ``resume``: leave out runs whose results are there already, except for the last one; not
                     under torchrun, where each machine would decide by its own directory
+    accepts:        whether a resumed run may have other types, models and code than before
 
     Raises UserError.
     """
@@ -116,8 +118,10 @@ def prepare_job(
     if hosts.nnodes > 1 and not hosts.is_first_node and (keeps or resume is not None):
         found = [] if resume is not None and all(map(is_finished, plans)) else _ordered_runs(plans, hosts)
     else:
-        found = keep_runs(tuple(plans)) if keeps and resume is None else resume_runs(tuple(plans), resume)
+        found = keep_runs(tuple(plans)) if keeps and resume is None else resume_runs(tuple(plans), resume, accepts)
     runs = [run for run in found if not run.finished]
+    for note in (note for run in runs for note in run.notes):
+        print(note, file=sys.stderr)
     return checked_job(runs, hosts, is_quickstart, under_ray) if runs else Job((), hosts, "cpu", "local")
 
 

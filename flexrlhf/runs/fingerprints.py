@@ -14,7 +14,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from flexrlhf.config.code_checks import imported_files, python_file
 from flexrlhf.config.engines import ENGINES, PEFT
+from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.plan.plan import Plan
@@ -38,7 +40,8 @@ LIBRARIES = (
 def input_digests(plans: Sequence[Plan]) -> dict[str, str]:
     """Return the digest of each file that ``plans`` read, by its setting and path.
 
-    A file that an earlier run of the command writes has none, since it does not exist yet.
+    A file that an earlier run of the command writes has none, since it does not exist yet. Raises UserError for a
+    Python file that is not there.
     """
     found: dict[str, str] = {}
     for index, plan in enumerate(plans):
@@ -74,8 +77,27 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
+def fixed_inputs(plan: Plan) -> dict[str, str]:
+    """Return the digest of each file that a resumed run reads as its first part did, by its setting and name.
+
+    Rows of the data are not among them: a checkpoint has a digest of the examples.
+    """
+    return {
+        f"{setting} {file.name}": file_digest(file)
+        for setting, path in (*_models(plan), *_code(plan))
+        for file in _files(Path(realpath(path)))
+    }
+
+
 def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield setting and path of the models, the tokenizer, the data and a graph's file of a run."""
+    """Yield setting and path of what a run reads."""
+    yield from _models(plan)
+    yield from ((source.setting, source.path) for source in data_sources(plan))
+    yield from _code(plan)
+
+
+def _models(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield setting and path of the models, the tokenizer and the chat template of a run."""
     for role in plan.graph.roles:
         if (path := plan.model(role).path) is not None:
             yield f"models.{role}.path", path
@@ -83,12 +105,21 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
     for setting, name in (("data.tokenizer", data.tokenizer), ("data.chat_template", data.chat_template)):
         if name is not None:
             yield setting, name
-    for source in data_sources(plan):
-        yield source.setting, source.path
-    for setting in ("graph", "loop"):
-        file, _, _ = (getattr(plan.spec.algorithm, setting) or "").rpartition(":")
-        if file.endswith(".py"):
-            yield f"algorithm.{setting}", file
+
+
+def _code(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield setting and path of a user's Python files, with the files next to them that they import."""
+    spec = plan.spec
+    references = [("algorithm.graph", spec.algorithm.graph), ("algorithm.loop", spec.algorithm.loop)]
+    for section, sources in (("reward", spec.reward), ("cost", spec.cost)):
+        references += [
+            (f"{section}.function", source.function) for source in sources or () if isinstance(source, FunctionSource)
+        ]
+    for setting, reference in references:
+        place, colon, _ = (reference or "").rpartition(":")
+        file = python_file(place, setting) if colon else None
+        for each in [] if file is None else imported_files(file):
+            yield setting, str(each)
 
 
 def _files(place: Path) -> list[Path]:

@@ -64,6 +64,7 @@ class Manifest:
     libraries: versions of the packages that wrote it
     files:     by name
     progress:  numbers of the run
+    inputs:    digest of each file of models and of a user's code, by its setting and name; None: of an older version
     """
 
     spec: str
@@ -71,6 +72,7 @@ class Manifest:
     libraries: Mapping[str, str]
     files: Mapping[str, FileEntry]
     progress: Progress
+    inputs: Mapping[str, str] | None = None
 
 
 def checkpoint_directory(run: Path, next_step: int) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
@@ -10,12 +10,13 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
-from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.config.number_settings import differing_settings, type_changes
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.fingerprints import fixed_inputs
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, read_manifest
 from flexrlhf.runs.run_directory import read_status
 from flexrlhf.weights.model_files import weight_files
@@ -54,12 +55,14 @@ class Resumption:
     candidates:  checkpoints, the first one that is undamaged is taken; none: it begins with its first step.
     finished:    whether all of it is done, so that it is skipped.
     continues:   whether it goes on in its directory, next to the files that are there.
+    notes:       sentences on its inputs: changes that are accepted, or that they cannot be compared.
     """
 
     plan: Plan
     candidates: tuple[Path, ...] = ()
     finished: bool = False
     continues: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def resumed(plan: Plan, order: RunOrder) -> Resumption:
@@ -67,16 +70,19 @@ def resumed(plan: Plan, order: RunOrder) -> Resumption:
     return Resumption(plan, order.candidates, continues=order.continues)
 
 
-def resume_runs(plans: tuple[Plan, ...], resume: str | None) -> list[Resumption]:
-    """Return how each run begins. ``resume``: ``auto``, a run's or a checkpoint's directory, or None: anew.
+def resume_runs(plans: tuple[Plan, ...], resume: str | None, accepts: bool = False) -> list[Resumption]:
+    """Return how each run begins.
 
-    Raises UserError for a checkpoint whose numbers another setting would change.
+    resume:   ``auto``, a run's or a checkpoint's directory, or None: anew.
+    accepts:  whether a run goes on with other types, models and code than before.
+
+    Raises UserError for a checkpoint whose numbers another setting or input would change.
     """
     if resume is None:
         return [Resumption(plan) for plan in plans]
     if resume == AUTO:
-        return [_automatic(plan) for plan in plans]
-    return [*(_automatic(plan) for plan in plans[:-1]), _from_path(plans[-1], Path(resume))]
+        return [_automatic(plan, accepts) for plan in plans]
+    return [*(_automatic(plan, accepts) for plan in plans[:-1]), _from_path(plans[-1], Path(resume), accepts)]
 
 
 def is_finished(plan: Plan) -> bool:
@@ -85,7 +91,7 @@ def is_finished(plan: Plan) -> bool:
     return status is not None and status.state == "finished" and status.steps >= plan.spec.steps
 
 
-def _automatic(plan: Plan) -> Resumption:
+def _automatic(plan: Plan, accepts: bool) -> Resumption:
     """Return how a run begins by the contents of its directory."""
     directory = plan.spec.directory
     found = checkpoints_of(directory)
@@ -94,15 +100,16 @@ def _automatic(plan: Plan) -> Resumption:
         return Resumption(plan, finished=True, continues=True)
     if not found:
         return Resumption(plan)
-    return _checked(plan, found, continues=True)
+    return _checked(plan, found, continues=True, accepts=accepts)
 
 
-def _from_path(plan: Plan, path: Path) -> Resumption:
+def _from_path(plan: Plan, path: Path, accepts: bool) -> Resumption:
     """Return how a run goes on from a checkpoint, or from the newest one of a run."""
     found = [path] if (path / MANIFEST).is_file() else checkpoints_of(path)
     if not found:
         raise UserError(f"--resume {path}: {_without_checkpoint(path)}")
-    return _checked(plan, found, Path(realpath(path)).is_relative_to(realpath(plan.spec.directory)))
+    continues = Path(realpath(path)).is_relative_to(realpath(plan.spec.directory))
+    return _checked(plan, found, continues, accepts)
 
 
 def _without_checkpoint(path: Path) -> str:
@@ -116,14 +123,38 @@ def _without_checkpoint(path: Path) -> str:
     return f"the run has no checkpoint: checkpoint.every {why}; begin it anew without --resume"
 
 
-def _checked(plan: Plan, found: list[Path], continues: bool) -> Resumption:
-    manifest = _first_readable(found)
+def _checked(plan: Plan, found: list[Path], continues: bool, accepts: bool) -> Resumption:
+    manifest, notes = _first_readable(found), list[str]()
     if manifest is not None:
         before = parse_spec(read_yaml(manifest.spec))
         _check_settings(plan, before, found[0])
         _check_copies(plan, before, found[0])
         _check_steps(plan, before.steps, manifest.progress.next_step, found[0])
-    return Resumption(plan, tuple(found), continues=continues)
+        notes = [f"{plan.spec.name}: {change}" for change in _changes(plan, before, manifest.inputs)]
+        if notes and not accepts and manifest.inputs is not None:
+            more = f" ({len(notes) - 1} more changes)" if len(notes) > 1 else ""
+            raise UserError(
+                f"--resume {found[0]}: {notes[0]}, which would change the numbers of the run{more}; put it back, start "
+                f"a new run under another name, or accept it with --accept-changes"
+            )
+    return Resumption(plan, tuple(found), continues=continues, notes=tuple(notes))
+
+
+def _changes(plan: Plan, before: Spec, inputs: Mapping[str, str] | None) -> list[str]:
+    """Return what differs from the run that wrote a checkpoint: types, files of models, a user's code.
+
+    ``inputs``: digests in the checkpoint.
+    """
+    changes = [f"{key} was {was} and is {now}" for key, was, now in type_changes(before, plan.spec)]
+    if inputs is None:
+        return [*changes, "its checkpoint is of an older version, so that models and code are not compared"]
+    found = fixed_inputs(plan)
+    for name in {**inputs, **found}:
+        if name not in found or name not in inputs:
+            changes.append(f"{name} is {'missing' if name in inputs else 'new'}")
+        elif inputs[name] != found[name]:
+            changes.append(f"{name} has changed")
+    return changes
 
 
 def _check_copies(plan: Plan, before: Spec, where: Path) -> None:

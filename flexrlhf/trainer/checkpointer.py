@@ -21,7 +21,7 @@ import torch.distributed as dist
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped
 from flexrlhf.plan.run_data import data_digest
-from flexrlhf.runs.fingerprints import library_versions
+from flexrlhf.runs.fingerprints import fixed_inputs, library_versions
 from flexrlhf.runs.manifest import (
     FileEntry,
     Manifest,
@@ -83,6 +83,8 @@ class Checkpointer(Observer):
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: _Writing | None = None
         self._pending: list[int] = []
+        # as they are now: a file may be edited while the run reads it no more
+        self._inputs = self._thread.submit(fixed_inputs, self._context.plan) if self._context.rank == 0 else None
         self.last_step: int | None = None
         """The step after the newest checkpoint that this rank has begun to write."""
 
@@ -195,6 +197,7 @@ class Checkpointer(Observer):
             libraries=library_versions(),
             files=files,
             progress=merged_progress([Progress(**report["progress"]) for report in reports]),
+            inputs=self._inputs.result() if self._inputs is not None else {},
         )
         try:
             write_manifest(directory, manifest)

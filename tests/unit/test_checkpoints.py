@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import plan_of
+from small_runs import TINY, plan_of
 from test_shards import LAYOUTS, drawn_shape, placed
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from flexrlhf.comm.weights import cut
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.fingerprints import fixed_inputs
 from flexrlhf.runs.manifest import (
     Manifest,
     Progress,
@@ -111,7 +114,8 @@ def written_checkpoint(plan: Plan, next_step: int) -> Path:
     entry = write_durably(directory / "actor-00000.safetensors", bytes(range(200)))
     progress = Progress(next_step, {"actor": {"updates": 4.0}}, {"actor": next_step}, {}, {}, {})
     files = {"actor-00000.safetensors": entry}
-    write_manifest(directory, Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress))
+    written = Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress, fixed_inputs(plan))
+    write_manifest(directory, written)
     return directory
 
 
@@ -186,6 +190,60 @@ def test_a_change_of_numbers_is_refused_by_name(plan: Plan, override: str, sente
     placement = [0.5] * 6 if "lag" in override else [1, 1, 1, 1]
     with pytest.raises(UserError, match=sentence):
         resume_runs((plan_of(placement, 2, "steps=9", override),), "auto")
+
+
+SCORER = "from factors import {name}\n\n\ndef score(prompts, responses):\n    return [{name}] * len(responses)\n"
+
+
+def scored(tmp_path: Path, *overrides: str) -> Plan:
+    """GRPO by a function that imports a file next to it, from a model with files."""
+    if not (tmp_path / "actor").exists():
+        LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "actor")
+        (tmp_path / "scores.py").write_text(SCORER.format(name="ONE"))
+        (tmp_path / "factors.py").write_text("ONE = 1.0\n")
+    settings = ("algorithm={name: grpo}", "reward=[{function: scores.py:score}]", "models={actor: {path: actor}}")
+    return plan_of([1, 1], 2, "checkpoint.every=1", "steps=9", *settings, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("file", "contents", "sentence"),
+    [
+        ("actor/model.safetensors", None, r"models.actor.path model.safetensors has changed"),
+        ("scores.py", SCORER.format(name="TWO").encode(), r"reward.function scores.py has changed"),
+        ("factors.py", b"ONE = 1000.0\n", r"reward.function factors.py has changed"),
+        ("actor/chat_template.jinja", b"", r"models.actor.path chat_template.jinja is new"),
+    ],
+    ids=["weights", "code", "imported code", "template"],
+)
+def test_a_changed_input_is_refused_by_name_or_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, contents: bytes | None, sentence: str
+) -> None:
+    """``contents``: None: the same file with another last byte, of a weight."""
+    monkeypatch.chdir(tmp_path)
+    found = written_checkpoint(scored(tmp_path), 4)
+    assert resume_runs((scored(tmp_path),), "auto")[0].notes == ()
+    changed = tmp_path / file
+    changed.write_bytes(changed.read_bytes()[:-1] + b"1" if contents is None else contents)
+    with pytest.raises(UserError, match=f"{sentence}, which would change .* accept it with --accept-changes$"):
+        resume_runs((scored(tmp_path),), "auto")
+    (accepted,) = resume_runs((scored(tmp_path),), "auto", accepts=True)
+    assert accepted.candidates == (found,) and re.search(sentence, accepted.notes[0])
+
+
+def test_a_changed_type_is_refused_by_name_or_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written_checkpoint(scored(tmp_path), 4)
+    changed = scored(tmp_path, "models.actor.dtype=bfloat16")
+    with pytest.raises(UserError, match="models.actor.dtype was float32 and is bfloat16, which would change"):
+        resume_runs((changed,), "auto")
+    assert resume_runs((changed,), "auto", accepts=True)[0].candidates
+
+
+def test_a_checkpoint_without_digests_goes_on_and_says_so(plan: Plan) -> None:
+    directory = written_checkpoint(plan, 4)
+    write_manifest(directory, replace(read_manifest(directory), inputs=None))
+    (resumed,) = resume_runs((plan,), "auto")
+    assert "of an older version, so that models and code are not compared" in resumed.notes[0]
 
 
 def test_more_steps_need_the_rows_that_a_lag_generates_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
