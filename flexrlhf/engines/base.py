@@ -85,6 +85,8 @@ class Sampling:
     top_p:         1: no restriction.
     top_k:         0: no restriction.
     min_tokens:    least number of tokens of a response.
+    num_ids:       sampled tokens are below it; None: any token. Log-probs are of the whole vocabulary, in which the rows
+                   behind are padding.
     stop:          stop strings; they need ``decode``.
     decode:        tokens of a response → its text.
     """
@@ -97,6 +99,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_tokens: int = 0
+    num_ids: int | None = None
     stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
 

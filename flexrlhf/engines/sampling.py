@@ -83,12 +83,12 @@ def sample_tokens(logits: Tensor, sampling: Sampling, rows: Tensor, position: in
     """
     scores = _exclude_early_ends(logits.float(), sampling, position)
     if sampling.temperature == 0:
-        tokens = scores.argmax(1)
+        tokens = scores[:, : sampling.num_ids].argmax(1)
     else:
         scores = scores.double().div_(sampling.temperature)
         scores = _apply_top_k_top_p(scores, sampling)
         noise = gumbel_noise(sampling.seed, sampling.step, rows, position, scores.shape[1])
-        tokens = noise.add_(scores).argmax(1)
+        tokens = noise.add_(scores)[:, : sampling.num_ids].argmax(1)
         del noise  # frees it before logsumexp allocates as much
     sampled = scores.gather(1, tokens[:, None]).squeeze(1)
     return tokens, (sampled - scores.logsumexp(1)).float()
@@ -108,6 +108,8 @@ def _apply_top_k_top_p(scores: Tensor, sampling: Sampling) -> Tensor:
     """Set the scores of tokens outside ``top_k``, then of those outside ``top_p``, to -inf, in place."""
     if not sampling.top_k and sampling.top_p == 1:
         return scores
+    # a cut among other tokens might leave none of these
+    scores[:, slice(sampling.num_ids, None) if sampling.num_ids else slice(0)] = -torch.inf
     no_tokens = torch.empty(0, dtype=torch.int64)  # these warpers do not read them
     narrow = scores.float()  # sorting takes much memory, and other engines sort float32
     if sampling.top_k:

@@ -97,6 +97,19 @@ class Plan:
         """Return the mini-batches of later chunks that the model of a generate ``run`` may start with; else none."""
         return later_chunks(self.schedule.instructions, run) if run.operator.kind == "generate" else []
 
+    @cached_property
+    def sampled_ids(self) -> int | None:
+        """Number of ids that generation chooses from: tokens that each model which reads them has an embedding for.
+
+        None: all of the actor's. Vocabularies of one tokenizer are padded to different sizes.
+        """
+        if self.graph.generated is None:
+            return None
+        sizes = {role: shape.sizes.vocabulary for role, shape in self.shapes.items() if shape.sizes is not None}
+        readers = [size for role, size in sizes.items() if not self.model(role).retokenize]
+        own = sizes.get(self.graph.generated)
+        return min(readers) if own is not None and min(readers) < own else None
+
     def move_bytes(self, move: Move, batch: BatchShape | None = None) -> int:
         """Return the bytes that cross between ranks when ``move`` runs once. ``batch``: of its evaluation, if any."""
         samples = (batch or self.batch).samples_per_prompt

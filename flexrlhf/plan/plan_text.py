@@ -86,6 +86,7 @@ def _batch(plan: Plan) -> list[str]:
         f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
         f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded; {_passes(plan)}",
         *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
+        *([] if plan.sampled_ids is None else [f"sampled ids          {plan.sampled_ids:>8} that all models embed"]),
         f"blocks of passes     {batch.num_blocks:>8} in a mini-batch, {_blocks(plan)}",
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]

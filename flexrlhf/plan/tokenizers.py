@@ -166,15 +166,14 @@ def _check_role(role: str, model: ModelSpec, owner: tuple[str, str], may_retoken
     (key, path), own = owner, tokenizer_of(role, model)
     name = key.removesuffix(".path") if key.endswith(".path") else f"{key} {path}"
     whole = tokenizer_of("", ModelSpec(path=path)) or Path(path)
-    if own is not None and (realpath(own) == realpath(whole) or _is_same(own / WHOLE, whole / WHOLE)):
-        return
     vocabulary = read_vocabulary("data.tokenizer", whole)
     if vocabulary is None:
         return
-    read = None if own is None else read_vocabulary(f"models.{role}.path", own)
-    if read is None:
-        _check_size(role, model, vocabulary)
-    elif (example := vocabulary.conflict(read)) is not None:
+    _check_size(role, model, vocabulary)
+    if own is None or realpath(own) == realpath(whole) or _is_same(own / WHOLE, whole / WHOLE):
+        return
+    read = read_vocabulary(f"models.{role}.path", own)
+    if read is not None and (example := vocabulary.conflict(read)) is not None:
         raise UserError(
             f"models.{role}: its tokenizer ({own}) has other ids than that of {name} ({example}), so it would read "
             f"other texts; {_remedy(role, str(own), name, may_retokenize)}"

@@ -83,6 +83,7 @@ def step_sampling(rank: RankContext) -> Sampling:
         top_p=algorithm.top_p,
         top_k=algorithm.top_k,
         min_tokens=algorithm.min_response_tokens,
+        num_ids=rank.plan.sampled_ids,
         stop=algorithm.stop,
     )
 

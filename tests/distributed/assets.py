@@ -68,6 +68,7 @@ def write_assets(directory: Path) -> None:
     for role in ("critic", "reward"):
         _save(LlamaForSequenceClassification(_config(SIZES)), model(role))
     _save(_actor(WIDE), model("wide-actor"))
+    _save(_actor({**WIDE, "vocab_size": SIZES["vocab_size"] + 12}), model("padded-actor"))
     for role in ("cost_critic", "cost", "reward_second"):
         _save(LlamaForSequenceClassification(_config(SIZES)), model(role))
     build_letters(directory / "models" / "letters")

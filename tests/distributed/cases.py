@@ -189,6 +189,8 @@ SETTINGS |= {
     "slow": {**_ppo(num_mini_batches=2), **SLOW},
     "slow-streaming": {**_ppo(num_mini_batches=4, whiten="mini_batch"), **SLOW, "steps": 2},
     # 32 layers, so that no tensor is a large part of the bytes on a rank of four
+    # an actor with more embeddings than the tokenizer has tokens and other models have embeddings
+    "padded": {**_ppo(num_mini_batches=2), "models": {"actor": {"path": "assets:models/padded-actor"}}},
     # policy and reference start from the same weights
     "start": {
         **_ppo(num_mini_batches=2),
@@ -208,7 +210,7 @@ SETTINGS |= {
     },
 }
 SETTINGS |= COMPLETIONS | ALGORITHMS
-NOT_COMPARED = ("slow", "slow-streaming", "deep", "start", "dpo-start")
+NOT_COMPARED = ("slow", "slow-streaming", "deep", "start", "dpo-start", "padded")
 EVALUATED = (
     *("four", "samples", "short", "nucleus", "stopped", "ends", "greedy", "cooler"),
     *("sft", "sft-greedy", "sft-epochs", "sft-adapters"),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assets import SIZES
 from cases import DEFAULT, Assets, Case, make_assets
 from comparison import reference_of
 from launcher import Launches, Outcome, params
@@ -179,3 +180,15 @@ def as_one_rank(script: str, *arguments: str) -> subprocess.CompletedProcess[str
         text=True,
         timeout=240,
     )
+
+
+@pytest.mark.parametrize("case", params([Case("padded", "halves", 2), Case("padded", "halves", 2, rollout="vllm")]))
+def test_ids_that_other_models_have_no_embedding_for_are_never_sampled(launches: Launches, case: Case) -> None:
+    """A fifth of the actor's ids are padding, and random weights would sample them; the gate compares log-probs."""
+    outcome = launches.outcome(case)
+    for step in range(len(outcome.metrics)):
+        columns = outcome.columns(step)
+        sampled = columns["tokens"][:, -columns["response_mask"].shape[1] :][columns["response_mask"].bool()]
+        assert int(sampled.min()) >= 0 and int(sampled.max()) < SIZES["vocab_size"] == outcome.plan.sampled_ids
+    first = Case("padded", "halves", 2)
+    assert torch.equal(columns["tokens"], launches.outcome(first).columns(step)["tokens"])

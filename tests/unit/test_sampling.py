@@ -94,6 +94,17 @@ def shares(sampling: Sampling, kept: list[int]) -> Tensor:
     return scores.softmax(0)
 
 
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.01}], ids=str)
+def test_padding_is_never_sampled(changes: dict[str, Any]) -> None:
+    """The likeliest ids are excluded, and log-probs still are of all ids, but of those that a cut leaves."""
+    tokens, logprobs = sample_tokens(
+        LOGITS.expand(200, -1).clone(), replace(SAMPLING, num_ids=2, **changes), torch.arange(200), 0
+    )
+    assert set(tokens.tolist()) == ({1} if changes else {0, 1})
+    is_cut = "top_k" in changes or "top_p" in changes
+    assert torch.allclose(logprobs, torch.zeros(200) if is_cut else LOGITS.log_softmax(0)[tokens], atol=1e-6)
+
+
 # softmax(LOGITS): 0.06, 0.17, 0.45, 0.02, 0.28
 @pytest.mark.parametrize(
     ("changes", "kept"),

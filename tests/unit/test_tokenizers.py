@@ -96,6 +96,18 @@ def test_without_a_tokenizer_the_size_is_compared(tmp_path: Path, actor: str) ->
         plan_of(None, 1, *overrides(actor=actor, reward=small))
 
 
+def test_models_have_an_embedding_for_every_token(tmp_path: Path, actor: str) -> None:
+    """Also with the tokenizer of the run. Further embeddings are padding, whose ids are not sampled."""
+    small = write_model(tmp_path / "small", WORDS, vocab_size=5)
+    with pytest.raises(UserError, match="^models.reward: vocab_size 5 is smaller than the 6 tokens of the tokenizer$"):
+        plan_of(None, 1, *overrides(actor=actor, reward=small))
+    padded = write_model(tmp_path / "padded", WORDS, vocab_size=48)
+    plan = plan_of(None, 1, *overrides(actor=padded, reward=actor))
+    assert plan.sampled_ids == plan.shapes["reward"].sizes.vocabulary == 32
+    assert "that all models embed" in format_plan(plan)
+    assert plan_of(None, 1, *overrides(actor=actor, reward=padded)).sampled_ids is None
+
+
 def test_adapters_have_the_tokenizer_of_their_base_model(tmp_path: Path, actor: str) -> None:
     base = write_model(tmp_path / "base", OTHERS)
     adapters = tmp_path / "adapters"

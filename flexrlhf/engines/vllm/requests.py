@@ -74,7 +74,9 @@ def sampling_params(key: RequestKey, lengths: Lengths, vocabulary: int, is_exact
         logprobs=0,
         detokenize=False,
         seed=None if is_exact else _seed(sampling.seed, sampling.step, row),
-        extra_args={"seed": sampling.seed, "step": sampling.step, "row": row},
+        # vLLM's own noise is added before anything of ours can exclude a token
+        allowed_token_ids=None if is_exact or sampling.num_ids is None else list(range(sampling.num_ids)),
+        extra_args={"seed": sampling.seed, "step": sampling.step, "row": row, "ids": sampling.num_ids},
         # stop strings are searched after every token
         output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )

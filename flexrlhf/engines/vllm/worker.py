@@ -171,8 +171,14 @@ class RolloutSampler(Sampler):
 
     def __init__(self, runner: Any, is_exact: bool) -> None:
         super().__init__("processed_logprobs")
+        self._runner = runner
         if is_exact:
             self.topk_topp_sampler = NoiseSampler(runner)
+
+    def greedy_sample(self, logits: Tensor) -> Tensor:
+        """Return the likeliest tokens (n,) that requests may have."""
+        num_ids = _num_ids(self._runner)
+        return super().greedy_sample(logits if num_ids is None else logits[:, :num_ids].contiguous())
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
@@ -180,6 +186,12 @@ class RolloutSampler(Sampler):
         assert num_logprobs == 0, "requests have no log-probs of other tokens"
         tokens = token_ids[:, None]
         return LogprobsTensors(tokens.int(), logprobs.gather(-1, tokens), torch.zeros_like(token_ids))
+
+
+def _num_ids(runner: Any) -> int | None:
+    """Return ``Sampling.num_ids`` of the requests of a step, which have the same."""
+    names = runner.input_batch.req_ids
+    return runner.requests[names[0]].sampling_params.extra_args["ids"] if names else None
 
 
 class NoiseSampler(torch.nn.Module):
@@ -194,8 +206,13 @@ class NoiseSampler(torch.nn.Module):
 
         ``logits`` (n, vocabulary) are divided by the temperature; ``k`` and ``p`` (n,): top-k and top-p.
         """
+        num_ids = _num_ids(self._runner)
+        if num_ids is not None and (k is not None or p is not None):
+            # a cut among other tokens might leave none of these
+            logits[:, num_ids:] = -torch.inf
         logits = apply_top_k_top_p(logits, k, p)
-        return (logits.double() + self._noise(logits)).argmax(-1), logits.log_softmax(-1, dtype=torch.float32)
+        tokens = (logits.double() + self._noise(logits))[:, :num_ids].argmax(-1)
+        return tokens, logits.log_softmax(-1, dtype=torch.float32)
 
     def _noise(self, logits: Tensor) -> Tensor:
         """Gumbel noise, float64 (n, vocabulary)."""
