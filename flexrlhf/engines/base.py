@@ -85,8 +85,8 @@ class Sampling:
     top_p:         1: no restriction.
     top_k:         0: no restriction.
     min_tokens:    least number of tokens of a response.
-    num_ids:       sampled tokens are below it; None: any token. Log-probs are of the whole vocabulary, in which the rows
-                   behind are padding.
+    num_ids:       sampled tokens are below it; None: any token. Log-probs are of the whole vocabulary, whose further
+                   rows are padding.
     stop:          stop strings; they need ``decode``.
     decode:        tokens of a response → its text.
     """
