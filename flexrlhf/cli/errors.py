@@ -81,6 +81,8 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
         except tuple(EXIT_CODES) as error:
             print_error(str(error))
             raise typer.Exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_CODES[Interrupted]) from None
         except OSError as error:
             if error.filename is None:
                 raise

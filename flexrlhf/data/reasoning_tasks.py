@@ -59,7 +59,7 @@ def _generated(text: str) -> str:
         raise UserError(f"{text}: seed must be an integer, found {shown(settings['seed'])}")
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, name, json.dumps(settings, default=str)],
+            [sys.executable, "-P", "-m", __name__, name, json.dumps(settings, default=str)],
             env={**os.environ, "PYTHONHASHSEED": "0"},
             capture_output=True,
             text=True,

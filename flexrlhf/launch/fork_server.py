@@ -122,8 +122,6 @@ def _run(request: Mapping[str, Any], streams: Sequence[int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
-        if not sys.flags.safe_path:
-            sys.path[0] = request["directory"]
         sys.argv = list(request["fork"])
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
 
 from flexrlhf.rewards.processes import is_killed_with_parent
 
@@ -39,17 +43,50 @@ def quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+class _Output(io.FileIO):
+    """Standard stream that drops what cannot be written, because its reader has gone or its disk is full.
+
+    Results are in files: a run does not end for its output.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _with_output(stream: TextIO | None) -> TextIO:
+    """Return a standard stream whose writes do not fail, one that is no file as it is. ``stream``: None if closed."""
+    if stream is None:
+        return Path(os.devnull).open("w")
+    try:
+        buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    except (OSError, ValueError):
+        return stream
+    is_line = getattr(stream, "line_buffering", False)
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=is_line)
+
+
+def keep_output() -> None:
+    """Let no write to the standard streams of this process fail."""
+    sys.stdout, sys.stderr = (_with_output(each) for each in (sys.stdout, sys.stderr))
+
+
 @contextmanager
 def ending() -> Iterator[None]:
     """End this process when the body has ended, with the interpreter's exit code and after its exit functions.
 
     As multiprocessing ends a process: modules are not cleared one by one, which takes a second once torch is loaded.
     """
+    keep_output()
     code: object = 0
     try:
         yield
     except SystemExit as end:
         code = end.code or 0
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -58,8 +95,9 @@ def ending() -> Iterator[None]:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     os._exit(code)
 
 

@@ -165,7 +165,7 @@ class RankFactory:
             print(f"flexrlhf: {name} loads its libraries by itself: {problem}", file=sys.stderr)
         stdin, stdout, stderr = streams
         return subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [sys.executable, "-P", "-m", *command],
             env=environment,
             cwd=directory,
             stdin=stdin,
@@ -214,7 +214,7 @@ def starting_factory(is_needed: bool = True, is_copied: bool = False) -> Iterato
 def _spawn(channel: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Process:
     """Start a factory that loads its modules, and serves ``channel``."""
     return subprocess.Popen(
-        [sys.executable, "-m", fork_server.__name__, str(channel.fileno()), str(os.getpid()), *modules],
+        [sys.executable, "-P", "-m", fork_server.__name__, str(channel.fileno()), str(os.getpid()), *modules],
         env=environment,
         pass_fds=[channel.fileno()],
         start_new_session=True,

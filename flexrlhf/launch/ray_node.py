@@ -118,7 +118,7 @@ class RayNode:
         (self._files / "orders.json").write_text(orders)
         # this thread is the actor's main one, which ends with the process: the kernel kills the launcher with it
         self._launcher = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(self._files), *map(str, (nodes, node, endpoint, attempt))],
+            [sys.executable, "-P", "-m", __name__, str(self._files), *map(str, (nodes, node, endpoint, attempt))],
             env={**os.environ, LAUNCHER: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol, Self
 
+from flexrlhf.errors import one_line
 from flexrlhf.rewards.base import Reply, Sample, Score, ScoreFailure
 
 MAX_TIMEOUTS = 3
@@ -97,4 +98,5 @@ class WarnOnce:
             is_first = failure.kind not in self._kinds
             self._kinds.add(failure.kind)
         if is_first:
-            print(f"flexrlhf: {self._name}: {failure.text}; further ones are only counted", file=sys.stderr)
+            text = one_line(failure.text)
+            print(f"flexrlhf: {self._name}: {text}; further ones are only counted", file=sys.stderr)

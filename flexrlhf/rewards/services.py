@@ -34,6 +34,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from flexrlhf.config.reward_sources import ServiceSource
@@ -101,7 +102,7 @@ class HttpService:
         except TimeoutError:
             late = ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
             late = deadline.failure() if limit < self._source.deadline_seconds else late
-            further = f"; last {failures[-1].text}" if failures else ""
+            further = f"; last {failures[-1].text}" if failures else f" from {', '.join(self._source.url)}"
             return failed_reply(batch, replace(late, text=late.text + further))
 
     async def _request(
@@ -160,7 +161,8 @@ def _scores(response: httpx.Response) -> Any:
     if not response.is_success:
         raise httpx.HTTPStatusError("", request=response.request, response=response)
     try:
-        content = json.loads(response.content)
+        # Python's own reader ends at its limit of recursion, in another kind of error
+        content = from_json(response.content)
     except ValueError:
         raise BadReply(f"returned {response.text!r:.60}, which is not JSON") from None
     if not isinstance(content, dict):

@@ -19,6 +19,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from inspect import Parameter, Signature
 from inspect import signature as signature_of
 from types import TracebackType
@@ -77,11 +78,13 @@ def call(reference: str, level: str, batch: ScoreBatch) -> Reply:
     with _Caught("raise", "raised") as caught:
         function = function_of(reference)
         signature = signature_of(function)
+        # the function may change its arguments
+        given = deepcopy(batch)
         if form_of(signature) == "by_name":
-            return read_applicable(function(**_accepted(signature, _named(batch))), batch, level)
+            return read_applicable(function(**_accepted(signature, _named(given))), batch, level)
         texts = by_place(signature)[:2]
-        columns = {name: values for name, values in _columns(batch).items() if name not in texts}
-        return read_reply(function(batch.prompts, batch.responses, **_accepted(signature, columns)), batch, level)
+        columns = {name: values for name, values in _columns(given).items() if name not in texts}
+        return read_reply(function(given.prompts, given.responses, **_accepted(signature, columns)), batch, level)
     assert caught.failure is not None, "a call that neither returned nor raised"
     return failed_reply(batch, caught.failure)
 

@@ -297,7 +297,7 @@ SHAPES: dict[str, Raw] = {
     },
     # so little memory that models take turns on their devices (CPU ranks, so only the plan has the size)
     "tight": {"placement": [1, 1, 1, 1], "cluster": {"memory_gb": 0.0004}},
-    "six-tight": {"placement": SIX, "cluster": {"memory_gb": 0.0004}, "schedule": {"lag": 1}, "sync": {"every": 2}},
+    "six-tight": {"placement": SIX, "cluster": {"memory_gb": 0.00025}, "schedule": {"lag": 1}, "sync": {"every": 2}},
     "quarter": {"placement": [0.25] * 4},
     "all": {"placement": [1]},
     "half": {"placement": [0.5]},

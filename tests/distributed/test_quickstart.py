@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import nbformat
 import pytest
 from commands import start
+from forked import RANK_ENVIRONMENT, Forked
 from nbclient import NotebookClient
 from typer.testing import CliRunner
 
@@ -29,7 +31,13 @@ FEWER = tuple(f"quickstart-{name}:steps={steps}" for name, steps in STEPS.items(
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("empty")
+    # a file of the current directory is no library
+    files = [directory / f"{name}.py" for name in ("yaml", "random", "numpy", "torch")]
+    for file in files:
+        file.write_text(f"raise SystemExit('{file} is executed')")
     trained(directory, *FEWER, placement="[1,1,0.5,0.5]")
+    for file in files:
+        file.unlink()
     return directory / "runs"
 
 
@@ -88,6 +96,16 @@ def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
     assert "co-located on 2 devices, 1 step" in found.output
     assert "numbers of A and B over 1 step: the same" in found.output and "differs" not in found.output
     assert "generation" in found.output and "bytes of columns moved" in found.output
+
+
+def test_output_that_cannot_be_written_ends_no_run(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs, tmp_path / "runs")
+    words = [word for setting in (*FEWER[:2], "quickstart-ppo:steps=2") for word in ("--set", setting)]
+    with Path("/dev/full").open("w") as full:
+        command = ["flexrlhf", "run", "--placement-ratio", "[1,1,1,1]", *words]
+        process = Forked(command, tmp_path, {**os.environ, **RANK_ENVIRONMENT}, stdout=full, stderr=full)
+        assert process.wait(timeout=200) == 0
+    assert len(metrics(tmp_path / "runs", "quickstart-ppo")) == 2
 
 
 # tests/unit/test_kept_runs.py shows that a change is found

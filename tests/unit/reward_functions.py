@@ -78,6 +78,11 @@ def by_response(prompts: list[str], responses: list[str]) -> Any:
             ctypes.string_at(0)
         case "raise":
             raise ValueError("no such\nthing")
+        case "escapes":
+            raise ValueError("\x1b[2J gone")
+        case "emptied":
+            responses.clear()
+            return []
         case "count":
             return values + [1.0]
         case "text":

@@ -187,7 +187,7 @@ def test_a_plan_with_every_setting_is_the_plan_without(invoke: Invoke, tmp_path:
     line, _, text = chosen.removesuffix("written to full.yaml\n").partition("\n\n")
     text = "".join(each for each in text.splitlines(keepends=True) if "rollout.engine: auto is vllm" not in each)
     assert line.startswith("test: placement, which is not written, is [1,1,1,1], co-located, ")
-    assert " by figures of the device classes\n  with " in line and "tp: 4 of actor" in line
+    assert " by figures of the device classes\n  with " in line and "zero: 2 of actor" in line
     assert invoke("plan", "full.yaml").stdout == text
     assert invoke("plan", "a.yaml", *gpus, "-o", "full.yaml").exit_code == 0
     assert "was not written by this command" in refused(invoke("plan", "full.yaml", "-o", "a.yaml"))

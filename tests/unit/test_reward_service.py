@@ -122,6 +122,7 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     "dripping": (rewards([1, 2], drip=0.1), "no reply within 1 s"),
     "dropped": (rewards([1, 2], drops=True), "RemoteProtocolError"),
     "not JSON": (Reply("<html>"), "returned '<html>', which is not JSON"),
+    "deep": (Reply("[" * 200_000), "which is not JSON"),
     "no text": (Reply(b"\xff\xfe"), "which is not JSON"),
     "too few": (rewards([1]), "returned 1 scores for 2 responses"),
     "too many": (rewards([1, 2, 3]), "returned 3 scores for 2 responses"),

@@ -168,6 +168,8 @@ def by_response() -> Iterator[Scorer]:
         ("count", "returned 3 scores for 2 responses"),
         ("text", "returned '1.0' instead of a number"),
         ("none", "returned None instead of a list of scores"),
+        ("emptied", "returned 0 scores for 2 responses"),
+        ("escapes", r"raised ValueError: \x1b[2J gone (reward_functions.py, line "),
     ],
 )
 def test_a_call_that_fails_costs_its_batch_and_is_reported_once(
