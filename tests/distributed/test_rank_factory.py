@@ -49,8 +49,28 @@ match sys.argv[2]:
 """
 
 
+MODULES = {
+    "probe": PROBE,
+    "ending_probe": f"from flexrlhf.launch.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}",
+    "threads": "import sys, torch; sys.exit(torch.get_num_threads())",
+    "with_thread": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+}
+"""Modules of processes; none is found in the current directory."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    directory = tmp_path_factory.mktemp("modules")
+    for name, text in MODULES.items():
+        (directory / f"{name}.py").write_text(text)
+    places = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", places)
+        yield
+
+
 @pytest.fixture(scope="module")
-def factory() -> Iterator[RankFactory]:
+def factory(modules: None) -> Iterator[RankFactory]:
     factory = RankFactory()
     yield factory
     factory.close()
@@ -58,8 +78,7 @@ def factory() -> Iterator[RankFactory]:
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with the module ``probe``."""
-    (tmp_path / "probe.py").write_text(PROBE)
+    """The current directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -135,9 +154,8 @@ def is_factory(pid: int) -> bool:
     return comm_of(pid) == "rank-factory"
 
 
-def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads(tmp_path: Path) -> None:
+def test_a_changed_environment_reaches_the_libraries_that_a_rank_loads() -> None:
     """Libraries read it while they are loaded, so the next rank loads them again."""
-    (tmp_path / "threads.py").write_text("import sys, torch; sys.exit(torch.get_num_threads())")
     with RankFactory(modules=["torch"]) as factory:
         for number in ("2", "1"):
             rank = factory.fork(["threads"], {**os.environ, "OMP_NUM_THREADS": number}, "rank 0")
@@ -151,18 +169,15 @@ factory = RankFactory(is_copied=sys.argv[1] == "copied", modules=["torch"])
 factory.start()
 print(os.getpid(), flush=True)
 sys.stdin.readline()
-rank = factory.fork(["probe", "facts", "wait"], {**os.environ, "FLEXRLHF_LAUNCHER": str(os.getpid())}, "rank 0")
+rank = factory.fork(["ending_probe", "facts", "wait"], {**os.environ, "FLEXRLHF_LAUNCHER": str(os.getpid())}, "rank 0")
 print(rank.pid, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("way", ["copied", "started"])
-def test_nothing_is_left_of_a_killed_launcher(way: str, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_killed_launcher(way: str) -> None:
     """The same for a launcher that is killed before its factory has loaded its modules."""
-    (tmp_path / "probe.py").write_text(
-        f"from flexrlhf.launch.lifetime import end_with_launcher\nend_with_launcher()\n{PROBE}"
-    )
     for lines in (1, 2):
         command, pipes = [sys.executable, "-c", LAUNCHER, way], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen(command, text=True, **pipes) as process:
@@ -219,9 +234,6 @@ def output_of(code: str, environment: dict[str, str]) -> list[str]:
 def test_libraries_that_cannot_be_forked_are_loaded_by_each_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "with_thread.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
     with RankFactory(modules=["with_thread"]) as factory:
         process = factory.fork(["probe", str(tmp_path / "facts"), "exit", "3"], os.environ, "rank 0")
         assert process.wait(60) == 3
