@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -141,4 +142,4 @@ def advise(
         if output is not None:
             write_advised(advice.best, output)
     if output is not None:
-        typer.echo(f"\nwritten to {output}: flexrlhf plan {output}")
+        typer.echo(f"\nwritten to {output}: flexrlhf plan {shlex.quote(str(output))}")

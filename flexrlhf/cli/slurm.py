@@ -76,7 +76,7 @@ def slurm(
         typer.echo(text, nl=False)
     else:
         output.write_text(text)
-        typer.echo(f"wrote {output}; start it with: sbatch {output}")
+        typer.echo(f"wrote {output}; start it with: sbatch {shlex.quote(str(output))}")
 
 
 def slurm_script(plan: Plan, command: str, directives: Sequence[str] = (), seconds: int = 300) -> str:

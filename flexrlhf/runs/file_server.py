@@ -153,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Server
     timeout = IDLE_SECONDS
+    default_request_version = "HTTP/1.0"
+    """Version of a request without a valid one, so that its refusal has a status."""
 
     def do_GET(self) -> None:  # noqa: N802 (http.server's names)
         """Return a file, or the paths and sizes of all files in a directory."""

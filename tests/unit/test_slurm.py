@@ -6,8 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from small_runs import plan_of
+import yaml
+from small_runs import PPO, plan_of
+from typer.testing import CliRunner
 
+from flexrlhf.cli.app import app
 from flexrlhf.cli.slurm import node_groups, slurm_script
 from flexrlhf.errors import UserError
 from flexrlhf.placement.hosts import Hosts, first_host, hosts_of, slurm_hosts
@@ -138,3 +141,17 @@ def test_all_tasks_of_a_script_have_one_secret(tmp_path: Path) -> None:
         )
         found += [line for line in done.stdout.splitlines() if line.startswith("FLEXRLHF_TOKEN=")]
     assert [len(each) for each in found] == [79, 79, 19] and found[0] != found[1]
+
+
+def test_words_of_a_command_stay_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names with quotes, blanks, line ends or commands in them, in the script and in the line that names it."""
+    monkeypatch.chdir(tmp_path)
+    name = "a $(touch evil) \"q'\n.yaml"
+    Path(name).write_text(yaml.safe_dump(PPO | {"cluster": {"device": "cpu"}}))
+    result = CliRunner().invoke(app, ["slurm", name, "-o", "my $(touch evil).sbatch", "--force"])
+    assert result.exit_code == 0 and result.output.endswith("sbatch 'my $(touch evil).sbatch'\n"), result.output
+    for program, body in (("srun", 'printf "%s\\0" "$@" > words'), ("scontrol", "")):
+        Path(program).write_text(f"#!/bin/sh\n{body}\n")
+        Path(program).chmod(0o755)
+    subprocess.run(["bash", "my $(touch evil).sbatch"], check=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert name in Path("words").read_text().split("\0") and not Path("evil").exists()
