@@ -17,6 +17,10 @@ LEAST_LENGTH = 32
 """Characters of a secret; a shorter one could be guessed from a tag."""
 MAKE = f"export {VARIABLE}=$(openssl rand -hex 32)"
 """Command that sets a secret."""
+NO_SECRET = (
+    f"{VARIABLE}: missing on this machine, whose directory of runs is not that of the first machine of the job; set "
+    f"the same secret on all machines, or runs: to a directory that all of them mount"
+)
 
 
 def job_secret() -> str:
@@ -41,8 +45,8 @@ def verified(key: str, value: str) -> str:
     if hmac.compare_digest(tag.encode(), _tag(key, text).encode()):
         return text
     if not job_secret():
-        problem = "this machine has none, the first machine of the job has one"
-    elif not tag:
+        raise UserError(NO_SECRET)
+    if not tag:
         problem = "this machine has one, the first machine of the job has none"
     else:
         problem = "this machine's is not that of the first machine of the job"

@@ -9,16 +9,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
-from flexrlhf.config.job_secret import signed, verified
+from flexrlhf.config.job_secret import NO_SECRET, job_secret, signed, verified
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
+from flexrlhf.launch.shared_secret import found_secret, made_secret
 from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.hosts import Hosts, split_endpoint
@@ -40,11 +41,13 @@ class JobOffer:
     orders:        runs that the ranks execute.
     nnodes:        machines of the job.
     max_restarts:  how often all ranks are started again after one has failed.
+    secret_file:   with the secret of the job, on machines that mount the runs of node 0; empty if it is set by hand.
     """
 
     orders: tuple[RunOrder, ...]
     nnodes: int
     max_restarts: int
+    secret_file: str = ""
 
 
 JOB_OFFER = TypeAdapter(JobOffer)
@@ -100,10 +103,15 @@ class NodeRendezvous(RendezvousHandler):
         """
         hosts, store = self._hosts, agreement_store(self._opened())
         self._take_number(store)
-        if hosts.is_first_node:
-            store.set(OFFER, signed(OFFER, JOB_OFFER.dump_json(offer).decode()))
         member = Member(hosts.node_rank, hosts.nnodes, socket.gethostname())
-        return agree(store, member, plans, make_terms, self._join_seconds)
+        if hosts.is_first_node:
+            with made_secret(plans) as file:
+                offered = JOB_OFFER.dump_json(replace(offer, secret_file=file)).decode()
+                store.set(OFFER, signed(OFFER, offered))
+                return agree(store, member, plans, make_terms, self._join_seconds)
+        await_keys(store, {OFFER: "node 0"}, self._join_seconds, Notice(f"{member.name} waits for {member.first}"))
+        with found_secret(_secret_file(store)):
+            return agree(store, member, plans, make_terms, self._join_seconds)
 
     def _opened(self) -> dist.TCPStore:
         """Return the store of the job, which node 0 serves from here on."""
@@ -202,7 +210,15 @@ def find_job(endpoint: Endpoint, seconds: float) -> OpenJob:
     notice = Notice(f"this machine waits for a job at {endpoint}")
     store = agreement_store(connect_store(endpoint, seconds, notice))
     await_keys(store, {OFFER: "node 0"}, seconds, notice)
-    return OpenJob(JOB_OFFER.validate_json(verified(OFFER, store.get(OFFER).decode())), store)
+    with found_secret(_secret_file(store)):
+        if not job_secret():
+            raise UserError(NO_SECRET)
+        return OpenJob(JOB_OFFER.validate_json(verified(OFFER, store.get(OFFER).decode())), store)
+
+
+def _secret_file(store: dist.Store) -> str:
+    """Return the file that an offer names, which nothing has verified yet."""
+    return JOB_OFFER.validate_json(store.get(OFFER).decode().partition("\n")[2]).secret_file
 
 
 def agreement_store(store: dist.Store) -> dist.Store:

@@ -13,6 +13,7 @@ from flexrlhf.config.job_secret import derived_token, job_secret, signed, verifi
 from flexrlhf.errors import UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.rendezvous import JOB_OFFER, OFFER, JobOffer, agreement_store, endpoint_at, find_job
+from flexrlhf.launch.shared_secret import found_secret, made_secret
 from flexrlhf.launch.terms import JOB_TERMS, Terms
 from flexrlhf.runs.resume import RunOrder
 
@@ -25,7 +26,7 @@ TERMS = Terms(2, 0, (), {}, {}, {})
     [
         (SECRET, SECRET, None),
         ("", "", None),
-        (SECRET, "", "this machine has none, the first machine of the job has one"),
+        (SECRET, "", "missing on this machine, whose directory of runs is not that of the first machine of the job"),
         ("", SECRET, "this machine has one, the first machine of the job has none"),
         (OTHER, SECRET, "this machine's is not that of the first machine of the job"),
     ],
@@ -40,7 +41,7 @@ def test_a_text_is_verified_by_the_secret(
     if problem is None:
         assert verified("offer", value) == "line\nline"
     else:
-        with pytest.raises(UserError, match=f"^FLEXRLHF_TOKEN: {problem}; set the same secret on all machines$"):
+        with pytest.raises(UserError, match=f"^FLEXRLHF_TOKEN: {problem}; set the same secret on all machines"):
             verified("offer", value)
 
 
@@ -68,7 +69,8 @@ def test_a_stranger_offers_no_job_and_no_terms(tmp_path: Path, monkeypatch: pyte
     stranger = {OFFER: offer, "host": "a", "directories": "[]", "terms": JOB_TERMS.dump_json(TERMS).decode()}
     for key, text in stranger.items():
         agreement.set(key, signed(key, text))
-    assert find_job(endpoint_at(f"127.0.0.1:{store.port}"), 10).offer.nnodes == 2
+    with pytest.raises(UserError, match="^FLEXRLHF_TOKEN: missing on this machine"):
+        find_job(endpoint_at(f"127.0.0.1:{store.port}"), 10)
     monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
     with pytest.raises(UserError, match="the first machine of the job has none"):
         find_job(endpoint_at(f"127.0.0.1:{store.port}"), 10)
@@ -85,3 +87,29 @@ def test_machines_without_a_common_directory_need_a_secret(tmp_path: Path, monke
         store.set(key, text if key == "host" else signed(key, text))
     with pytest.raises(UserError, match=r"runs: .* on node 1 \(host b\) is not that of .* export FLEXRLHF_TOKEN="):
         agree(store, Member(1, 2, "b"), [plan], lambda: TERMS, 10)
+
+
+def test_a_common_directory_has_the_secret_until_all_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexrlhf.launch.shared_directories.SEEN_SECONDS", 0.1)
+    plan = plan_of(None, 2, f"runs={tmp_path / 'runs'}")
+    with made_secret([plan]) as file:
+        secret = job_secret()
+        assert len(secret) == 64 and Path(file).read_text() == secret and Path(file).stat().st_mode & 0o777 == 0o600
+        value = signed("offer", "text")
+        with pytest.MonkeyPatch.context() as other:
+            other.delenv("FLEXRLHF_TOKEN")
+            with found_secret(file):
+                assert verified("offer", value) == "text"
+            # a file that others may have written, a link, another name, none
+            (tmp_path / "secret").write_text(SECRET)
+            (tmp_path / "links").mkdir()
+            (tmp_path / "links" / "secret").symlink_to(file)
+            (tmp_path / "key").write_text(SECRET)
+            (tmp_path / "key").chmod(0o600)
+            for wrong in ("secret", "links/secret", "key", "nothing/secret"):
+                with found_secret(str(tmp_path / wrong)), pytest.raises(UserError):
+                    verified("offer", value)
+    assert not job_secret() and not (tmp_path / "runs").exists()
+    monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
+    with made_secret([plan]) as file:
+        assert file == "" and job_secret() == SECRET
