@@ -22,7 +22,7 @@ _NAMED = rf"[\w.+-]*:?(?:{_REFERENCE.pattern.replace('(', '(?:')})+@"
 """User of an address whose password is an environment variable."""
 _IN_TEXT = (
     # user and password of an address, with few slashes or none before them, and with blanks and slashes in them
-    (re.compile(rf"(\w+:/++)(?!{_NAMED})(?:\S*|[^\s/@:}}'\"]*:(?:(?!://)[^\n@])*)@"), r"\1***@"),
+    (re.compile(rf"(?<!\w)(\w++:/++)(?!{_NAMED})(?:\S*|[^\s/@:}}'\"]*:(?:(?!://)[^\n@])*)@"), r"\1***@"),
     (re.compile(rf"(?<!\w)(?!{_NAMED})[\w.+-]+:(?!/)[^\s@:]+@(?=[\w\[])"), "***@"),
     # keys in the query of an address
     (re.compile(rf"([?&][\w-]*(?:{_SECRET_NAME.pattern})[\w-]*=)[^&\s'\"]+", re.IGNORECASE), r"\1***"),

@@ -26,6 +26,9 @@ class StrictModel(BaseModel):
                 if not cls._is_known(str(key)):
                     hint = nearest(str(key), cls._keys()) or f"; known: {', '.join(sorted(cls._keys()))}"
                     raise ValueError(f"unknown key {key!r}{hint}")
+            for key in cls._numbers() & value.keys():
+                if isinstance(value[key], bool):
+                    raise ValueError(f"{key}: expected a number, found {str(value[key]).lower()}")
         return value
 
     @classmethod
@@ -43,6 +46,13 @@ class StrictModel(BaseModel):
     @cache
     def _keys(cls) -> frozenset[str]:
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
+    @cache
+    def _numbers(cls) -> frozenset[str]:
+        """Return the keys of numbers that are no truth values, too: pydantic reads true as 1."""
+        fields = {field.alias or name: [*_parts(field.annotation)] for name, field in cls.model_fields.items()}
+        return frozenset(key for key, parts in fields.items() if bool not in parts and (int in parts or float in parts))
 
     @classmethod
     def _is_known(cls, key: str) -> bool:
@@ -67,6 +77,13 @@ def _subject(kinds: Sequence[type[BaseModel]]) -> str:
 def plain_text(docstring: str | None) -> str:
     """Return a docstring in one line, with code in single backticks."""
     return " ".join((docstring or "").replace("``", "`").split())
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield a type and all types that it is made of."""
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _parts(argument)
 
 
 def mappings(annotation: Any) -> Iterator[type[BaseModel]]:

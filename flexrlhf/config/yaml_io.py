@@ -1,6 +1,7 @@
 """Reading and writing of YAML by the rules of YAML 1.2, where PyYAML follows those of 1.1.
 
-``on`` is a word (a placement key of ours) and not true; ``1e-6`` is a number and not a text; ``2026-01-31`` is a text.
+``on`` is a word (a placement key of ours) and not true; ``1e-6`` is a number and not a text; ``2026-01-31`` and ``1:30``
+are texts, and ``010`` is ten.
 A key that a mapping has twice is refused, where PyYAML would take the last one.
 """
 
@@ -11,12 +12,13 @@ from typing import Any
 
 import yaml
 
-_REPLACED = ("bool", "float", "timestamp")
+_REPLACED = ("bool", "int", "float", "timestamp")
 _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 _FLOAT = re.compile(
     r"^([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
+_INT = re.compile(r"^([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 MAX_VALUES = 100_000
@@ -42,6 +44,14 @@ class _Loader(yaml.SafeLoader):
             first[same] = key.start_mark
         return node
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Read digits as decimal ones, whatever the first is."""
+        text = self.construct_scalar(node)
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 class _Dumper(yaml.SafeDumper):
     """Dumper that quotes texts which the loader would read as another type."""
@@ -53,6 +63,7 @@ for _kind in (_Loader, _Dumper):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     _kind.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+    _kind.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 

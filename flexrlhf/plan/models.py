@@ -50,7 +50,8 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
     for role in [role for role in _ORIGINS if role in graph.roles]:
         origin = _ORIGINS[role] if _ORIGINS[role] in graph.roles else "actor"
         filled[role] = _with_rate_of_critics(role, _weights_of(filled[role] or of_all or ModelSpec(), filled[origin]))
-    if (policy := filled["actor"]) is not None and (reference := filled["ref"]) is not None:
+    policy, reference = filled["actor"], filled["ref"]
+    if policy is not None and reference is not None and reference.share is None:
         filled["ref"] = _with_passes_of(policy, reference)
     for role in graph.roles:
         if filled.get(role) is None:

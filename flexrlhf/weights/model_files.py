@@ -12,11 +12,12 @@ import math
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -128,6 +129,9 @@ def _indexed(where: str, index: Path) -> list[str]:
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{where}: {index.name} is no index of weights (JSON with a weight_map); copy it again")
+    outside = next((name for name in names.values() if Path(name).name != name), None)
+    if outside is not None:
+        raise UserError(f"{where}: {index.name} names {shown(outside)}, which is not in the directory; copy it again")
     return sorted(set(names.values()))
 
 
@@ -178,6 +182,11 @@ def _entries(where: str, text: bytes, num_bytes: int) -> dict[str, dict[str, Any
     if needed != num_bytes:
         found = "is cut" if num_bytes < needed else "has bytes after its last tensor"
         raise UserError(f"{where} {found}: {num_bytes} bytes of weights, and its header names {needed}; copy it again")
+    ends = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
+    for (_, stop, first), (start, _, second) in pairwise(ends):
+        if start != stop:
+            found = "overlap" if start < stop else "have bytes between them"
+            raise UserError(f"{where}: the weights of {first} and {second} {found}; copy it again")
     return entries
 
 

@@ -71,6 +71,14 @@ def entry(**changes: Any) -> dict[str, Any]:
     return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
 
 
+def second(start: int) -> dict[str, Any]:
+    return {"b": {"dtype": "F32", "shape": [2], "data_offsets": [start, start + 8]}}
+
+
+def third(start: int) -> dict[str, Any]:
+    return {"c": {"dtype": "U8", "shape": [4], "data_offsets": [start, start + 4]}}
+
+
 FILES: list[tuple[str, bytes, str]] = [
     ("empty", b"", "is empty; copy it again"),
     ("a few bytes", b"abc", "is cut: 3 bytes"),
@@ -88,6 +96,8 @@ FILES: list[tuple[str, bytes, str]] = [
     ("bytes for another shape", header(entry(shape=[3])) + bytes(8), "has a broken header"),
     ("one offset", header(entry(data_offsets=[8])) + bytes(8), "has a broken header"),
     ("cut weights", header(entry()) + bytes(5), "is cut: 5 bytes of weights, and its header names 8"),
+    ("weights that overlap", header(entry() | second(4) | third(12)) + bytes(16), "weights of a and b overlap"),
+    ("weights with a gap", header(entry() | second(9)) + bytes(17), "a and b have bytes between them"),
     ("longer weights", header(entry()) + bytes(9), "has bytes after its last tensor"),
 ]
 
@@ -112,6 +122,7 @@ INDEXES: list[tuple[str, str, str]] = [
     ("missing files", '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}', "1.safetensors, 2.safetensors"),
     ("not JSON", "{", "is no index of weights"),
     ("no map", "{}", "is no index of weights"),
+    *(("outside", f'{{"weight_map": {{"a": "{name}"}}}}', "not in the directory") for name in ("../1", "/tmp/1")),
     ("no names", '{"weight_map": {"a": 1}}', "is no index of weights"),
 ]
 

@@ -546,6 +546,18 @@ def test_a_date_is_a_text() -> None:
     assert read_yaml(write_yaml(["2026-01-31"])) == ["2026-01-31"]
 
 
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("1:30", "1:30"), ("0x1F", 31), ("0o17", 15), ("-3", -3)])
+def test_whole_numbers_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    """YAML 1.1 reads a 0 in front as base 8, and a colon as base 60."""
+    assert read_yaml(text) == value and read_yaml(write_yaml([value])) == [value]
+
+
+@pytest.mark.parametrize("setting", ["steps=true", "seed=false", "algorithm.gamma=true"])
+def test_a_truth_value_is_no_number(setting: str) -> None:
+    with pytest.raises(UserError, match="(steps|seed|gamma): expected a number, found (true|false)"):
+        spec_of(None, 2, setting)
+
+
 @pytest.mark.parametrize(
     ("name", "known", "found"),
     [
