@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.advise import advise
+from flexrlhf.cli.chat import chat
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
 from flexrlhf.cli.plan import data, plan
@@ -25,7 +26,7 @@ COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Train": (run, join, slurm, doctor),
     "Before a run": (plan, data, settings, schema),
     "Which placement, how fast": (advise, simulate, profile),
-    "After a run": (report, compare, verify, export),
+    "After a run": (chat, report, compare, verify, export),
 }
 """Commands by the heading that they have in the help."""
 

@@ -17,9 +17,9 @@ from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import UserError
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, hosts_of, rank_notice
-from flexrlhf.plan.memory_text import measured_memory, memory_note
+from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.plan_text import format_plan, format_short_plan
 from flexrlhf.text import ranks_text
 
 DryRun = Annotated[
@@ -100,9 +100,10 @@ def run(
             _print_plans(plans, job.plans, is_resumed=resume is not None)
         job.start(max_restarts, factory)
     if hosts.is_first:
-        devices = {_print_summary(plan) for plan in job.plans}
-        for device in sorted(devices):
-            typer.echo("\n" + "\n".join(memory_note(device, width_of_output())))
+        for plan in job.plans:
+            _print_summary(plan)
+        if job.plans:
+            typer.echo("\n" + "\n".join(next_commands(job.plans[-1], is_quickstart)))
 
 
 def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Force = False) -> None:
@@ -170,11 +171,12 @@ def _print_plans(plans: Sequence[Plan], due: Sequence[Plan], *, is_resumed: bool
     """Print the plans of runs that are due, and why others are not."""
     why = "skipped" if is_resumed else "kept; its config is unchanged (--fresh trains it again)"
     for plan in plans:
-        typer.echo((format_plan(plan) if plan in due else f"{plan.spec.name}: finished, {why}") + "\n")
+        text = format_short_plan(plan, width_of_output()) if plan in due else f"{plan.spec.name}: finished, {why}"
+        typer.echo(f"{text}\n")
 
 
-def _print_summary(plan: Plan) -> str:
-    """Print the metrics, samples and memory of a run; return the device of its ranks, cpu or cuda."""
+def _print_summary(plan: Plan) -> None:
+    """Print the metrics, samples and memory of a run."""
     from flexrlhf.runs.run_directory import read_facts, read_lines
 
     directory = plan.spec.directory
@@ -183,4 +185,17 @@ def _print_summary(plan: Plan) -> str:
     typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, samples, width))
     facts = read_facts(directory / "timeline.json")
     typer.echo("\n".join(measured_memory(plan, facts, width)))
-    return str(facts["device"])
+
+
+def next_commands(plan: Plan, is_quickstart: bool) -> list[str]:
+    """Return commands to go on with after a run, each with its purpose."""
+    directory, commands = plan.spec.directory, []
+    if "actor" in plan.outputs.values():
+        commands.append((f"flexrlhf chat {directory} --before", "talk to the policy and the one that it started from"))
+    commands.append((f"flexrlhf report {directory}", "curves, timeline and memory as a page for a browser"))
+    if is_quickstart:
+        commands += [
+            ("flexrlhf run --placement-ratio 1,1,0.5,0.5", "the same results under another placement"),
+            (f"flexrlhf compare {directory}.1 {directory}", "both runs side by side"),
+        ]
+    return ["next", *(line for command, purpose in commands for line in (f"  {purpose}", f"    {command}"))]

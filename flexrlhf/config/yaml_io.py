@@ -1,7 +1,7 @@
 """Reading and writing of YAML by the rules of YAML 1.2, where PyYAML follows those of 1.1.
 
-``on`` is a word (a placement key of ours) and not true; ``1e-6`` is a number and not a text; ``2026-01-31`` and ``1:30``
-are texts, and ``010`` is ten.
+``on`` is a word (a placement key of ours) and not true; ``1e-6`` is a number and not a text; ``2026-01-31`` and
+``1:30`` are texts, and ``010`` is ten.
 A key that a mapping has twice is refused, where PyYAML would take the last one.
 """
 

@@ -22,14 +22,6 @@ SMALLEST_DEVICE_BYTES = min(device.usable_bytes for device in DEVICE_CLASSES.val
 TensorBytes = Mapping[str, Mapping[str, int]]
 """Bytes of a rank's tensors by placed model and kind."""
 WIDTH = 120
-NOT_PLANNED = {
-    "cpu": "Peaks of memory: planned are tensors alone; measured is what the whole process has grown by since before "
-    "its models were loaded: also code, tables and buffers of libraries, objects of Python, and freed memory that is "
-    "kept for the next use: tens of MB, whatever the size of the models.",
-    "cuda": "Peaks of memory: planned are tensors; measured is what torch has allocated on the device, without the "
-    "driver's context and what torch reserves.",
-}
-"""Differences that are to be expected, by device."""
 
 
 def planned_memory(plan: Plan) -> list[str]:
@@ -43,12 +35,13 @@ def planned_memory(plan: Plan) -> list[str]:
     for (_, device_class, size), members in alike.items():
         highest = max(members, key=lambda memory: memory.peak_bytes)
         where = "" if size is None else f" ({device_class}, {bytes_text(size)})"
-        lines.append(f"{ranks_text(tuple(memory.rank for memory in members))}{where}: {_peak(highest)}")
+        lines.append(f"{ranks_text(tuple(memory.rank for memory in members))}{where}: {peak_text(highest)}")
         lines += [f"  {line}" for line in _memory_table(highest)]
     return lines + _suggestions(plan)
 
 
-def _peak(memory: RankMemory) -> str:
+def peak_text(memory: RankMemory) -> str:
+    """Return the peak of a rank, and the phase that it is in."""
     if memory.peak is None:
         return "nothing"
     known = "at most" if memory.is_complete else "at least"
@@ -126,27 +119,22 @@ def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
 
 
 def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) -> list[str]:
-    """Return lines of planned against measured memory, for the ranks whose measured peak is highest.
+    """Return lines of planned against measured bytes of tensors, for the ranks whose measured peak is highest.
 
-    ``facts`` of the timeline: ``held_bytes`` of each rank, counted on tensors; ``peak_bytes`` of the process (on a GPU,
-    of torch) in addition to those before its models were loaded.
+    ``facts`` of the timeline: ``held_bytes`` of each rank, of its models; ``peak_bytes``: on a GPU of all that torch
+    has     allocated; on CPUs of the process, with libraries and code, for which nothing is planned.
     """
     tensors, peaks = facts["held_bytes"], facts["peak_bytes"]
     ranks = sorted(peaks, key=lambda rank: -peaks[rank])[:NUM_MEASURED]
     lines = []
     for rank in ranks:
         memory = plan.memories[int(rank)]
-        planned: int | None = memory.process_bytes if facts["device"] == "cpu" else memory.peak_bytes
-        planned = planned if memory.is_complete else None
-        parts = [f"  rank {rank}: {_tensors(memory, tensors[rank])};", _peaks(planned, peaks[rank])]
+        parts = [f"  rank {rank}: {_tensors(memory, tensors[rank])}"]
+        if facts["device"] != "cpu":
+            parts = [f"{parts[0]};", _peaks(memory.peak_bytes if memory.is_complete else None, peaks[rank])]
         is_short = len(" ".join(parts)) + 2 <= width
         lines += [" ".join(parts)] if is_short else [parts[0], f"    {parts[1]}"]
     return ["  memory, planned and measured", *(f"  {line}" for line in lines)]
-
-
-def memory_note(device: str, width: int = WIDTH) -> list[str]:
-    """Return lines that explain why planned and measured peaks differ."""
-    return textwrap.wrap(NOT_PLANNED[device], min(width, WIDTH))
 
 
 def _tensors(memory: RankMemory, tensors: TensorBytes) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.memory_text import planned_memory
+from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.preset_text import preset_lines
@@ -26,12 +27,14 @@ NAME_WIDTH = 13
 """Characters of the names of placed models, if none is longer."""
 
 
+def _head(plan: Plan) -> str:
+    spec, devices = plan.spec, counted(plan.placement.num_ranks, "device")
+    return f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {devices}, {counted(spec.steps, 'step')}"
+
+
 def format_plan(plan: Plan) -> str:
     """Return the whole plan as text: batch, placement, memory, overlap, groups, schedule with bytes."""
-    spec = plan.spec
-    head = (
-        f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices, {spec.steps} steps"
-    )
+    spec, head = plan.spec, _head(plan)
     left_out = [f"{column}: {reason}" for column, reason in plan.graph.left_out]
     sections = [
         [head, *_without_cluster(plan)],
@@ -46,6 +49,32 @@ def format_plan(plan: Plan) -> str:
         _titled("schedule of one step (left: the ranks that an instruction names)", schedule_table(plan)),
     ]
     return "\n\n".join("\n".join(section) for section in sections)
+
+
+def format_short_plan(plan: Plan, width: int) -> str:
+    """Return who is where, the step as a list, the fullest rank, and where the whole plan is, in ``width`` columns."""
+    by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for model in plan.placement.models:
+        by_ranks[model.ranks].append(f"{model.name}{' (trained)' * model.trained}")
+    memory = max(plan.memories, key=lambda memory: memory.peak_bytes)
+    size = plan.device_bytes(memory.rank)
+    room = "" if size is None else f"; it has {bytes_text(size)}"
+    rows = [(ranks_text(ranks), ", ".join(names)) for ranks, names in by_ranks.items()]
+    steps = (each for each in plan.schedule.instructions if not isinstance(each, Move))
+    labels = Counter(each.label if isinstance(each, Run) else f"{each.kind} {each.label}" for each in steps)
+    step = [f"{label}{f' x {count}' * (count > 1)}" for label, count in labels.items()]
+    rows += [
+        ("step", " > ".join(step)),
+        ("memory", f"rank {memory.rank} needs {peak_text(memory)}{room}"),
+        ("whole plan", f"{plan.spec.directory}/plan.txt"),
+        *(("warning", text) for text in plan.placement.warnings),
+    ]
+    start = 4 + max(len(name) for name, _ in rows)
+    lines = [_head(plan)]
+    for name, text in rows:
+        parts = textwrap.wrap(text, max(40, width - start), break_long_words=False, break_on_hyphens=False)
+        lines += [f"  {'' if index else name:<{start - 2}}{part}" for index, part in enumerate(parts)]
+    return "\n".join(lines)
 
 
 def _between_nodes(plan: Plan) -> Iterator[str]:

@@ -98,6 +98,32 @@ def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
     assert "generation" in found.output and "bytes of columns moved" in found.output
 
 
+def test_the_policy_is_talked_to_next_to_the_one_before(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs.parent)
+    question = "Can I try the soup?"
+    after = CliRunner().invoke(app, ["chat", "runs/quickstart-ppo"], input=f"{question}\n\n{question}\n")
+    assert after.exit_code == 0 and after.output.count(f"> {question}\n") == 2, after.output
+    reply = after.output.splitlines()[1]
+    assert reply and after.output == f"> {question}\n{reply}\n" * 2
+    both = CliRunner().invoke(app, ["chat", "runs/quickstart-ppo", "--before"], input=question).output.splitlines()
+    assert both[:2] == [f"> {question}", f"{'before':<58} | after"] and both[2].partition(" | ")[2] in reply
+    before = CliRunner().invoke(app, ["chat", "runs/quickstart-sft/actor"], input=question)
+    assert both[2].partition(" | ")[0].strip() in before.output.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("runs", "runs: neither a run nor a model in it"),
+        ("runs/quickstart-reward", "runs/quickstart-reward: no actor is saved in it; nothing in it to talk to"),
+    ],
+)
+def test_without_a_policy_nobody_answers(runs: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: str) -> None:
+    monkeypatch.chdir(runs.parent)
+    found = CliRunner().invoke(app, ["chat", place])
+    assert found.exit_code == 2 and words in found.output
+
+
 def test_output_that_cannot_be_written_ends_no_run(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs, tmp_path / "runs")
     words = [word for setting in (*FEWER[:2], "quickstart-ppo:steps=2") for word in ("--set", setting)]

@@ -9,7 +9,8 @@ from small_runs import plan_of
 
 from flexrlhf.display.summary_text import format_summary, sample_pairs
 from flexrlhf.metrics import METRICS
-from flexrlhf.plan.memory_text import connected_memory, measured_memory, memory_note
+from flexrlhf.plan.memory_text import connected_memory, measured_memory
+from flexrlhf.plan.plan_text import format_short_plan
 
 
 def sample(rows: str, step: int, prompt: str, response: str, **score: float | None) -> dict[str, Any]:
@@ -115,14 +116,27 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width, max(lines, key=len)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_difference_of_planned_and_measured_memory_is_explained(device: str, width: int) -> None:
+def test_peaks_are_compared_on_gpus_alone(width: int) -> None:
+    """The peak of a process on a CPU has libraries and code, for which nothing is planned."""
     plan = plan_of([1, 1, 1, 1], 2)
-    facts = {"device": device, "held_bytes": {"0": {}, "1": {}}, "peak_bytes": {"0": 10**8, "1": 10**8}}
-    lines = [*measured_memory(plan, facts, width), *memory_note(device, width)]
-    assert max(map(len, lines)) <= width, lines
-    assert ("freed memory" if device == "cpu" else "without the driver's") in " ".join(line.strip() for line in lines)
+    for device in ("cpu", "cuda"):
+        facts = {"device": device, "held_bytes": {"0": {}, "1": {}}, "peak_bytes": {"0": 10**8, "1": 10**8}}
+        lines = measured_memory(plan, facts, width)
+        assert max(map(len, lines)) <= width, lines
+        assert ("100 MB measured" in " ".join(lines)) is (device == "cuda")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_short_plan_has_the_step_places_and_memory(width: int) -> None:
+    plan = plan_of([1, 1, 0.5, 0.5], 2, "cluster.memory_gb=1")
+    lines = format_short_plan(plan, width).splitlines()
+    assert max(map(len, lines)) <= width and len(lines) <= 10
+    assert lines[0] == "test: ppo, interleaving on 2 devices, 3 steps"
+    assert [line.split()[:2] for line in lines[1:4]] == [["ranks", "0-1"], ["rank", "0"], ["rank", "1"]]
+    text = " ".join(" ".join(lines).split())
+    assert "step generate on actor > " in text and "train_critic on critic > save actor > save critic" in text
+    assert "it has 1 GB whole plan runs/test/plan.txt" in text
 
 
 def test_what_communicators_take_is_next_to_what_is_planned() -> None:
