@@ -25,7 +25,7 @@ TOKENS = 256
 def chat(run: ChatRun, before: Before = False, tokens: Tokens = None, temperature: Temperature = 0.0) -> None:
     """Talk to the trained policy.
 
-    Every line is a prompt; from a pipe, all of its lines. Without a chat template each line is answered by itself.
+    Every line is a prompt; from a pipe, all of its lines. Without a chat template each line stands alone.
     """
     from flexrlhf.runs.conversation import find_policies, load_speaker
 
