@@ -118,7 +118,9 @@ def test_the_policy_is_talked_to_next_to_the_one_before(runs: Path, monkeypatch:
         ("runs/quickstart-reward", "runs/quickstart-reward: no actor is saved in it; nothing in it to talk to"),
     ],
 )
-def test_a_directory_without_a_policy_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: str) -> None:
+def test_a_directory_without_a_policy_is_refused(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: str
+) -> None:
     monkeypatch.chdir(runs.parent)
     found = CliRunner().invoke(app, ["chat", place])
     assert found.exit_code == 2 and words in found.output
