@@ -3,7 +3,8 @@
 Their packages go into a separate folder, without their dependencies:
 
     pip install --no-deps --target PEERS verl==0.9.1 trl==1.9.0 openrlhf==0.11.2 ray tensordict omegaconf pandas \\
-        antlr4-python3-runtime==4.9.3 pyvers pylatexenc codetiming torchdata hydra-core pyarrow wandb
+        antlr4-python3-runtime==4.9.3 pyvers pylatexenc codetiming torchdata hydra-core pyarrow wandb \\
+        orjson
     python -m benchmarks.peers.semantics PEERS
 
 Prints a table of the largest differences, and of the presets' defaults that the packages confirm. Ends with an error if

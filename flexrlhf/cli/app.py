@@ -5,9 +5,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from itertools import chain, zip_longest
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from flexrlhf.cli.advise import advise
 from flexrlhf.cli.chat import chat
@@ -58,6 +60,16 @@ def start(with_version: Version = False) -> None:
     """
 
 
+class _Command(TyperCommand):
+    """Command whose ``--resume`` may be without a value, which typer's options cannot."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command, with the value of each option."""
+        pairs = zip_longest(args, args[1:], fillvalue="-")
+        found = ((word, "auto") if word == "--resume" and after.startswith("-") else (word,) for word, after in pairs)
+        return super().parse_args(ctx, list(chain.from_iterable(found)))
+
+
 app = typer.Typer(
     cls=OneSentenceGroup,
     no_args_is_help=True,
@@ -72,4 +84,4 @@ app = typer.Typer(
 app.callback()(start)
 for group, commands in COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=group)(with_exit_codes(command))
+        app.command(cls=_Command, rich_help_panel=group)(with_exit_codes(command))

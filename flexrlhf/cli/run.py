@@ -28,8 +28,8 @@ DryRun = Annotated[
 Resume = Annotated[
     str | None,
     typer.Option(
-        metavar="auto|PATH",
-        help="auto: go on from the newest checkpoint of each run and skip finished ones; "
+        metavar="[auto|PATH]",
+        help="auto, or nothing: go on from the newest checkpoint of each run and skip finished ones; "
         "or the directory of a run or a checkpoint",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -37,6 +38,11 @@ def vector_of_option(text: str) -> list[Any]:
     if vector is None:
         spaces = " in one word, without spaces or in quotes" if re.match(r"\s*[\[\d.]", text) else ""
         raise UserError(f"--placement-ratio {text}: expected a vector such as 1,1,0.5,0.5{spaces}")
+    if len(text) == 1 and Path(text).exists():
+        raise UserError(
+            f"--placement-ratio {text}: the name of a file here, which a shell puts in the place of "
+            f"[1,1,0.5,0.5] without quotes; write 1,1,0.5,0.5 or '[1,1,0.5,0.5]', and for a vector of one '[{text}]'"
+        )
     return vector
 
 

@@ -9,9 +9,8 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.hub import cached_snapshot, commit_of, download_snapshot, hub_name
 from flexrlhf.errors import UserError
 from flexrlhf.plan.run_data import DataSource
+from flexrlhf.plan.tokenizers import has_tokenizer
 from flexrlhf.weights.model_files import has_adapters, weight_files
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def with_snapshots(spec: Spec) -> Spec:
@@ -24,7 +23,7 @@ def with_snapshots(spec: Spec) -> Spec:
         role: model and model.model_copy(update={"path": directories.of(f"models.{role}.path", model.path, _is_model)})
         for role, model in spec.models
     }
-    tokenizer = directories.of("data.tokenizer", spec.data.tokenizer, _is_tokenizer)
+    tokenizer = directories.of("data.tokenizer", spec.data.tokenizer, has_tokenizer)
     if directories.used == spec.snapshots and models == dict(spec.models) and tokenizer == spec.data.tokenizer:
         return spec
     data = spec.data.model_copy(update={"tokenizer": tokenizer})
@@ -88,7 +87,3 @@ def _is_model(directory: Path) -> bool:
         return (directory / "config.json").is_file() and bool(weight_files("", directory))
     except UserError:
         return False
-
-
-def _is_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)

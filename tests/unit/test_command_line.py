@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from small_runs import PPO, TINY
 from test_documents import make_model
 from typer.testing import CliRunner
 
+import flexrlhf
 from flexrlhf.cli import app
 from flexrlhf.cli.app import COMMANDS
 from flexrlhf.cli.options import RunOptions
@@ -88,6 +90,26 @@ FORMS = [
 @pytest.mark.parametrize("words", FORMS, ids=" ".join)
 def test_a_vector_has_a_form_for_every_shell(words: tuple[str, ...], invoke: Invoke) -> None:
     assert "interleaving on 2 devices" in invoke("plan", "a.yaml", "--devices", "2", *words)
+
+
+def test_a_vector_that_a_shell_has_replaced_is_refused(invoke: Invoke) -> None:
+    Path("1").touch()
+    found = CliRunner().invoke(app, ["plan", "a.yaml", "--placement-ratio", "1"])
+    assert found.exit_code == 2 and "which a shell puts in the place of [1,1,0.5,0.5]" in found.output
+
+
+def test_the_version_is_an_attribute() -> None:
+    assert flexrlhf.__version__ == version("flexrlhf")
+
+
+@pytest.mark.parametrize(
+    "words", [["--resume"], ["--resume", "--devices", "2"], ["--resume", "auto"], ["--resume=auto"]]
+)
+def test_resume_is_automatic_without_a_value(words: str, invoke: Invoke) -> None:
+    found = CliRunner().invoke(app, ["run", "a.yaml", "--fresh", *words.split()])
+    assert "--fresh and --resume exclude each other" in found.output
+    refused = CliRunner().invoke(app, ["run", "a.yaml", "--resume", "nowhere", "--dry-run"])
+    assert "--resume nowhere: no such directory" in refused.output
 
 
 def test_a_yaml_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
