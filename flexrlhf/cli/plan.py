@@ -52,8 +52,8 @@ def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Outp
     if output is not None and len(plans) > 1:
         raise UserError(f"--output: goes with one config, found {len(plans)}")
     if paths:
-        for each in plans:
-            check_present_data(each)
+        for index, each in enumerate(plans):
+            check_present_data(each, {path for earlier in plans[:index] for path in earlier.outputs})
     files = inspect_data(plans) if paths else []
     for each in plans:
         typer.echo(format_plan(each) + "\n")

@@ -68,7 +68,7 @@ class FunctionSource(_LevelledSource, _CalledSource):
 
     function: UserPath = Field(description="path/to/file.py:name, or module:name")
     timeout_seconds: float = Field(10.0, gt=0, description="limit of one call; its worker is then ended")
-    workers: int = Field(1, ge=1, description="worker processes of one rank")
+    workers: int = Field(1, ge=1, le=1024, description="worker processes of one rank")
 
 
 class ServiceSource(_LevelledSource, _CalledSource):

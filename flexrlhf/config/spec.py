@@ -198,7 +198,7 @@ class Spec(StrictModel):
     data: DataSpec
     reward: Sources | None = Field(None, description="where scores come from; null: models.reward alone")
     cost: Sources | None = Field(None, description="where costs come from; null: models.cost alone")
-    steps: int = Field(100, ge=1, description="training steps, each on one batch of prompts")
+    steps: int = Field(100, ge=1, le=10**9, description="training steps, each on one batch of prompts")
     seed: int = Field(0, ge=0, lt=2**63, description="of the data order, of sampling and of random weights")
     cluster: ClusterSpec = ClusterSpec()
     placement: Literal["auto"] | tuple[Exact, ...] | PlacementMap | None = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from flexrlhf.plan.run_tokenizer import (
     load_tokenizer,
     tokenizer_path,
 )
-from flexrlhf.rewards.checks import check_columns, check_present_functions, check_sources
+from flexrlhf.rewards.checks import check_columns, check_forms, check_present_functions, check_sources
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
     INDEX,
@@ -50,6 +50,7 @@ def check_runs(plans: Sequence[Plan]) -> None:
         check_sources(plan.spec.cost or (), "cost")
         _check_sources(plan, plans, index)
         pending = {path for earlier in plans[:index] for path in earlier.outputs}
+        _check_directories(plan, pending)
         for source in data_sources(plan):
             _check_texts(plan, source)
         chat_format(plan)
@@ -63,12 +64,16 @@ def check_runs(plans: Sequence[Plan]) -> None:
                 _check_retokenized(plan, role, data)
 
 
-def check_present_data(plan: Plan) -> None:
-    """Check those data files and reward functions that exist already, as far as that needs no tokenizer.
+def check_present_data(plan: Plan, pending: Collection[Path] = ()) -> None:
+    """Check those models, data files and sources of scores that exist already, as far as that needs no tokenizer.
 
-    Raises UserError.
+    ``pending``: directories that an earlier run of the command is to write. Values of environment variables are left to
+    the run. Raises UserError.
     """
+    _check_directories(plan, pending)
     sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
+    for name, sources in sections.items():
+        check_forms(sources, name)
     has_functions = all([check_present_functions(sources, name) for name, sources in sections.items()])
     for source in data_sources(plan):
         if is_present(source.path):
@@ -116,14 +121,12 @@ def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> 
     largest_token:  of the data, and of end and padding
     """
     model = plan.model(role)
-    whole = base_model(role, model).path
-    if whole is not None and not weight_files(f"models.{role}.path", Path(whole)):
-        raise UserError(f"models.{role}.path {whole}: no weights in it (no file {SINGLE} or {INDEX})")
+    if (whole := base_model(role, model).path) is not None:
+        _check_weights(role, whole)
     loaded = check_architecture(role, model, heads_of(plan.graph)[role], role in plan.graph.trained or model.new_head)
-    size, config = getattr(loaded.get_text_config(), "vocab_size", None), read_config(role, model)
     if model.retokenize:
-        _check_text_limit(role, model, config)
         return
+    size = getattr(loaded.get_text_config(), "vocab_size", None)
     if size is not None and size < num_tokens:
         raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of the tokenizer")
     if size is not None and size <= largest_token:
@@ -131,8 +134,36 @@ def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> 
             f"models.{role}: vocab_size {size} has no token {largest_token}, which the tokenizer "
             f"{tokenizer_path(plan)} gives; use the model's own tokenizer"
         )
+
+
+def _check_weights(role: str, directory: str) -> None:
+    if not weight_files(f"models.{role}.path", Path(directory)):
+        raise UserError(f"models.{role}.path {directory}: no weights in it (no file {SINGLE} or {INDEX})")
+
+
+def _check_directories(plan: Plan, pending: Collection[Path]) -> None:
+    """Check the directories of models that are there and not ``pending``, and models without one."""
+    for role in origins_first(plan.graph):
+        path = plan.model(role).path
+        if path is None or (Path(path).is_dir() and Path(realpath(path)) not in pending):
+            _check_directory(plan, role)
+
+
+def _check_directory(plan: Plan, role: str) -> None:
+    """Raise UserError for weights in another format, and for longer texts than the model has positions.
+
+    A directory without any weights can be planned with.
+    """
+    model = plan.model(role)
+    whole = base_model(role, model).path
+    if whole is not None and any(Path(whole).glob("*.bin")):
+        _check_weights(role, whole)
+    config = read_config(role, model)
+    if model.retokenize:
+        _check_text_limit(role, model, config)
+        return
     width, limit = plan.lengths.prompt + plan.lengths.response, config.get("max_position_embeddings")
-    if limit is not None and width > limit:
+    if isinstance(limit, int) and width > limit:
         raise UserError(
             f"data: {plan.lengths.prompt} prompt and {plan.lengths.response} response tokens exceed the {limit} "
             f"positions of models.{role}; lower data.max_prompt_tokens or data.max_response_tokens"

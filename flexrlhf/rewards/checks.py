@@ -44,6 +44,23 @@ def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None
                     raise UserError(f"{section}.rule: {rule} needs the package {package}; install flexrlhf[{extra}]")
 
 
+def check_forms(sources: Sequence[RewardSource], name: str) -> None:
+    """Raise UserError for the first source of section ``name`` that no machine could call: a function without a name,
+    an expression or an address that is none.
+    """
+    for index, source in enumerate(sources):
+        section = name if len(sources) == 1 else f"{name}.{index}"
+        match source:
+            case FunctionSource(function=reference) if not reference.rpartition(":")[0]:
+                check_function(reference, f"{section}.function")
+            case ServiceSource():
+                # the others may be whole only where the run is started
+                whole = [url for url in source.url if "${" not in url]
+                _check_addresses(section, whole, whole)
+            case RuleSource(pattern=str(pattern)):
+                _check_pattern(pattern, f"{section}.pattern")
+
+
 def check_present_functions(sources: Sequence[RewardSource], name: str) -> bool:
     """Check functions as ``check_sources`` does, where their files are there; return whether all of them are."""
     functions = {index: source for index, source in enumerate(sources) if isinstance(source, FunctionSource)}
@@ -131,19 +148,24 @@ def _check_pattern(pattern: str, key: str) -> None:
         raise UserError(f"{key}: no regular expression: {error}, found {shown(pattern)}") from None
 
 
-def _check_service(source: ServiceSource, section: str) -> None:
+def _check_addresses(section: str, written: Sequence[str], addresses: Sequence[str]) -> None:
+    """Raise UserError for one of ``addresses`` without a host; ``written``: as the YAML has them."""
     # slow to load, and few plans need it
     import httpx
 
-    for url in source.url:
+    for url, address in zip(written, addresses, strict=True):
         try:
-            host = httpx.URL(expanded_url(url, f"{section}.url")).host
+            host = httpx.URL(address).host
         except httpx.InvalidURL:
             host = ""
         if not host:
             raise UserError(
                 f"{section}.url: expected an address such as http://localhost:8000/score, found {shown(url)}"
             )
+
+
+def _check_service(source: ServiceSource, section: str) -> None:
+    _check_addresses(section, source.url, [expanded_url(url, f"{section}.url") for url in source.url])
     for header, value in source.headers.items():
         sent = header + expanded(value, f"{section}.headers.{header}")
         if not sent.isascii() or "\n" in sent:

@@ -91,6 +91,28 @@ BAD = [
     ),
     ("adapters of ref", ("--set", "models.ref.lora={}"), ("models.ref.lora", "not trained", "remove")),
     ("no base to share", ("--set", "models.ref.share=actor"), ("models.ref.share", "no lora", "models.actor.lora")),
+    (
+        "expression",
+        ("--set", "reward=[{model: reward}, {rule: format, pattern: '('}]"),
+        ("reward.1.pattern", "no regular expression"),
+    ),
+    (
+        "function without a name",
+        ("--set", "reward=[{model: reward}, {function: d/rw.py}]"),
+        ("reward.1.function", "path/to/file.py:name"),
+    ),
+    (
+        "no address",
+        ("--set", "reward=[{model: reward}, {url: 'http://[::1'}]"),
+        ("reward.1.url", "expected an address such as"),
+    ),
+    ("workers", ("--set", "reward=[{function: 'f.py:f', workers: 100000}]"), ("workers", "1024", "100000")),
+    ("too many steps", ("--set", "steps=99999999999999999999"), ("steps", "99999999999999999999")),
+    (
+        "positions",
+        ("--set", "models.actor.init.max_position_embeddings=8"),
+        ("exceed the 8 positions of models.actor", "max_prompt_tokens"),
+    ),
     ("momentum", ("--set", "models.actor.optimizer.momentum=0.5"), ("models.actor.optimizer", "0.5", "sgd", "adamw")),
     (
         "two values",

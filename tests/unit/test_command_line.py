@@ -102,9 +102,7 @@ def test_the_version_is_an_attribute() -> None:
     assert flexrlhf.__version__ == version("flexrlhf")
 
 
-@pytest.mark.parametrize(
-    "words", [["--resume"], ["--resume", "--devices", "2"], ["--resume", "auto"], ["--resume=auto"]]
-)
+@pytest.mark.parametrize("words", ["--resume", "--resume --devices 2", "--resume auto", "--resume=auto"])
 def test_resume_is_automatic_without_a_value(words: str, invoke: Invoke) -> None:
     found = CliRunner().invoke(app, ["run", "a.yaml", "--fresh", *words.split()])
     assert "--fresh and --resume exclude each other" in found.output

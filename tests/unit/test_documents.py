@@ -115,8 +115,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def make_model(path: str, head: str, **changes: int) -> None:
-    """A model directory as the quick start leaves it, but for the weights, which no plan reads."""
+    """A model directory as the quick start leaves it, but for the weights, which no plan reads, and with positions for
+    the lengths of any document."""
     init = read_yaml(config_paths()[0].read_text())["models"]["actor"]["init"] | changes
+    init["max_position_embeddings"] = 1 << 16
     shutil.copytree(CORPUS / "tokenizer", path)
     architecture = {"Causal": "LlamaForCausalLM", "Sequence": "LlamaForSequenceClassification"}[head]
     (Path(path) / "config.json").write_text(json.dumps(init | {"architectures": [architecture], "num_labels": 1}))
@@ -289,7 +291,8 @@ def make_models(config: Mapping[str, Any]) -> None:
     for role, model in config.get("models", {}).items():
         path = (model or {}).get("path")
         if path and not Path(path).exists():
-            make_model(path, "Causal" if role in ("actor", "ref") else "Sequence", num_hidden_layers=4)
+            head = "Causal" if role in ("actor", "ref") else "Sequence"
+            make_model(path, head, num_hidden_layers=4)
 
 
 @pytest.mark.parametrize("block", in_language("yaml"))
