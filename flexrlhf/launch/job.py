@@ -91,7 +91,7 @@ def stopped_sentence(plans: Sequence[Plan]) -> str:
         if status is not None and status.state == "stopped":
             saved = f"{plan.spec.name} has stopped after {status.next_step} of {status.steps} steps"
             return f"{saved}; the same command with --resume goes on" if status.next_step else saved
-    return "stopped between two runs; the same command with --resume goes on"
+    return "the job has stopped before its end, on a request; the same command with --resume goes on"
 
 
 def prepare_job(

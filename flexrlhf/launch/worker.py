@@ -219,8 +219,10 @@ def main(orders_file: str, stop_file: str, directories: str, events_file: str = 
     faulthandler.enable(all_threads=True)
     with ErrorReport():
         events = Path(events_file) if events_file else None
-        shares = directories != OWN
-        work(ORDERS.validate_json(Path(orders_file).read_bytes()), Path(stop_file), shares=shares, events_file=events)
+        shares, stop, orders = directories != OWN, Path(stop_file), ORDERS.validate_json(Path(orders_file).read_bytes())
+        if not work(orders, stop, shares=shares, events_file=events):
+            # the request may have come to another machine
+            stop.touch()
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

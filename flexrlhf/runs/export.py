@@ -6,6 +6,7 @@ Tensors are read and written one after another, so that no more than one is in m
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,8 @@ def _newest_undamaged(found: list[Path]) -> tuple[Path, Manifest]:
             continue
         wrong = [text for name, entry in manifest.files.items() if (text := damage(path, name, entry)) is not None]
         if not wrong:
+            for problem in problems:
+                print(f"flexrlhf: {problem}; an earlier one is taken", file=sys.stderr)
             return path, manifest
         problems.append(f"checkpoint {path}: {wrong[0]}")
     raise UserError(problems[0])

@@ -25,7 +25,8 @@ from flexrlhf.runs.manifest import FOLDER, checkpoints_of
 STATUS = "status.json"
 LOCK = ".lock"
 ABANDONED = ".abandoned"
-"""Ends the name of a checkpoint that is newer than the one that a run went on from, or damaged."""
+"""Ends the name of a checkpoint that is newer than the one that a run went on from, or damaged, until the run has
+written one as new."""
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors of writing, which have no path where the file was open before."""
@@ -141,11 +142,23 @@ def replace_directory(fresh: Path, directory: Path) -> None:
 
 
 def set_aside_checkpoints(directory: Path, from_step: int) -> None:
-    """Rename checkpoints of ``from_step`` and later, which the run that goes on before them will write anew."""
+    """Rename checkpoints of ``from_step`` and later, which the run that goes on before them will write anew; remove
+    what was not written to its end.
+    """
     for path in sorted((directory / FOLDER).glob("step-*")):
         number = path.name.removeprefix("step-")
-        if path.name.endswith(".writing") or (number.isdigit() and int(number) >= from_step):
-            path.rename(_free_name(path.with_name(path.name.removesuffix(".writing") + ABANDONED)))
+        if path.name.endswith(".writing"):
+            shutil.rmtree(path)
+        elif number.isdigit() and int(number) >= from_step:
+            path.rename(_free_name(path.with_name(path.name + ABANDONED)))
+
+
+def remove_abandoned(directory: Path, next_step: int) -> None:
+    """Remove the abandoned checkpoints before steps up to ``next_step``, of which there is a new one."""
+    for path in (directory / FOLDER).glob(f"step-*{ABANDONED}*"):
+        number = path.name.removeprefix("step-").partition(ABANDONED)[0]
+        if number.isdigit() and int(number) <= next_step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def trim_lines(path: Path, key: str, limit: int) -> None:

@@ -32,6 +32,7 @@ from flexrlhf.runs.manifest import (
     write_durably,
     write_manifest,
 )
+from flexrlhf.runs.run_directory import remove_abandoned
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
 from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.trainer.checkpoint_pieces import RowFile, follower_pieces, rows_in_flight, trained_pieces
@@ -206,6 +207,7 @@ class Checkpointer(Observer):
             raise RunStopped(f"checkpoint {directory}: cannot be written ({error.strerror or error})") from None
         for old in checkpoints_of(context.directory)[context.plan.spec.checkpoint.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)
+        remove_abandoned(context.directory, next_step)
 
     def _directory(self, next_step: int) -> Path:
         whole = checkpoint_directory(self._context.directory, next_step)

@@ -63,7 +63,7 @@ def choose_start(
         try:
             manifest = read_manifest(place)
         except UserError as error:
-            _print_unused(world, str(error))
+            _print_unused(world, str(error), candidate is candidates[-1])
             continue
         problems = _verified(place, manifest, world, store, plan.spec.timeout_seconds)
         if not problems:
@@ -74,16 +74,17 @@ def choose_start(
                 )
             _prepare(plan, world, store, files, manifest.progress.next_step)
             return StartingPoint(place, manifest)
-        _print_unused(world, f"checkpoint {candidate}: {problems[0]}")
+        _print_unused(world, f"checkpoint {candidate}: {problems[0]}", candidate is candidates[-1])
     if candidates:
         raise RunStopped(f"{plan.spec.name}: every checkpoint is damaged; remove {candidates[0].parent} to begin anew")
     _prepare(plan, world, store, files, 0)
     return None
 
 
-def _print_unused(world: World, problem: str) -> None:
+def _print_unused(world: World, problem: str, is_last: bool) -> None:
     if world.rank == 0:
-        print(f"flexrlhf: {problem}; an earlier one is tried", file=sys.stderr, flush=True)
+        further = "" if is_last else "; an earlier one is tried"
+        print(f"flexrlhf: {problem}{further}", file=sys.stderr, flush=True)
 
 
 def _verified(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -67,6 +68,19 @@ def test_two_nodes_give_the_results_of_one(assets: Assets, tmp_path: Path) -> No
     assert f"joins {CASE.name} as node 1 of 2: rank 1\n" in second, second
     for sign in (*(f"{CASE.name}  step {step}/3  " for step in (1, 2, 3)), "results in runs/"):
         assert (first.count(sign), second.count(sign)) == (1, 0), sign
+
+
+def test_a_request_to_one_node_is_the_end_of_all(assets: Assets, tmp_path: Path) -> None:
+    """Before its last step a job has not ended well, whichever machine a scheduler has signalled."""
+    write_config(assets, tmp_path, steps=100_000)
+    endpoint = ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    commands = ["run", "config.yaml", "--nnodes", "2", *endpoint], ["join", *endpoint]
+    nodes = [start(command, tmp_path) for command in commands]
+    read_until(nodes[0], "step 2/")
+    os.kill(nodes[0].pid, signal.SIGTERM)
+    outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [143, 143], outputs
+    assert all("; the same command with --resume goes on" in text for text in outputs), outputs
 
 
 @pytest.mark.parametrize("way", ["own launchers", pytest.param("torchrun", marks=pytest.mark.full)])

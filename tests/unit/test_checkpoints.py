@@ -36,6 +36,7 @@ from flexrlhf.runs.run_directory import (
     RunStatus,
     moved_run,
     prepare_directory,
+    remove_abandoned,
     set_aside_checkpoints,
     trim_lines,
     write_status,
@@ -352,7 +353,11 @@ def test_checkpoints_after_the_one_gone_on_from_are_set_aside(plan: Plan) -> Non
     (folder / "step-000005.writing").mkdir()
     set_aside_checkpoints(plan.spec.directory, 4)
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["step-000002", "step-000003", "step-000004.abandoned", "step-000005.abandoned"]
+    assert names == ["step-000002", "step-000003", "step-000004.abandoned"]
+    written_checkpoint(plan, 5)
+    set_aside_checkpoints(plan.spec.directory, 4)
+    remove_abandoned(plan.spec.directory, 4)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000003", "step-000005.abandoned"]
 
 
 def test_numbers_of_all_ranks_are_united() -> None:
