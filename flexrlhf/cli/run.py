@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +14,7 @@ from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_d
 from flexrlhf.cli.working import working
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
-from flexrlhf.errors import UserError
+from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, hosts_of, rank_notice
 from flexrlhf.plan.memory_text import measured_memory
@@ -185,6 +185,16 @@ def _print_summary(plan: Plan) -> None:
     typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, samples, width))
     facts = read_facts(directory / "timeline.json")
     typer.echo("\n".join(measured_memory(plan, facts, width)))
+    check_scores(plan, rows)
+
+
+def check_scores(plan: Plan, rows: Sequence[Mapping[str, float]]) -> None:
+    """Raise RunStopped if no response of a run had a score. ``rows``: its metrics, step by step."""
+    if rows and all(row.get("score_failed", 0.0) >= 1.0 for row in rows):
+        raise RunStopped(
+            f"{plan.spec.name}: no response of the run had a score, so that it has learned nothing; mend the source of "
+            f"scores that its warnings name"
+        )
 
 
 def next_commands(plan: Plan, is_quickstart: bool) -> list[str]:

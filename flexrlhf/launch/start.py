@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import gethostname
-from tempfile import TemporaryDirectory
 from types import FrameType
 
 import torch
@@ -25,7 +24,7 @@ from flexrlhf.display.live_display import is_terminal, live_display
 from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
 from flexrlhf.launch.agent import RankAgent
 from flexrlhf.launch.failures import Failure, FailureReporter
-from flexrlhf.launch.lifetime import LAUNCHER, changed_environment
+from flexrlhf.launch.lifetime import LAUNCHER, changed_environment, process_directory
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rank_watch import silence_limit
@@ -99,8 +98,8 @@ def launch(
     signal has made the ranks save and end.
     """
     directories = [order.spec.directory for order in orders]
-    with TemporaryDirectory(prefix="flexrlhf-") as directory:
-        file, stop, events = (Path(directory) / name for name in ("orders.json", "stop", "events.jsonl"))
+    with process_directory() as directory:
+        file, stop, events = (directory / name for name in ("orders.json", "stop", "events.jsonl"))
         file.write_bytes(ORDERS.dump_json(orders))
         saves = all(order.spec.checkpoint.on_signal for order in orders)
         with saving_on_signals(stop, saves):
@@ -178,12 +177,12 @@ def start_ranks(
         monitor_interval=0.2,
     )
     silence = silence_limit(plan.spec.timeout_seconds)
-    with TemporaryDirectory(prefix="flexrlhf-") as log_directory, ExitStack() as stack:
+    with process_directory() as log_directory, ExitStack() as stack:
         agent = RankAgent(
             spec,
             rendezvous,
             factory or stack.enter_context(RankFactory()),
-            log_directory,
+            str(log_directory),
             lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), silence),
             reporter.report,
         )

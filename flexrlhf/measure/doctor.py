@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from packaging.requirements import Requirement
@@ -19,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from flexrlhf.errors import RankFailure, RunStopped, UserError
 from flexrlhf.launch import start as launch
+from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.launch.shared_directories import probed_directories
@@ -90,9 +90,9 @@ def _survey(
     """Return the facts of all machines, and the sentence with which their ranks ended early, if they did."""
     plans, failure = [run.plan for run in runs], ""
     host = host_facts(runs, hosts)
-    with probed_directories(plans, hosts.is_first_node) as directories, TemporaryDirectory(prefix="flexrlhf-") as place:
+    with probed_directories(plans, hosts.is_first_node) as directories, process_directory() as place:
         host = replace(host, directories=tuple(directories))
-        own, result = Path(place) / "host.json", Path(place) / "facts.json"
+        own, result = place / "host.json", place / "facts.json"
         own.write_bytes(HOST_FACTS.dump_json(host))
         limited = plans[0].spec.model_copy(update={"timeout_seconds": rank_seconds})
         module = ["flexrlhf.measure.doctor_rank", str(own), str(hosts.nnodes), str(rank_seconds), str(result)]

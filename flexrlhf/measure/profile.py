@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output
@@ -22,6 +21,7 @@ from flexrlhf.guideline.costs.measurements import (
     write_measurements,
 )
 from flexrlhf.launch import start as launch
+from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.model_checks import check_device, check_packages
@@ -56,12 +56,12 @@ def profile(
         check_device(plan.placement, plan.shapes, device)
         # raises UserError where a shape is unknown
         profiled_models(plan)
-    with TemporaryDirectory(prefix="flexrlhf-") as directory:
-        request, output = Path(directory) / "request.json", Path(directory) / "profile.json"
+    with process_directory() as directory:
+        request, output = directory / "request.json", directory / "profile.json"
         lengths = [asdict(length_sample(plan)) for plan in plans]
         runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
         request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
-        with _displayed(Path(directory) / "events.jsonl", ranks):
+        with _displayed(directory / "events.jsonl", ranks):
             launch.start_ranks(["flexrlhf.measure.profile_rank", str(request), str(output)], measured_plans[0], Hosts())
         measurements = read_measurements(output).model_copy(update={"network_gb_s": network_gb_s})
     write_measurements(path, measurements)

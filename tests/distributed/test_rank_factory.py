@@ -196,6 +196,33 @@ def test_nothing_is_left_of_a_killed_launcher(way: str) -> None:
             time.sleep(0.02)
 
 
+IN_A_DIRECTORY = """
+import sys
+from flexrlhf.launch.lifetime import process_directory
+with process_directory() as directory:
+    print(directory, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_directories_of_killed_processes_are_removed_by_the_next_one() -> None:
+    def begin() -> tuple[subprocess.Popen[str], Path]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-c", IN_A_DIRECTORY], text=True, **pipes)
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    (killed, left), (alive, used) = begin(), begin()
+    killed.kill()
+    killed.communicate()
+    assert left.is_dir()
+    last, own = begin()
+    assert not left.exists() and used.is_dir() and own.is_dir()
+    for process, directory in ((alive, used), (last, own)):
+        process.communicate("end\n")
+        assert process.returncode == 0 and not directory.exists()
+
+
 FORKABLE = """
 import os, sys
 from flexrlhf.launch.fork_server import problem_after

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import Result
-from small_runs import PPO, TINY
+from small_runs import PPO, TINY, plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
+from flexrlhf.cli.run import check_scores
+from flexrlhf.errors import RunStopped
 from flexrlhf.guideline.simulation.compare import Comparison, TimePair
 from flexrlhf.guideline.simulation.simulation_text import format_comparison
 from flexrlhf.text import bytes_text
@@ -136,6 +138,14 @@ def test_a_bad_setting_is_one_sentence(
     message = refused(invoke(*command, "a.yaml", *arguments))
     assert all(word in message for word in words), message
     assert files(tmp_path) == before
+
+
+def test_a_run_without_any_score_has_not_ended_well() -> None:
+    plan, failed = plan_of(None, 1), {"score_failed": 1.0}
+    with pytest.raises(RunStopped, match="^test: no response of the run had a score"):
+        check_scores(plan, [failed, failed])
+    for rows in ([failed, {"score_failed": 0.75}], [{"nll": 1.0}], []):
+        check_scores(plan, rows)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
