@@ -20,7 +20,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.free_space import check_free_space
 from flexrlhf.runs.resume import Resumption, RunOrder, is_finished, keep_runs, resume_runs, resumed
-from flexrlhf.runs.run_directory import moved_run, prepare_directory, read_status
+from flexrlhf.runs.run_directory import prepare_directory, read_status
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,4 @@ def _device_in_ray(plan: Plan) -> str:
 
 def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:
     """Make the directories; each one's lock is to be closed when the job ends."""
-    for run in runs:
-        directory = run.plan.spec.directory
-        if not run.continues and (sentence := moved_run(directory)) is not None:
-            print(f"flexrlhf: {sentence}", file=sys.stderr)
     return tuple(prepare_directory(run.plan, format_plan(run.plan), run.continues) for run in runs)

@@ -18,8 +18,9 @@ from typing import Any, TextIO
 
 from flexrlhf.rewards.processes import is_killed_with_parent
 
-_PREFIX, _LOCK = "flexrlhf-", ".lock"
-"""Beginning of the names of temporary directories, and the file in each that its process has locked."""
+_PREFIX, _LOCK = "flexrlhf-", ".locked-by-process"
+"""Beginning of the names of temporary directories, and the file in each that its process has locked: a run's directory
+has none of this name."""
 LAUNCHER = "FLEXRLHF_LAUNCHER"
 """Variable with the process of the launcher of this machine, for its ranks."""
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -68,7 +69,7 @@ def read_status(directory: Path) -> RunStatus | None:
 def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
     """Make the run's directory with config and plan. Returns its lock, which is released when that is closed.
 
-    An existing one is renamed to ``<name>.1``, ``<name>.2`` …, unless the run ``continues`` there. Raises UserError for
+    An existing one is renamed to ``<name>.1``, ``<name>.2`` …, which is printed, unless the run ``continues`` there. Raises UserError for
     a directory that a running process uses, or that cannot be written.
     """
     directory = plan.spec.directory
@@ -76,6 +77,8 @@ def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
         if directory.exists():
             lock_directory(directory).close()
             if not continues:
+                if (sentence := moved_run(directory)) is not None:
+                    print(f"flexrlhf: {sentence}", file=sys.stderr)
                 directory.rename(_free_name(directory))
         directory.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(directory)

@@ -129,7 +129,7 @@ def _indexed(where: str, index: Path) -> list[str]:
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{where}: {index.name} is no index of weights (JSON with a weight_map); copy it again")
-    outside = next((name for name in names.values() if Path(name).name != name), None)
+    outside = next((name for name in names.values() if name in ("", "..") or Path(name).name != name), None)
     if outside is not None:
         raise UserError(f"{where}: {index.name} names {shown(outside)}, which is not in the directory; copy it again")
     return sorted(set(names.values()))

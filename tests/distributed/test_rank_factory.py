@@ -205,7 +205,15 @@ with process_directory() as directory:
 """
 
 
-def test_directories_of_killed_processes_are_removed_by_the_next_one() -> None:
+def test_directories_of_killed_processes_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run, whose lock is free, too, stays."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run = tmp_path / "flexrlhf-run"
+    run.mkdir()
+    (run / ".lock").touch()
+
     def begin() -> tuple[subprocess.Popen[str], Path]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         process = subprocess.Popen([sys.executable, "-c", IN_A_DIRECTORY], text=True, **pipes)
@@ -217,7 +225,7 @@ def test_directories_of_killed_processes_are_removed_by_the_next_one() -> None:
     killed.communicate()
     assert left.is_dir()
     last, own = begin()
-    assert not left.exists() and used.is_dir() and own.is_dir()
+    assert not left.exists() and used.is_dir() and own.is_dir() and run.is_dir()
     for process, directory in ((alive, used), (last, own)):
         process.communicate("end\n")
         assert process.returncode == 0 and not directory.exists()

@@ -235,6 +235,9 @@ def test_measurements_come_back_from_their_file(tmp_path: Path) -> None:
         ({"version": 99}, "measurements of version 99, expected 1"),
         ({"version": None}, "measurements of version None"),
         ({"bookkeeping": "long"}, "bookkeeping: "),
+        ({"bookkeeping": -1.0}, "bookkeeping is -1.0, where a measurement is a number of at least 0"),
+        ({"statistics": float("nan")}, "statistics is nan"),
+        ({"contention": {"2": True}}, "contention.2 is True"),
         ({"models": [{}]}, "models.0"),
     ],
 )

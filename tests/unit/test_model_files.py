@@ -122,7 +122,10 @@ INDEXES: list[tuple[str, str, str]] = [
     ("missing files", '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}', "1.safetensors, 2.safetensors"),
     ("not JSON", "{", "is no index of weights"),
     ("no map", "{}", "is no index of weights"),
-    *(("outside", f'{{"weight_map": {{"a": "{name}"}}}}', "not in the directory") for name in ("../1", "/tmp/1")),
+    *(
+        ("outside", f'{{"weight_map": {{"a": "{name}"}}}}', "not in the directory")
+        for name in ("../1", "/tmp/1", "..", "")
+    ),
     ("no names", '{"weight_map": {"a": 1}}', "is no index of weights"),
 ]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -144,12 +146,24 @@ def read_measurements(path: Path | str) -> Measurements:
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
         raise UserError(f"{path}: measurements of version {version}, expected {VERSION}; run flexrlhf profile again")
+    wrong = next(_no_measurements(raw), None)
+    if wrong is not None:
+        raise UserError(f"{path}: {wrong}, where a measurement is a number of at least 0; run flexrlhf profile again")
     try:
         return Measurements.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"{path}: {place}: {first['msg'].lower()}; run flexrlhf profile again") from None
+
+
+def _no_measurements(value: Any, place: str = "") -> Iterator[str]:
+    """Yield the places of truth values, and of numbers that are negative or not finite."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _no_measurements(part, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, bool) or (isinstance(value, int | float) and not 0 <= value < inf):
+        yield f"{place} is {value}"
 
 
 def are_measurements(text: str) -> bool:
