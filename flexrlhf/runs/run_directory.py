@@ -69,8 +69,8 @@ def read_status(directory: Path) -> RunStatus | None:
 def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
     """Make the run's directory with config and plan. Returns its lock, which is released when that is closed.
 
-    An existing one is renamed to ``<name>.1``, ``<name>.2`` …, which is printed, unless the run ``continues`` there. Raises UserError for
-    a directory that a running process uses, or that cannot be written.
+    An existing one is renamed to ``<name>.1``, ``<name>.2`` …, which is printed, unless the run ``continues`` there.
+    Raises UserError for a directory that a running process uses, or that cannot be written.
     """
     directory = plan.spec.directory
     try:

@@ -187,9 +187,7 @@ def check(command: str) -> str:
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
         case ["flexrlhf", "export" | "join" | "compare" | "chat" as name, *arguments]:
-            return invoke(
-                name, *arguments, "--help"
-            )  # the reader's run has no checkpoint or model, and no job is there
+            return invoke(name, *arguments, "--help")  # the reader's run has no model, and no job is there
         case ["flexrlhf", "verify" | "doctor" as name, *arguments]:
             invoke(name, *arguments, "--help")
             configs = [word for word in arguments if word.endswith(".yaml")]

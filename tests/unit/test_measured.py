@@ -237,7 +237,7 @@ def test_measurements_come_back_from_their_file(tmp_path: Path) -> None:
         ({"bookkeeping": "long"}, "bookkeeping: "),
         ({"bookkeeping": -1.0}, "bookkeeping is -1.0, where a measurement is a number of at least 0"),
         ({"statistics": float("nan")}, "statistics is nan"),
-        ({"contention": {"2": True}}, "contention.2 is True"),
+        ({"contention": {"2": -2}}, "contention.2 is -2"),
         ({"models": [{}]}, "models.0"),
     ],
 )

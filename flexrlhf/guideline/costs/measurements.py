@@ -158,11 +158,11 @@ def read_measurements(path: Path | str) -> Measurements:
 
 
 def _no_measurements(value: Any, place: str = "") -> Iterator[str]:
-    """Yield the places of truth values, and of numbers that are negative or not finite."""
+    """Yield the places of numbers that are negative or not finite."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _no_measurements(part, f"{place}.{key}" if place else str(key))
-    elif isinstance(value, bool) or (isinstance(value, int | float) and not 0 <= value < inf):
+    elif isinstance(value, int | float) and not 0 <= value < inf:
         yield f"{place} is {value}"
 
 
