@@ -17,7 +17,6 @@ from flexrlhf.config.user_paths import check_output
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection
-from flexrlhf.plan.input_checks import check_present_data
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.run_data import check_inspection, data_sources, inspect_source, tokenizer_run
@@ -51,13 +50,15 @@ def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Outp
     plans = plan_runs(runs.specs())
     if output is not None and len(plans) > 1:
         raise UserError(f"--output: goes with one config, found {len(plans)}")
-    if paths:
-        for index, each in enumerate(plans):
-            check_present_data(each, {path for earlier in plans[:index] for path in earlier.outputs})
-    files = inspect_data(plans) if paths else []
     for each in plans:
         typer.echo(format_plan(each) + "\n")
-    print_data_lines(files)
+    if paths:
+        # to read models and data takes the libraries of a rank, which load for seconds
+        from flexrlhf.plan.input_checks import check_present_data
+
+        for index, each in enumerate(plans):
+            check_present_data(each, {path for earlier in plans[:index] for path in earlier.outputs})
+        print_data_lines(inspect_data(plans))
     if paths:
         print_absent_data(plans)
     if html is not None:

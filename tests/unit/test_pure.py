@@ -114,3 +114,27 @@ def test_help_starts_and_names_the_options(command: tuple[str, ...], tmp_path: P
     assert done.returncode == 0, done.stderr
     if len(command) > 1:
         assert "--placement-ratio" in done.stdout and "--set" in done.stdout
+
+
+FIRST_WORDS = """
+import io, sys
+from flexrlhf.cli import main
+class Output(io.StringIO):
+    def write(self, text):
+        if text.strip() and not self.getvalue().strip():
+            print(text.partition(":")[0], sorted({"torch", "transformers"} & set(sys.modules)), file=sys.__stdout__)
+        return super().write(text)
+sys.stdout, sys.argv = Output(), ["flexrlhf", "plan", "a.yaml"]
+try:
+    main()
+finally:
+    sys.__stdout__.flush()
+"""
+
+
+def test_a_plan_is_printed_before_the_libraries_of_a_rank_are_loaded(tmp_path: Path) -> None:
+    """Also with data, which are inspected afterwards."""
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(PPO))
+    (tmp_path / PPO["data"]["path"]).write_text('{"prompt": "a"}\n')
+    done = subprocess.run([sys.executable, "-u", "-c", FIRST_WORDS], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "test []\n", done.stderr
