@@ -107,6 +107,11 @@ class DataSpec(StrictModel):
     chat_template: UserPath | None = Field(
         None, description="a file with a Jinja chat template; null: the tokenizer's own"
     )
+    control_tokens: Literal["keep", "refuse"] = Field(
+        "keep",
+        description="a row whose text has a control token of the tokenizer, such as its end token: keep: it is encoded "
+        "as that token, and counted; refuse: stop",
+    )
     long_prompts: LongPrompts = Field(
         "error",
         description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "

@@ -30,10 +30,12 @@ class ChatFormat:
 
     use:       rows that the template renders
     template:  its text; None: the tokenizer's own
+    refuses:   whether a row whose text has a control token of the tokenizer is refused
     """
 
     use: ChatUse = "auto"
     template: str | None = None
+    refuses: bool = False
 
 
 DEFAULT_CHAT = ChatFormat()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
@@ -47,14 +47,16 @@ class EncodedResponse:
 class EncodedRow:
     """A row as token ids.
 
-    text:   the prompt as text, as a template renders it
-    turns:  the prompt as a chat, where it is one
+    text:     the prompt as text, as a template renders it
+    turns:    the prompt as a chat, where it is one
+    control:  a control token of the tokenizer in the row's own text; empty without one
     """
 
     text: str
     prompt: tuple[int, ...]
     responses: tuple[EncodedResponse, ...]
     turns: Chat = ()
+    control: str = ""
 
 
 class RowEncoder:
@@ -65,6 +67,7 @@ class RowEncoder:
         self._chat = chat
         self._limit = max_response_tokens
         self._bos = bos_in_front(tokenizer)
+        self._controls = control_tokens(tokenizer)
         self._template: ChatTemplate | None = None
 
     def encode(self, text: TextExample) -> EncodedRow:
@@ -72,10 +75,28 @@ class RowEncoder:
         if (text.turns or text.completions) and self._chat.use == "never":
             raise UserError("the row is a chat, which only a chat template makes a text of: set data.chat=auto")
         row = as_chat(text) if self._chat.use == "always" else text
+        control = self._control(row)
+        if control and self._chat.refuses:
+            raise UserError(
+                f"the text has {control!r}, a control token of the tokenizer, which data.control_tokens refuses; "
+                f"remove it, or encode it as that token by data.control_tokens=keep"
+            )
         if row.turns or row.completions:
-            return self._encode_chat(row)
-        prompt = self._encode_prompt(row)
-        return EncodedRow(row.prompt, prompt, tuple(self._encode_response(response) for response in row.responses))
+            return replace(self._encode_chat(row), control=control)
+        prompt, responses = self._encode_prompt(row), tuple(map(self._encode_response, row.responses))
+        return EncodedRow(row.prompt, prompt, responses, control=control)
+
+    def _control(self, row: TextExample) -> str:
+        """Return a control token in the text of a row: not bos at its beginning, nor an end token at its end, which a
+        text may have.
+        """
+        turns = [*row.turns, *(turn for completion in row.completions for turn in completion)]
+        texts = [row.prompt, *row.responses, *(turn.content for turn in turns)]
+        for text in texts if self._controls else ():
+            for token in self._controls:
+                if token in text.removeprefix(token).removesuffix(token):
+                    return token
+        return ""
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -123,6 +144,12 @@ class RowEncoder:
         for first, last in zip(bounds[::2], bounds[1::2], strict=True):
             is_trained[first:last] = [True] * (last - first)
         return tuple(ids[:start]), self._cut(ids[start:], is_trained[start:])
+
+
+def control_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the texts that a tokenizer encodes as its special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return tuple(dict.fromkeys(str(token) for token in added if token.special and str(token).strip()))
 
 
 def bos_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ class DataCounts:
     prompts:    tokens of the prompt of each counted row
     responses:  tokens of the responses of each counted row, end tokens included
     limits:     of the run
+    controls:   of each counted row with a control token of the tokenizer in its text, such a token
     """
 
     form: str
@@ -59,6 +60,7 @@ class DataCounts:
     prompts: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
     limits: TokenLimits
+    controls: tuple[str, ...] = ()
 
     @property
     def num_long(self) -> int:
@@ -142,7 +144,7 @@ def load_examples(
     ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says. ``chat``:
     which rows a chat template renders.
     """
-    path, examples, lengths = str(path), [], []
+    path, examples, lengths, controls = str(path), [], [], list[str]()
     encoder = RowEncoder(tokenizer, chat, max_response_tokens)
     form, texts = _read(path, form, needs, layout)
     for number, text in enumerate(texts, start=1):
@@ -153,9 +155,10 @@ def load_examples(
                 example = replace(example, text=row.text, turns=row.turns, columns=text.columns)
             examples.append(example)
             lengths.append(tuple(response.length for response in row.responses))
+            controls += [row.control] * bool(row.control)
     limits = TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts)
     prompts = tuple(len(example.prompt) for example in examples)
-    counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits)
+    counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits, tuple(controls))
     if limits.drops:
         return LoadedExamples(_within_limit(examples, path, max_prompt_tokens, long_prompts), counts)
     is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)

@@ -33,6 +33,8 @@ def data_line(source: DataSource, counts: DataCounts) -> str:
     parts.append(f"{_share(counts.num_long, len(counts.prompts))} prompts {_fate(counts)}")
     if responses := counts.kept_responses:
         parts.append(f"{_share(counts.num_cut, len(responses))} responses cut")
+    if counts.controls:
+        parts.append(f"{_share(len(counts.controls), len(counts.prompts))} rows with control tokens")
     return one_line(f"{source.key}: {source.path}: {', '.join(parts)}")
 
 
@@ -46,13 +48,21 @@ def absent_line(source: DataSource) -> str:
 
 
 def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit."""
+    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, and one for rows
+    with control tokens in their text.
+    """
     limits, responses = counts.limits, counts.kept_responses
     if counts.num_long > WARNED_SHARE * len(counts.prompts):
         yield (
             f"{source.key}: {_share(counts.num_long, len(counts.prompts))} prompts have more than "
             f"data.max_prompt_tokens {limits.max_prompt} and are {_fate(counts)}; "
             f"{MOST:.0%} have at most {quantile(counts.prompts, MOST)}"
+        )
+    if counts.controls:
+        yield (
+            f"{source.key}: {_share(len(counts.controls), len(counts.prompts))} rows have a control token of the "
+            f"tokenizer in their text, such as {counts.controls[0]!r}, which is encoded as that: a text can end its "
+            f"turn; data.control_tokens: refuse stops there"
         )
     if counts.num_cut > WARNED_SHARE * len(responses):
         yield (

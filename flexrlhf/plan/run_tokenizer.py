@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def trusts_tokenizer(plan: Plan) -> bool:
 
 def chat_format(plan: Plan) -> ChatFormat:
     """Return which rows a chat template renders, and the template that the spec names."""
-    return read_chat_format(plan.spec.data.chat, plan.spec.data.chat_template)
+    data = plan.spec.data
+    return replace(read_chat_format(data.chat, data.chat_template), refuses=data.control_tokens == "refuse")
 
 
 def end_tokens(tokenizer: Any, template: str | None, policy: ModelSpec | None) -> tuple[int, ...]:
