@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from flexrlhf.errors import RunStopped
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.strategies.instructions import Offload, Reload
 from flexrlhf.trainer.execution import Execution, Observer
@@ -85,3 +87,19 @@ class PeakMemory(Observer):
         execution.span.peak_bytes = self._meter.lap()
         if isinstance(execution.instruction, Offload | Reload):
             self._meter.leave_out(sum(each.engine.memory_usage().unmapped for each in self._models.values()))
+
+
+@contextmanager
+def naming_exhaustion(where: str) -> Iterator[None]:
+    """Raise RunStopped if memory is exhausted inside. ``where``: what was being done, for the sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch has a class of its own for GPUs alone
+        text = str(error).partition("\n")[0]
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in text:
+            raise
+        raise RunStopped(
+            f"{where}: memory is exhausted ({text or 'MemoryError'}); use fewer micro_batch_tokens or generate_tokens, "
+            f"or what flexrlhf plan lists as freeing memory"
+        ) from None

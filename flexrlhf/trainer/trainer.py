@@ -27,6 +27,7 @@ from flexrlhf.trainer.checkpointer import Checkpointer, RunState
 from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.evaluator import Evaluator
 from flexrlhf.trainer.execution import Execution, OperatorRun
+from flexrlhf.trainer.memory_meter import naming_exhaustion
 from flexrlhf.trainer.model_saver import ModelSaver
 from flexrlhf.trainer.observers import make_observers
 from flexrlhf.trainer.rank_context import RankContext
@@ -114,7 +115,9 @@ class Trainer:
         for observer in self._observers:
             observer.begin(execution)
         # an engine's library waits by itself, so a failed wait is named for the whole instruction
-        with self._rank.flight.progress.deadline(execution.instruction.ranks):
+        instruction = execution.instruction
+        where = f"step {execution.step}, {instruction.kind} {instruction.label} on rank {self._rank.rank}"
+        with self._rank.flight.progress.deadline(instruction.ranks), naming_exhaustion(where):
             self._execute(execution)
             for observer in self._observers:
                 observer.end(execution)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from flexrlhf.runs.flight_log import (
     write_record,
 )
 from flexrlhf.timeline import Span, read_trace
+from flexrlhf.trainer.memory_meter import naming_exhaustion
 
 MODELS = {0: "actor", 1: "reward", 2: "critic"}
 
@@ -283,3 +284,12 @@ def test_an_error_of_a_rank_is_one_line(
     (found,) = reporter.report({0: ProcessFailure(0, 9, 1, str(tmp_path / "error.json"))})
     assert found.kind == kind and found.sentence.endswith(end)
     assert kind == "waited" or found.sentence.startswith("rank 0 (actor, critic, ref; host ")
+
+
+@pytest.mark.parametrize("exhaust", [lambda: torch.empty(10**15), lambda: bytearray(10**15)], ids=["torch", "Python"])
+def test_exhausted_memory_is_named_with_what_was_being_done(exhaust: Callable[[], object]) -> None:
+    words = r"^step 3, run train_actor: memory is exhausted \(.*micro_batch_tokens"
+    with pytest.raises(RunStopped, match=words), naming_exhaustion("step 3, run train_actor"):
+        exhaust()
+    with pytest.raises(RuntimeError, match="shapes"), naming_exhaustion("step 3"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
