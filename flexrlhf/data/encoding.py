@@ -87,15 +87,17 @@ class RowEncoder:
         return EncodedRow(row.prompt, prompt, responses, control=control)
 
     def _control(self, row: TextExample) -> str:
-        """Return a control token in the text of a row: not bos at its beginning, nor an end token at its end, which a
-        text may have.
+        """Return a control token in the text of a row: not bos in front of a prompt, nor a token behind a response, as
+        texts may have them themselves.
         """
+        bos = self._controls.get(self._tokenizer.bos_token_id, "")
         turns = [*row.turns, *(turn for completion in row.completions for turn in completion)]
-        texts = [row.prompt, *row.responses, *(turn.content for turn in turns)]
-        for text in texts if self._controls else ():
-            for token in self._controls:
-                if token in text.removeprefix(token).removesuffix(token):
-                    return token
+        prompts = [row.prompt.removeprefix(bos), *(turn.content for turn in turns if turn.role != "assistant")]
+        responses = [*row.responses, *(turn.content for turn in turns if turn.role == "assistant")]
+        for token in self._controls.values():
+            ended = (response.removesuffix(token) for response in responses)
+            if any(token in text for text in (*prompts, *ended)):
+                return token
         return ""
 
     def _ids(self, text: str) -> list[int]:
@@ -146,10 +148,10 @@ class RowEncoder:
         return tuple(ids[:start]), self._cut(ids[start:], is_trained[start:])
 
 
-def control_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the texts that a tokenizer encodes as its special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return tuple(dict.fromkeys(str(token) for token in added if token.special and str(token).strip()))
+def control_tokens(tokenizer: Tokenizer) -> dict[int | None, str]:
+    """Return the texts that a tokenizer encodes as its special tokens, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {number: str(token) for number, token in added.items() if token.special and str(token).strip()}
 
 
 def bos_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -196,7 +196,9 @@ def _with_passes_of(policy: ModelSpec, reference: ModelSpec) -> ModelSpec:
     pass, and the difference of equal weights' log-probs is to be 0.
     """
     left_out = [name for name in PASS_SETTINGS if name not in reference.model_fields_set]
-    return reference.model_copy(update={name: getattr(policy, name) for name in left_out})
+    taken = {name: getattr(policy, name) for name in left_out}
+    # still left out
+    return ModelSpec.model_construct(reference.model_fields_set, **{**dict(reference), **taken})
 
 
 def _weights_of(model: ModelSpec, origin: ModelSpec | None) -> ModelSpec:

@@ -640,6 +640,7 @@ DEFAULT = [
     Case("shared", "co-located", 2, "deepspeed-2"),
     Case("reward-adapters", "all", 2, "deepspeed-3"),
     Case("one-trunk", "six-tight", 2, "deepspeed-0"),
+    Case("two", "quarter", 4),
     Case("one-trunk-uneven", "co-located", 2, "tp"),
     Case("grpo-rule", "lag-every-3", 2),
     Case("grpo", "halves", 2, "torch-2"),

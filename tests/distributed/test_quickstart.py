@@ -100,6 +100,7 @@ def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
 
 def test_the_policy_is_talked_to_next_to_the_one_before(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs.parent)
+    monkeypatch.setenv("COLUMNS", "120")
     question = "Can I try the soup?"
     after = CliRunner().invoke(app, ["chat", "runs/quickstart-ppo"], input=f"{question}\n\n{question}\n")
     assert after.exit_code == 0 and after.output.count(f"> {question}\n") == 2, after.output
