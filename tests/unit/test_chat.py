@@ -302,7 +302,7 @@ def test_eos_is_never_twice(name: str, tokenizers: Any) -> None:
     [
         (TextExample("Can I try <eos> the soup?"), "<eos>"),
         (TextExample("a", ("good <pad> soup",)), "<pad>"),
-        (TextExample("", turns=(Message("user", "<eos><bos>assistant : yes"),)), "<bos>"),
+        (TextExample("", turns=(Message("user", "<eos><bos>assistant : yes"),)), "<eos>"),
         (TextExample("", turns=(Message("user", "<eos>assistant : yes"),)), "<eos>"),
         (TextExample("good <eos>"), "<eos>"),
         (TextExample("<bos>Can I try the soup?", ("yes<eos>",)), ""),
