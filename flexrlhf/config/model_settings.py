@@ -21,7 +21,7 @@ def _pair(value: Any) -> Any:
     return value
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
 class OptimizerSpec(StrictModel):

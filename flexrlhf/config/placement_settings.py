@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     PlainSerializer,
+    StrictInt,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -92,7 +93,7 @@ def _written_ranks(ranks: tuple[int, ...]) -> list[int] | str:
 
 
 Ranks = Annotated[
-    tuple[int, ...],
+    tuple[StrictInt, ...],
     BeforeValidator(_ranks, json_schema_input_type=tuple[int, ...] | str),
     PlainSerializer(_written_ranks),
 ]

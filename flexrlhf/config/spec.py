@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec
@@ -63,7 +63,7 @@ class SyncSpec(StrictModel):
         description="type in which weights are sent to copies of a larger one, which then have rounded weights; null: "
         "that of the copy",
     )
-    overlap: Literal["auto"] | bool = Field(
+    overlap: Literal["auto"] | StrictBool = Field(
         "auto",
         description="transfer while both sides compute, with memory for all that one sends and the other gets; auto: "
         "with a lag, and on several nodes",

@@ -263,6 +263,8 @@ def _plain(problem: ErrorDetails) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "missing":
         return "missing"
+    if kind == "literal_error" and problem["loc"][-1] == "literal['auto']":
+        return "expected auto, true or false"
     if kind == "literal_error":
         return _choices(context, problem["input"])
     if kind == "model_attributes_type":

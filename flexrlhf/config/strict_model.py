@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from types import NoneType
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, InitErrorDetails
 
 from flexrlhf.errors import nearest
 
@@ -26,9 +27,11 @@ class StrictModel(BaseModel):
                 if not cls._is_known(str(key)):
                     hint = nearest(str(key), cls._keys()) or f"; known: {', '.join(sorted(cls._keys()))}"
                     raise ValueError(f"unknown key {key!r}{hint}")
-            for key in cls._numbers() & value.keys():
-                if isinstance(value[key], bool):
-                    raise ValueError(f"{key}: expected a number, found {str(value[key]).lower()}")
+            for key, kind in cls._plain().items():
+                found = value.get(key)
+                if isinstance(found, str) or (found is not None and isinstance(found, bool) != (kind is bool)):
+                    error = InitErrorDetails(type=f"{kind.__name__}_type", loc=(key,), input=found)
+                    raise ValidationError.from_exception_data(cls.__name__, [error])
         return value
 
     @classmethod
@@ -49,10 +52,18 @@ class StrictModel(BaseModel):
 
     @classmethod
     @cache
-    def _numbers(cls) -> frozenset[str]:
-        """Return the keys of numbers that are no truth values, too: pydantic reads true as 1."""
-        fields = {field.alias or name: [*_parts(field.annotation)] for name, field in cls.model_fields.items()}
-        return frozenset(key for key, parts in fields.items() if bool not in parts and (int in parts or float in parts))
+    def _plain(cls) -> Mapping[str, type]:
+        """Return the keys of numbers and of truth values with their types; pydantic reads them from texts, too."""
+        fields = {
+            field.alias or name: {*get_args(field.annotation)} or {field.annotation}
+            for name, field in cls.model_fields.items()
+        }
+        return {
+            key: kind
+            for key, parts in fields.items()
+            for kind in (bool, int, float)
+            if kind in parts <= {kind, NoneType}
+        }
 
     @classmethod
     def _is_known(cls, key: str) -> bool:

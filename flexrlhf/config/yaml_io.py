@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-_REPLACED = ("bool", "int", "float", "timestamp")
+_REPLACED = ("bool", "int", "float", "timestamp", "value")
 _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 _FLOAT = re.compile(
     r"^([-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
