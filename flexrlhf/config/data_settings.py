@@ -51,6 +51,7 @@ Form = Literal["prompt", "messages", "conversations", "pairs", "instruction", "q
 FormSetting = Literal["auto", Form]
 TextForm = Literal["auto", "prompt", "messages", "conversations", "instruction", "question", "input", "text"]
 """Forms of rows with one response."""
+ControlUse = Literal["auto", "text", "keep", "refuse"]
 LongPrompts = Literal["error", "drop", "truncate-left", "truncate-right"]
 Template = Annotated[str, AfterValidator(check_template)]
 FILES = (
@@ -107,10 +108,11 @@ class DataSpec(StrictModel):
     chat_template: UserPath | None = Field(
         None, description="a file with a Jinja chat template; null: the tokenizer's own"
     )
-    control_tokens: Literal["keep", "refuse"] = Field(
-        "keep",
-        description="a row whose text has a control token of the tokenizer, such as its end token: keep: it is encoded "
-        "as that token, and counted; refuse: stop",
+    control_tokens: ControlUse = Field(
+        "auto",
+        description="control tokens of the tokenizer, such as its end token, in a row's own text: auto: they are text "
+        "in the turns of a chat that are not the assistant's, and else those tokens, as a prompt may be a rendered "
+        "chat; text: text, but for bos in front of a prompt and a token behind a response; keep: tokens; refuse: stop",
     )
     long_prompts: LongPrompts = Field(
         "error",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flexrlhf.config.data_settings import ControlUse
 from flexrlhf.data.messages import Message, is_assistant
 from flexrlhf.errors import UserError
 
@@ -30,12 +31,12 @@ class ChatFormat:
 
     use:       rows that the template renders
     template:  its text; None: the tokenizer's own
-    refuses:   whether a row whose text has a control token of the tokenizer is refused
+    control:   use of control tokens of the tokenizer in a row's own text
     """
 
     use: ChatUse = "auto"
     template: str | None = None
-    refuses: bool = False
+    control: ControlUse = "auto"
 
 
 DEFAULT_CHAT = ChatFormat()

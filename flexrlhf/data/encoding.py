@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
+from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.forms import TextExample, as_chat
 from flexrlhf.data.messages import Chat
 from flexrlhf.errors import UserError
@@ -49,7 +50,8 @@ class EncodedRow:
 
     text:     the prompt as text, as a template renders it
     turns:    the prompt as a chat, where it is one
-    control:  a control token of the tokenizer in the row's own text; empty without one
+    control:  a control token in the row's own text that is encoded as a token; empty without one
+    escaped:  one that is encoded as text
     """
 
     text: str
@@ -57,6 +59,7 @@ class EncodedRow:
     responses: tuple[EncodedResponse, ...]
     turns: Chat = ()
     control: str = ""
+    escaped: str = ""
 
 
 class RowEncoder:
@@ -67,7 +70,7 @@ class RowEncoder:
         self._chat = chat
         self._limit = max_response_tokens
         self._bos = bos_in_front(tokenizer)
-        self._controls = control_tokens(tokenizer)
+        self._controls = ControlTokens(tokenizer)
         self._template: ChatTemplate | None = None
 
     def encode(self, text: TextExample) -> EncodedRow:
@@ -75,37 +78,24 @@ class RowEncoder:
         if (text.turns or text.completions) and self._chat.use == "never":
             raise UserError("the row is a chat, which only a chat template makes a text of: set data.chat=auto")
         row = as_chat(text) if self._chat.use == "always" else text
-        control = self._control(row)
-        if control and self._chat.refuses:
+        used = self._controls.mark_row(row, self._chat.control)
+        control = self._controls.found(self._controls.mark_row(used, "text"))
+        if control and self._chat.control == "refuse":
             raise UserError(
                 f"the text has {control!r}, a control token of the tokenizer, which data.control_tokens refuses; "
-                f"remove it, or encode it as that token by data.control_tokens=keep"
+                f"remove it, or encode it as text by data.control_tokens=text"
             )
-        if row.turns or row.completions:
-            return replace(self._encode_chat(row), control=control)
-        prompt, responses = self._encode_prompt(row), tuple(map(self._encode_response, row.responses))
-        return EncodedRow(row.prompt, prompt, responses, control=control)
+        encoded = self._encode_chat(used) if used.turns or used.completions else self._encode_text(used)
+        return replace(encoded, turns=row.turns, control=control, escaped=self._controls.found(used))
 
-    def _control(self, row: TextExample) -> str:
-        """Return a control token in the text of a row: not bos in front of a prompt, nor a token behind a response, as
-        texts may have them themselves.
-        """
-        bos = self._controls.get(self._tokenizer.bos_token_id, "")
-        turns = [*row.turns, *(turn for completion in row.completions for turn in completion)]
-        prompts = [row.prompt.removeprefix(bos), *(turn.content for turn in turns if turn.role != "assistant")]
-        responses = [*row.responses, *(turn.content for turn in turns if turn.role == "assistant")]
-        for token in self._controls.values():
-            ended = (response.removesuffix(token) for response in responses)
-            if any(token in text for text in (*prompts, *ended)):
-                return token
-        return ""
-
-    def _ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode_text(self, row: TextExample) -> EncodedRow:
+        responses = tuple(map(self._encode_response, row.responses))
+        return EncodedRow(self._controls.unmark(row.prompt), self._encode_prompt(row), responses)
 
     def _encode_prompt(self, row: TextExample) -> tuple[int, ...]:
         """Return bos where the tokenizer writes one, and the text; a text may begin with bos itself."""
-        ids, (bos, eos) = tuple(self._ids(row.prompt)), (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        ids = tuple(self._controls.encode(row.prompt))
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         if ids:
             return ids if ids[: len(self._bos)] == self._bos else (*self._bos, *ids)
         if bos is not None:
@@ -119,7 +109,7 @@ class RowEncoder:
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise UserError("the tokenizer has no eos token, so a response cannot end")
-        ids = self._ids(response)
+        ids = self._controls.encode(response)
         return self._cut(ids if ids[-1:] == [eos] else [*ids, eos], [True] * (len(ids) + 1))
 
     def _cut(self, ids: Sequence[int], is_trained: Sequence[bool]) -> EncodedResponse:
@@ -130,28 +120,22 @@ class RowEncoder:
         template = self._template = self._template or ChatTemplate(self._tokenizer, self._chat.template)
         if not row.completions:
             text = template.prompt(row.turns)
-            return EncodedRow(text, tuple(self._ids(text)), (), row.turns)
+            return EncodedRow(self._controls.unmark(text), tuple(self._controls.encode(text)), ())
         rendered = [template.response(row.turns, completion) for completion in row.completions]
         prompts, responses = zip(*(self._encode_rendered(*each) for each in rendered), strict=True)
         text, prompt, _ = rendered[0]
-        return EncodedRow(text[:prompt], prompts[0], responses, row.turns)
+        return EncodedRow(self._controls.unmark(text[:prompt]), prompts[0], responses)
 
     def _encode_rendered(
         self, text: str, prompt: int, spans: Sequence[tuple[int, int]]
     ) -> tuple[tuple[int, ...], EncodedResponse]:
         """Return prompt and response, of which the spans are trained on."""
         cuts = [prompt, *(place for span in spans for place in span)]
-        ids, (start, *bounds) = encode_with_cuts(text, cuts, self._ids)
+        ids, (start, *bounds) = encode_with_cuts(text, cuts, self._controls.encode)
         is_trained = [False] * len(ids)
         for first, last in zip(bounds[::2], bounds[1::2], strict=True):
             is_trained[first:last] = [True] * (last - first)
         return tuple(ids[:start]), self._cut(ids[start:], is_trained[start:])
-
-
-def control_tokens(tokenizer: Tokenizer) -> dict[int | None, str]:
-    """Return the texts that a tokenizer encodes as its special tokens, by id."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {number: str(token) for number, token in added.items() if token.special and str(token).strip()}
 
 
 def bos_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:

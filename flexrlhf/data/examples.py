@@ -52,7 +52,7 @@ class DataCounts:
     prompts:    tokens of the prompt of each counted row
     responses:  tokens of the responses of each counted row, end tokens included
     limits:     of the run
-    controls:   of each counted row with a control token of the tokenizer in its text, such a token
+    controls:   of each counted row a control token in its text that is encoded as one, and one that is text; or ""
     """
 
     form: str
@@ -60,7 +60,17 @@ class DataCounts:
     prompts: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
     limits: TokenLimits
-    controls: tuple[str, ...] = ()
+    controls: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def kept_controls(self) -> tuple[str, ...]:
+        """Control tokens of the rows that have one which is encoded as such."""
+        return tuple(kept for kept, _ in self.controls if kept)
+
+    @property
+    def escaped_controls(self) -> tuple[str, ...]:
+        """Control tokens of the rows that have one which is encoded as text."""
+        return tuple(escaped for _, escaped in self.controls if escaped)
 
     @property
     def num_long(self) -> int:
@@ -144,7 +154,7 @@ def load_examples(
     ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says. ``chat``:
     which rows a chat template renders.
     """
-    path, examples, lengths, controls = str(path), [], [], list[str]()
+    path, examples, lengths, found = str(path), [], [], list[tuple[str, str]]()
     encoder = RowEncoder(tokenizer, chat, max_response_tokens)
     form, texts = _read(path, form, needs, layout)
     for number, text in enumerate(texts, start=1):
@@ -155,10 +165,10 @@ def load_examples(
                 example = replace(example, text=row.text, turns=row.turns, columns=text.columns)
             examples.append(example)
             lengths.append(tuple(response.length for response in row.responses))
-            controls += [row.control] * bool(row.control)
+            found.append((row.control, row.escaped))
     limits = TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts)
     prompts = tuple(len(example.prompt) for example in examples)
-    counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits, tuple(controls))
+    counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits, tuple(found))
     if limits.drops:
         return LoadedExamples(_within_limit(examples, path, max_prompt_tokens, long_prompts), counts)
     is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from flexrlhf.config.data_settings import ControlUse
 from flexrlhf.data.chat import ChatTemplate, own_template
+from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.examples import Example
+from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Chat, Message, is_assistant
 from flexrlhf.errors import UserError
 
@@ -18,11 +22,13 @@ class TextEncoder:
     key:        how messages name it
     tokenizer:  its tokenizer, of Hugging Face
     limit:      most tokens of a text; of a longer one the first tokens are cut off
+    control:    use of control tokens of the tokenizer in prompts; in responses they are text
     """
 
     key: str
     tokenizer: Any
     limit: int
+    control: ControlUse = "auto"
 
     def encode(self, example: Example, response: str, is_finished: bool) -> tuple[list[int], bool]:
         """Return the tokens of a prompt with a response to it, and whether some were cut off.
@@ -30,11 +36,17 @@ class TextEncoder:
         A chat is rendered by the model's own template. A text gets what the tokenizer adds to texts, and its end token
         behind a response that ``is_finished``. Raises UserError for a chat that no template renders.
         """
-        ids = self._chat(example.turns, response) if example.turns else self._text(example.text + response, is_finished)
+        row = self._controls.mark_row(TextExample(example.text, turns=example.turns), self.control)
+        response = self._controls.mark(response)
+        ids = self._chat(row.turns, response) if row.turns else self._text(row.prompt + response, is_finished)
         return ids[-self.limit :], len(ids) > self.limit
 
+    @cached_property
+    def _controls(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
+
     def _text(self, text: str, is_finished: bool) -> list[int]:
-        ids, end = list(self.tokenizer.encode(text)), self.tokenizer.eos_token_id
+        ids, end = self._controls.encode(text, add_special_tokens=True), self.tokenizer.eos_token_id
         if end is not None and (not ids or (is_finished and ids[-1] != end)):
             ids.append(end)
         if not ids:
@@ -53,7 +65,7 @@ class TextEncoder:
         except UserError as error:
             raise UserError(f"{self.key}: {error}") from None
         # a template writes bos itself
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._controls.encode(text)
 
 
 def _with_response(turns: Chat, response: str) -> Chat:

@@ -33,8 +33,9 @@ def data_line(source: DataSource, counts: DataCounts) -> str:
     parts.append(f"{_share(counts.num_long, len(counts.prompts))} prompts {_fate(counts)}")
     if responses := counts.kept_responses:
         parts.append(f"{_share(counts.num_cut, len(responses))} responses cut")
-    if counts.controls:
-        parts.append(f"{_share(len(counts.controls), len(counts.prompts))} rows with control tokens")
+    for found, use in ((counts.kept_controls, ""), (counts.escaped_controls, " as text")):
+        if found:
+            parts.append(f"{_share(len(found), len(counts.prompts))} rows with control tokens{use}")
     return one_line(f"{source.key}: {source.path}: {', '.join(parts)}")
 
 
@@ -58,11 +59,11 @@ def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
             f"data.max_prompt_tokens {limits.max_prompt} and are {_fate(counts)}; "
             f"{MOST:.0%} have at most {quantile(counts.prompts, MOST)}"
         )
-    if counts.controls:
+    if found := counts.kept_controls:
         yield (
-            f"{source.key}: {_share(len(counts.controls), len(counts.prompts))} rows have a control token of the "
-            f"tokenizer in their text, such as {counts.controls[0]!r}, which is encoded as that: a text can end its "
-            f"turn; data.control_tokens: refuse stops there"
+            f"{source.key}: {_share(len(found), len(counts.prompts))} rows have a control token of the tokenizer in "
+            f"their text, such as {found[0]!r}, which is encoded as that: a text can end its turn; "
+            f"data.control_tokens: text encodes it as text, refuse stops there"
         )
     if counts.num_cut > WARNED_SHARE * len(responses):
         yield (

@@ -188,7 +188,9 @@ def text_encoder(plan: Plan, role: str) -> TextEncoder:
     directory = tokenizer_of(role, model)
     assert directory is not None, "planning refuses a role without a tokenizer"
     tokenizer = load_tokenizer(str(directory), model.trust_remote_code, f"models.{role}.retokenize")
-    return TextEncoder(f"models.{role}.retokenize", tokenizer, plan.lengths.of_role(role).total)
+    return TextEncoder(
+        f"models.{role}.retokenize", tokenizer, plan.lengths.of_role(role).total, plan.spec.data.control_tokens
+    )
 
 
 def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:

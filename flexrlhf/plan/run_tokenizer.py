@@ -86,7 +86,7 @@ def trusts_tokenizer(plan: Plan) -> bool:
 def chat_format(plan: Plan) -> ChatFormat:
     """Return which rows a chat template renders, and the template that the spec names."""
     data = plan.spec.data
-    return replace(read_chat_format(data.chat, data.chat_template), refuses=data.control_tokens == "refuse")
+    return replace(read_chat_format(data.chat, data.chat_template), control=data.control_tokens)
 
 
 def end_tokens(tokenizer: Any, template: str | None, policy: ModelSpec | None) -> tuple[int, ...]:

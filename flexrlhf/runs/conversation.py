@@ -13,6 +13,7 @@ from transformers.generation.streamers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from flexrlhf.config.spec_file import load_spec
+from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.errors import UserError
 from flexrlhf.runs.manifest import checkpoints_of
@@ -55,12 +56,16 @@ def find_policies(place: Path) -> Policies:
 class Speaker:
     """A policy, with its side of a conversation.
 
-    turns:  messages so far, if its tokenizer has a chat template; else every text stands alone.
+    turns:  messages so far, marked (``ControlTokens.mark``), if its tokenizer has a chat template; else every text
+            stands alone.
     """
 
     model: Any
     tokenizer: Any
     turns: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._controls = ControlTokens(self.tokenizer)
 
     def reply(self, text: str, tokens: int, temperature: float, write: Callable[[str], None] | None = None) -> str:
         """Return the reply to ``text``, of at most so many ``tokens``; ``write`` receives it as it is generated.
@@ -73,7 +78,7 @@ class Speaker:
         generated = self.model.generate(ids, max_new_tokens=tokens, streamer=streamer, **sampling)
         reply: str = self.tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip()
         if self.turns:
-            self.turns.append({"role": "assistant", "content": reply})
+            self.turns.append({"role": "assistant", "content": self._controls.mark(reply)})
         return reply
 
     def _encoded(self, text: str) -> Any:
@@ -81,9 +86,9 @@ class Speaker:
         if self.tokenizer.chat_template is None:
             ids = [*bos_in_front(self.tokenizer), *self.tokenizer.encode(text, add_special_tokens=False)]
         else:
-            self.turns.append({"role": "user", "content": text})
+            self.turns.append({"role": "user", "content": self._controls.mark(text)})
             rendered = self.tokenizer.apply_chat_template(self.turns, add_generation_prompt=True, tokenize=False)
-            ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+            ids = self._controls.encode(rendered)
         return torch.tensor([ids])
 
 

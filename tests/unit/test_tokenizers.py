@@ -229,7 +229,7 @@ def test_models_that_cannot_retokenize(tmp_path: Path, actor: str, further: str,
 class Letters:
     """A tokenizer with an id for every letter, bos 1 in front, and end token 2."""
 
-    eos_token_id = 2
+    bos_token_id, eos_token_id = 1, 2
     chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
