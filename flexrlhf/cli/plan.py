@@ -54,10 +54,9 @@ def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Outp
         typer.echo(format_plan(each) + "\n")
     if paths:
         # to read models and data takes the libraries of a rank, which load for seconds
-        from flexrlhf.plan.input_checks import check_present_data
+        from flexrlhf.plan.input_checks import check_inputs
 
-        for index, each in enumerate(plans):
-            check_present_data(each, {path for earlier in plans[:index] for path in earlier.outputs})
+        check_inputs(plans)
         print_data_lines(inspect_data(plans))
     if paths:
         print_absent_data(plans)

@@ -32,6 +32,7 @@ from flexrlhf.comm.store import (
 )
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
+from flexrlhf.placement.hosts import MOST_PORT
 from flexrlhf.text import ranks_text
 
 ABORT_SECONDS = 60.0
@@ -287,6 +288,8 @@ def _number(name: str) -> int:
     value = os.environ.get(name)
     if value is None or not value.isdecimal():
         raise UserError(f"{name}: {'missing from' if value is None else repr(value) + ' in'} the environment of a rank")
+    if name == "MASTER_PORT" and not 1 <= int(value) <= MOST_PORT:
+        raise UserError(f"{name}: no port {value}, use 1 to {MOST_PORT}")
     return int(value)
 
 

@@ -7,8 +7,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
+from flexrlhf.config.secrets import has_port
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
+from flexrlhf.errors import shown
 
 
 class TensorBoardSpec(StrictModel):
@@ -46,6 +48,8 @@ class MlflowSpec(StrictModel):
                 "tracking_uri: a user or password in an address would be written to config.yaml; set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment"
             )
+        if value is not None and value.startswith(("http://", "https://")) and not has_port(value):
+            raise ValueError(f"no such port, use 1 to 65535, found {shown(value)}")
         return value
 
 

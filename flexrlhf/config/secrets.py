@@ -59,6 +59,14 @@ def check_url(url: str) -> None:
             )
 
 
+def has_port(address: str) -> bool:
+    """Whether the port of an address can exist: 1 to 65535, or the port of its scheme."""
+    try:
+        return urlsplit(address).port != 0
+    except ValueError:
+        return False
+
+
 def expanded(text: str, key: str) -> str:
     """Return ``text`` with the values of the variables that it names. ``key``: its place, for the message.
 

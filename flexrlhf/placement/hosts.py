@@ -41,7 +41,7 @@ class Hosts:
             raise UserError(
                 f"--node-rank {self.node_rank}: must be less than --nnodes {self.nnodes}; the first node is 0"
             )
-        if self.nnodes > 1:
+        if self.nnodes > 1 or self.rdzv_endpoint:
             self._check_endpoint()
 
     def _check_endpoint(self) -> None:

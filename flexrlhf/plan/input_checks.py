@@ -11,7 +11,7 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import is_present
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, nearest, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages
 from flexrlhf.plan.models import origins_first
@@ -19,6 +19,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import DataSource, RunData, data_sources, load_run_data, text_encoder
 from flexrlhf.plan.run_tokenizer import (
     chat_format,
+    listed_end_tokens,
     load_tokenizer,
     tokenizer_path,
 )
@@ -37,6 +38,9 @@ from flexrlhf.weights.model_files import (
 )
 from flexrlhf.weights.shapes import read_config
 
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+"""Settings of an activation in the configs of transformers' families."""
+
 
 def check_runs(plans: Sequence[Plan]) -> None:
     """Check all inputs of a command before a rank starts, so that a bad one leaves nothing half-written.
@@ -44,15 +48,9 @@ def check_runs(plans: Sequence[Plan]) -> None:
     Raises UserError. Outputs of an earlier run of the command do not exist yet: a run that takes its tokenizer from
     there has its texts checked here and its tokens by its ranks.
     """
+    check_inputs(plans, is_run=True)
     for index, plan in enumerate(plans):
-        check_packages(plan.placement)
-        check_sources(plan.spec.reward or (), "reward")
-        check_sources(plan.spec.cost or (), "cost")
-        _check_sources(plan, plans, index)
         pending = {path for earlier in plans[:index] for path in earlier.outputs}
-        _check_directories(plan, pending)
-        for source in data_sources(plan):
-            _check_texts(plan, source)
         chat_format(plan)
         if Path(realpath(tokenizer_path(plan))) in pending:
             continue
@@ -64,23 +62,28 @@ def check_runs(plans: Sequence[Plan]) -> None:
                 _check_retokenized(plan, role, data)
 
 
-def check_present_data(plan: Plan, pending: Collection[Path] = ()) -> None:
-    """Check those models, data files and sources of scores that exist already, as far as that needs no tokenizer.
+def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
+    """Check the models, data files and sources of scores of a command, as far as that needs no tokenizer.
 
-    ``pending``: directories that an earlier run of the command is to write. Values of environment variables are left to
-    the run. Raises UserError.
+    ``is_run``: whether the runs start on this machine: then all of them, libraries and environment variables have to
+    be there, else the inputs that exist already are checked. Runs of which nothing exists yet load no torch. Raises
+    UserError.
     """
-    _check_directories(plan, pending)
-    sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
-    for name, sources in sections.items():
-        check_forms(sources, name)
-    has_functions = all([check_present_functions(sources, name) for name, sources in sections.items()])
-    for source in data_sources(plan):
-        if is_present(source.path):
-            _check_texts(plan, source, has_functions)
+    for index, plan in enumerate(plans):
+        sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
+        if is_run:
+            check_packages(plan.placement)
+        for name, sources in sections.items():
+            (check_sources if is_run else check_forms)(sources, name)
+        has_functions = is_run or all([check_present_functions(sources, name) for name, sources in sections.items()])
+        _check_places(plan, plans, index)
+        files = [source for source in data_sources(plan) if is_run or is_present(source.path)]
+        _check_models(plan, {path for earlier in plans[:index] for path in earlier.outputs}, bool(files))
+        for file in files:
+            _check_texts(plan, file, has_functions)
 
 
-def _check_texts(plan: Plan, source: DataSource, with_functions: bool = True) -> None:
+def _check_texts(plan: Plan, source: DataSource, with_functions: bool) -> None:
     """Check the rows of a data file, and that they have the columns that the sources of their scores need."""
     texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout)
     operators = plan.graph.operators if source.is_training else plan.graph.evaluation if source.key == "eval" else ()
@@ -91,7 +94,7 @@ def _check_texts(plan: Plan, source: DataSource, with_functions: bool = True) ->
         check_columns(sections[name], name, columns, source.path, with_functions)
 
 
-def _check_sources(plan: Plan, plans: Sequence[Plan], index: int) -> None:
+def _check_places(plan: Plan, plans: Sequence[Plan], index: int) -> None:
     """Refuse inputs in a directory that a run of the command starts afresh, except for models of an earlier one."""
     models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
     others: dict[str, str | None] = {source.setting: source.path for source in data_sources(plan)}
@@ -115,7 +118,7 @@ def _largest_token(data: RunData) -> int:
 
 
 def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> None:
-    """Check for weights, an embedding of every token and enough positions: on a rank the error would be obscure.
+    """Check for weights and an embedding of every token: on a rank the error would be obscure.
 
     num_tokens:     of the tokenizer
     largest_token:  of the data, and of end and padding
@@ -123,10 +126,9 @@ def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> 
     model = plan.model(role)
     if (whole := base_model(role, model).path) is not None:
         _check_weights(role, whole)
-    loaded = check_architecture(role, model, heads_of(plan.graph)[role], role in plan.graph.trained or model.new_head)
     if model.retokenize:
         return
-    size = getattr(loaded.get_text_config(), "vocab_size", None)
+    size = getattr(load_config(role, model).get_text_config(), "vocab_size", None)
     if size is not None and size < num_tokens:
         raise UserError(f"models.{role}: vocab_size {size} is smaller than the {num_tokens} tokens of the tokenizer")
     if size is not None and size <= largest_token:
@@ -141,20 +143,26 @@ def _check_weights(role: str, directory: str) -> None:
         raise UserError(f"models.{role}.path {directory}: no weights in it (no file {SINGLE} or {INDEX})")
 
 
-def _check_directories(plan: Plan, pending: Collection[Path]) -> None:
-    """Check the directories of models that are there and not ``pending``, and models without one."""
+def _check_models(plan: Plan, pending: Collection[Path], has_data: bool) -> None:
+    """Check the models whose directories are there and not ``pending``, and models without one."""
     for role in origins_first(plan.graph):
         path = plan.model(role).path
         if path is None or (Path(path).is_dir() and Path(realpath(path)) not in pending):
-            _check_directory(plan, role)
+            _check_planned(plan, role, is_built=has_data or path is not None)
 
 
-def _check_directory(plan: Plan, role: str) -> None:
-    """Raise UserError for weights in another format, and for longer texts than the model has positions.
+def _check_planned(plan: Plan, role: str, is_built: bool) -> None:
+    """Raise UserError for a model that transformers cannot build, weights in another format, and longer texts than it
+    has positions.
 
-    A directory without any weights can be planned with.
+    A directory without any weights can be planned with. ``is_built``: whether to build it, which loads torch.
     """
     model = plan.model(role)
+    if is_built:
+        new_head = role in plan.graph.trained or model.new_head
+        check_architecture(role, model, heads_of(plan.graph)[role], new_head)
+    if role == "actor":
+        listed_end_tokens(model)
     whole = base_model(role, model).path
     if whole is not None and any(Path(whole).glob("*.bin")):
         _check_weights(role, whole)
@@ -196,9 +204,9 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
     model, new_head = base_model(role, model), new_head or has_adapters(model.path)
     config = load_config(role, model)
     family = read_config(role, model)["model_type"]
-    if is_native(family) and family not in LLAMA_LIKE:
+    if is_native(family):
         shapes = _shapes_without_weights(role, model, config, head)
-        if model.path is not None:
+        if model.path is not None and family not in LLAMA_LIKE:
             _check_files(role, model, shapes, {SCALAR_HEAD} if new_head else set())
     return config
 
@@ -220,8 +228,12 @@ def _shapes_without_weights(role: str, model: ModelSpec, config: Any, head: Head
         needed = "a scalar head" if head == "scalar" else "a language head"
         raise UserError(f"{key}: transformers has no {kind} model with {needed}; use a model such as {LLAMA_LIKE[0]}")
     auto = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
-    with one_sentence_errors(key), torch.device("meta"):
-        built = auto.from_config(config, trust_remote_code=False)
+    try:
+        with one_sentence_errors(key), torch.device("meta"):
+            built = auto.from_config(config, trust_remote_code=False)
+    except UserError:
+        _check_names(key, config)
+        raise
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     if head == "scalar" and SCALAR_HEAD not in shapes:
         raise UserError(
@@ -231,13 +243,33 @@ def _shapes_without_weights(role: str, model: ModelSpec, config: Any, head: Head
     return shapes
 
 
+def _check_names(key: str, config: Any) -> None:
+    """Raise UserError for an activation, or a type of rotary embeddings, that transformers lacks."""
+    from transformers.activations import ACT2CLS
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    ropes = ("default", *ROPE_INIT_FUNCTIONS)
+    names: list[tuple[str, Any, Sequence[str]]] = [
+        (name, getattr(config, name, None), list(ACT2CLS)) for name in ACTIVATIONS
+    ]
+    names.append(("rope_type", (getattr(config, "rope_parameters", None) or {}).get("rope_type"), ropes))
+    for name, found, known in names:
+        if found is not None and found not in known:
+            raise UserError(
+                f"{key}: transformers has no {name} {shown(found)}{nearest(str(found), known)}; use {some_of(known)}"
+            )
+
+
 def _check_files(role: str, model: ModelSpec, shapes: dict[str, tuple[int, ...]], optional: set[str]) -> None:
     """Raise UserError for files that lack weights of the model, unless their names are converted on loading.
 
-    Files with names that the model does not have may be of an older form of the family; then the ranks check.
+    Files with names that the model does not have may be of an older form of the family; then the ranks check. A
+    directory without any weights can be planned with.
     """
     assert model.path is not None, "a model without files has none to check"
     stored = stored_tensors(f"models.{role}.path", Path(model.path))
+    if not stored:
+        return
     missing = set(shapes) - set(named_as(stored, shapes)) - {SCALAR_HEAD}
     others = {name for name in named_as(stored, shapes) if name not in shapes and name.endswith((".weight", ".bias"))}
     if missing and others:

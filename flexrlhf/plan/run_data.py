@@ -29,7 +29,7 @@ from flexrlhf.plan.run_tokenizer import (
     end_tokens,
     load_run_tokenizer,
     load_tokenizer,
-    named_tokenizer,
+    tokenizer_path,
     trusts_tokenizer,
 )
 from flexrlhf.plan.tokenizers import tokenizer_of, tokenizer_source
@@ -133,10 +133,7 @@ class RunData:
 
 def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
-    (key, path), chat = named_tokenizer(plan), chat_format(plan)
-    tokenizer = load_run_tokenizer(plan)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{key} {path}: it has no end-of-sequence token")
+    chat, tokenizer = chat_format(plan), load_run_tokenizer(plan)
     sources = data_sources(plan)
     reads = any(operator.reads_texts for operator in (*plan.graph.operators, *plan.graph.evaluation))
     long_prompts = plan.spec.data.long_prompts
@@ -151,7 +148,7 @@ def load_run_data(plan: Plan) -> RunData:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
     ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
-    return RunData(examples, evaluation, texts, path, ends, pad, trusts_tokenizer(plan), shares, counts)
+    return RunData(examples, evaluation, texts, tokenizer_path(plan), ends, pad, trusts_tokenizer(plan), shares, counts)
 
 
 def data_digest(data: RunData) -> str:

@@ -36,9 +36,15 @@ def named_tokenizer(plan: Plan) -> tuple[str, str]:
 
 
 def load_run_tokenizer(plan: Plan) -> Any:
-    """Return the Hugging Face tokenizer of a run. Raises UserError with the setting that names it."""
+    """Return the Hugging Face tokenizer of a run.
+
+    Raises UserError with the setting that names it, also for one without a token that ends a response.
+    """
     key, path = named_tokenizer(plan)
-    return load_tokenizer(path, trusts_tokenizer(plan), key)
+    tokenizer = load_tokenizer(path, trusts_tokenizer(plan), key)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{key} {path}: it has no end-of-sequence token")
+    return tokenizer
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:
@@ -95,7 +101,7 @@ def end_tokens(tokenizer: Any, template: str | None, policy: ModelSpec | None) -
     template: the run's chat template; None: the tokenizer's, if it has one.
     policy:   the model that generates; None: there is none.
     """
-    own = _listed_ids(policy) if policy is not None else ()
+    own = listed_end_tokens(policy) if policy is not None else ()
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *own, *_turn_end(tokenizer, template))))
 
 
@@ -115,7 +121,8 @@ def usage_files(
     return files | {GENERATION_CONFIG: json.dumps(settings, indent=2) + "\n"}
 
 
-def _listed_ids(policy: ModelSpec) -> tuple[int, ...]:
+def listed_end_tokens(policy: ModelSpec) -> tuple[int, ...]:
+    """Return the end tokens in the policy's generation config. Raises UserError for others than token ids."""
     found = _read(policy).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     for token in ids:

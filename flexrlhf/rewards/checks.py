@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flexrlhf.config.code_checks import check_function, definitions, python_file
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
-from flexrlhf.config.secrets import expanded, expanded_url
+from flexrlhf.config.secrets import expanded, expanded_url, has_port
 from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.rewards.worker_calls import FORMS, form_of, required_columns
 
@@ -149,7 +149,10 @@ def _check_pattern(pattern: str, key: str) -> None:
 
 
 def _check_addresses(section: str, written: Sequence[str], addresses: Sequence[str]) -> None:
-    """Raise UserError for one of ``addresses`` without a host; ``written``: as the YAML has them."""
+    """Raise UserError for one of ``addresses`` without a host, or with a port that cannot exist.
+
+    ``written``: as the YAML has them.
+    """
     # slow to load, and few plans need it
     import httpx
 
@@ -162,6 +165,8 @@ def _check_addresses(section: str, written: Sequence[str], addresses: Sequence[s
             raise UserError(
                 f"{section}.url: expected an address such as http://localhost:8000/score, found {shown(url)}"
             )
+        if not has_port(address):
+            raise UserError(f"{section}.url: no such port, use 1 to 65535, found {shown(url)}")
 
 
 def _check_service(source: ServiceSource, section: str) -> None:

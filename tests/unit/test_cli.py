@@ -109,6 +109,33 @@ BAD = [
         ("--set", "reward=[{model: reward}, {url: 'http://[::1'}]"),
         ("reward.1.url", "expected an address such as"),
     ),
+    (
+        "port of a service",
+        ("--set", "reward=[{model: reward}, {url: 'http://a:99999/score'}]"),
+        ("reward.1.url", "use 1 to 65535", "found 'http://a:99999/score'"),
+    ),
+    (
+        "port of a logger",
+        ("--set", "loggers=[{name: mlflow, tracking_uri: 'http://a:0'}]"),
+        ("loggers.0.mlflow.tracking_uri: no such port, use 1 to 65535, found 'http://a:0'"),
+    ),
+    (
+        "rotary embeddings",
+        ("--set", "models.reward.init.rope_scaling={rope_type: lama3}"),
+        ("models.reward: transformers has no rope_type 'lama3'", "'llama3'", "use default, "),
+    ),
+    (
+        "activation",
+        ("--set", "models.actor.init.hidden_act=sillu"),
+        ("models.actor: transformers has no hidden_act 'sillu'", "'silu'"),
+    ),
+    (
+        "activation of another family",
+        ("--set", "models.ref.init={model_type: gpt2, n_embd: 8, n_layer: 1, n_head: 2, activation_function: x}"),
+        ("models.ref: transformers has no activation_function 'x'",),
+    ),
+    ("family", ("--set", "models.reward.init.model_type=llamma"), ("no model_type 'llamma'", "'llama'")),
+    ("input in a run", ("--set", "data.path=runs/test/a.jsonl"), ("data.path", "starts afresh")),
     ("workers", ("--set", "reward=[{function: 'f.py:f', workers: 100000}]"), ("workers", "1024", "100000")),
     ("too many steps", ("--set", "steps=99999999999999999999"), ("steps", "99999999999999999999")),
     (
@@ -240,6 +267,21 @@ def test_a_model_without_a_tokenizer_is_refused_by_the_setting_that_names_it(
     ]:
         words = (*command, "a.yaml", "--set", "data.path=prompts.jsonl", "--set", "models.actor={path: model}")
         assert refused(invoke(*words, *settings)).startswith(expected)
+
+
+@pytest.mark.parametrize("command", COMMANDS[:2])
+def test_a_tokenizer_needs_an_end_token_and_a_policy_valid_ones(
+    command: tuple[str, ...], invoke: Invoke, tmp_path: Path, tokenizer: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    words = (*command, "a.yaml", "--set", tokenizer)
+    said = refused(invoke(*words, "--set", "models.actor={path: model}"))
+    assert said.startswith("models.actor.path model: eos_token_id in generation_config.json must be a token id")
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": None}))
+    assert refused(invoke(*words)) == "data.tokenizer tokenizer: it has no end-of-sequence token"
 
 
 @pytest.mark.parametrize("text", ['{"version": 1}', "null", "[" * 100_000, '{"added_tokens": 3}'], ids=range(4))

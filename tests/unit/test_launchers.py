@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 
 from flexrlhf.comm.store import Endpoint, Notice, connect_store, interface_to, serve_store
-from flexrlhf.comm.world import cuda_backend
+from flexrlhf.comm.world import cuda_backend, open_world
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch import node_watch, rendezvous
 from flexrlhf.launch.agent import rank_variables
@@ -29,10 +29,15 @@ KILLED = Failure("killed", "rank 1 (host b) ended the run, killed by SIGKILL", 2
 CLOSED = Failure("closed", "rank 0 (host a): the connection to rank 1 closed", 1.0)
 
 
+@pytest.mark.parametrize("nnodes", [1, 2])
 @pytest.mark.parametrize("port", ["0", "65536", "123456789"])
-def test_a_port_out_of_range_is_refused(port: str) -> None:
+def test_a_port_out_of_range_is_refused(port: str, nnodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=f"^--rdzv-endpoint a:{port}: no port, use 1 to 65535, such as a:29500$"):
-        Hosts(2, 0, f"a:{port}")
+        Hosts(nnodes, 0, f"a:{port}")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^MASTER_PORT: no port {port}, use 1 to 65535$"), open_world("cpu", 1.0):
+        pass
 
 
 @pytest.mark.parametrize(
