@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# of typing, which would load before __main__ can see to Ctrl-C
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from flexrlhf.config.spec_file import load_spec
     from flexrlhf.guideline.advice.advise import advise
     from flexrlhf.guideline.simulation.simulate import simulate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -76,6 +77,8 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
     @wraps(command)
     def call(*args: Options.args, **kwargs: Options.kwargs) -> None:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             _check_current_directory()
             command(*args, **{name: _in_home(value) for name, value in kwargs.items()})
         except tuple(EXIT_CODES) as error:

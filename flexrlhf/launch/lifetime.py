@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import io
 import os
 import shutil
 import signal
@@ -14,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any, TextIO
 
-from flexrlhf.rewards.processes import is_killed_with_parent
+from flexrlhf.rewards.processes import is_killed_with_parent, keep_output
 
 _PREFIX, _LOCK = "flexrlhf-", ".locked-by-process"
 """Beginning of the names of temporary directories, and the file in each that its process has locked: a run's directory
@@ -75,36 +73,6 @@ def process_directory() -> Iterator[Path]:
                 directory.rename(made)
 
 
-class _Output(io.FileIO):
-    """Standard stream that drops what cannot be written, because its reader has gone or its disk is full.
-
-    Results are in files: a run does not end for its output.
-    """
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
-
-
-def _with_output(stream: TextIO | None) -> TextIO:
-    """Return a standard stream whose writes do not fail, one that is no file as it is. ``stream``: None if closed."""
-    if stream is None:
-        return Path(os.devnull).open("w")
-    try:
-        buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
-    except (OSError, ValueError):
-        return stream
-    is_line = getattr(stream, "line_buffering", False)
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=is_line)
-
-
-def keep_output() -> None:
-    """Let no write to the standard streams of this process fail."""
-    sys.stdout, sys.stderr = (_with_output(each) for each in (sys.stdout, sys.stderr))
-
-
 @contextmanager
 def ending() -> Iterator[None]:
     """End this process when the body has ended, with the interpreter's exit code and after its exit functions.
@@ -122,6 +90,8 @@ def ending() -> Iterator[None]:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
+    # nothing is left that a Ctrl-C could end in a better way
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

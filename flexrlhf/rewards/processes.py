@@ -1,4 +1,4 @@
-"""Start and end of a worker process. Worker processes load this: the standard library alone.
+"""Start and end of a worker process, and its output. Worker processes load this: the standard library alone.
 
 A worker leads a session of its own, so that its children can be ended with it. The kernel ends it when its rank dies:
 a thread of its own could not, while a function has the interpreter's lock. Its children may then stay, and
@@ -8,6 +8,7 @@ so may, always, those that have left its process group.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing.context import SpawnContext, SpawnProcess
+from pathlib import Path
+from typing import Any, TextIO
 
 WATCH_SECONDS = 1.0
 END_SECONDS = 1.0
@@ -51,12 +54,46 @@ def begin(parent: int) -> None:
 
     Elsewhere than on Linux: end within WATCH_SECONDS of the process, unless a function has the interpreter's lock.
     """
+    keep_output()
     os.setsid()
     if not is_killed_with_parent():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     # it may have died before
     if os.getppid() != parent:
         os._exit(1)
+
+
+class _Output(io.FileIO):
+    """Standard stream that drops what cannot be written, because its reader has gone or its disk is full.
+
+    Results are in files: a run does not end for its output.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _with_output(stream: TextIO | None) -> TextIO:
+    """Return a standard stream whose writes do not fail, one that is no file as it is. ``stream``: None if closed."""
+    if stream is None:
+        return Path(os.devnull).open("w")
+    try:
+        buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    except (OSError, ValueError):
+        return stream
+    is_line = getattr(stream, "line_buffering", False)
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=is_line)
+
+
+def keep_output() -> None:
+    """Let no write to the standard streams of this process fail, and no other file have the number of a closed one."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout, sys.stderr = (_with_output(each) for each in (sys.stdout, sys.stderr))
 
 
 def is_killed_with_parent() -> bool:

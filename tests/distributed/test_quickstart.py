@@ -132,7 +132,10 @@ def test_output_that_cannot_be_written_ends_no_run(runs: Path, tmp_path: Path) -
     words = [word for setting in (*FEWER[:2], "quickstart-ppo:steps=2") for word in ("--set", setting)]
     with Path("/dev/full").open("w") as full:
         command = ["flexrlhf", "run", "--placement-ratio", "[1,1,1,1]", *words]
-        process = Forked(command, tmp_path, {**os.environ, **RANK_ENVIRONMENT}, stdout=full, stderr=full)
+        process = Forked(command, tmp_path, {**os.environ, **RANK_ENVIRONMENT}, stderr=full)
+        assert process.stdout is not None and process.stdout.readline()
+        # as `head -1` does
+        process.stdout.close()
         assert process.wait(timeout=200) == 0
     assert len(metrics(tmp_path / "runs", "quickstart-ppo")) == 2
 

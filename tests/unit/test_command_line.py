@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from importlib.metadata import version
@@ -140,6 +143,36 @@ def test_the_form_without_brackets_passes_a_shell(shell: str, tmp_path: Path) ->
     except FileNotFoundError:
         pytest.skip(f"no {shell} here")
     assert done.stdout == "--placement-ratio 1,1,0.5,0.5\n"
+
+
+# --- output, and Ctrl-C
+
+CLOSED = """from flexrlhf.rewards.processes import keep_output
+keep_output()
+assert open('written', 'w').fileno() > 2
+"""
+
+
+@pytest.mark.parametrize("streams", ["| head -1", "> /dev/full 2>&1", ">&- 2>&- <&-"])
+def test_output_that_cannot_be_written_ends_no_command(streams: str, tmp_path: Path) -> None:
+    commands = f"-m flexrlhf settings {streams}; code=${{PIPESTATUS[0]}}", f"-c {shlex.quote(CLOSED)} {streams}"
+    script = f"{sys.executable} {commands[0]}; {sys.executable} {commands[1]}; exit $((code + $?))"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "written").is_file()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.25, 0.5, 0.8])
+def test_ctrl_c_in_the_first_second_ends_a_command_without_a_word(seconds: float, tmp_path: Path) -> None:
+    """From where Python itself, which has words of its own, has started."""
+    program = "from flexrlhf.__main__ import main; print(flush=True); main()"
+    command = [sys.executable, "-c", program, "plan"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    # a shell has 130 for both; 0 if the plan was printed before
+    assert process.returncode in (-signal.SIGINT, 130, 0) and words == ""
 
 
 def test_a_config_is_given_as_a_word_or_by_its_option(invoke: Invoke) -> None:

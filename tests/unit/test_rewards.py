@@ -233,6 +233,18 @@ def test_loading_may_take_longer_than_a_call_and_is_not_waited_for_twice(
     assert time.monotonic() - start < 15
 
 
+def test_output_of_a_function_that_cannot_be_written_costs_no_score(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def f(p, r):\n    print('a' * 10**5)\n    return [1.0] * len(p)\n")
+    stdout = os.dup(1)
+    with Path("/dev/full").open("w") as full:
+        os.dup2(full.fileno(), 1)
+    try:
+        assert scores([FunctionSource(function=f"{tmp_path}/own.py:f")], [sample("a")]).totals == [1]
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
 @pytest.mark.parametrize("name", ["writes_its_process", "holds_the_interpreter"])
 def test_a_worker_that_hangs_ends_when_its_rank_is_killed(name: str, tmp_path: Path) -> None:
     file = tmp_path / "pid"
