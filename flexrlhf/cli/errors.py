@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from flexrlhf.config.secrets import without_secrets
+from flexrlhf.config.spec_file import plain_problem
 from flexrlhf.config.user_paths import in_home
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, one_line
 
@@ -37,7 +39,7 @@ class OneSentenceGroup(TyperGroup):
         """Parse the options before a command. Without any word, typer's error is the help."""
         if not args:
             return super().make_context(info_name, args, parent, **extra)
-        with _one_sentence_usage():
+        with _one_sentence_usage(None):
             return super().make_context(info_name, args, parent, **extra)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -55,16 +57,20 @@ class OneSentenceGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the options of a command and call it."""
-        with _one_sentence_usage():
+        with _one_sentence_usage(ctx):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _one_sentence_usage() -> Iterator[None]:
+def _one_sentence_usage(group: Any) -> Iterator[None]:
     try:
         yield
     except _USAGE_ERROR as error:
-        name = error.ctx.command_path.partition(" ")[2] if error.ctx is not None else ""
+        # an option without its value is an error without a context
+        is_of_command = error.ctx is not None and error.ctx.parent is not None
+        name = error.ctx.info_name if is_of_command else getattr(group, "invoked_subcommand", None)
+        if isinstance(error.__cause__, ValidationError):
+            error.message = plain_problem(error.__cause__.errors(include_url=False)[0])
         message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", error.format_message()).rstrip(".")
         prefix, help_of = (f"{name}: ", f"flexrlhf {name}") if name else ("", "flexrlhf")
         print_error(f"{prefix}{message[:1].lower()}{message[1:]}; see {help_of} --help")

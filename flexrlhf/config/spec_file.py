@@ -241,8 +241,7 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where}.name: unknown {section} {shown(name)}{nearest(str(name), names)}; known: {', '.join(names)}"
     if kind == "union_tag_not_found":
         return f"{where}.name: missing; known: {', '.join(_named(where)[1])}"
-    shows_value = kind not in {"value_error", "missing"} and "headers" not in problem["loc"]
-    message = _plain(problem) + (f", found {shown(without_secrets(problem['input']))}" if shows_value else "")
+    message = plain_problem(problem)
     return f"{where}: {message}" if where else message
 
 
@@ -256,6 +255,12 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
     if parts[:1] in (["reward"], ["cost"]):
         parts[2:3] = [part for part in parts[2:3] if part not in KINDS]
     return ".".join(str(part) for part in parts if part not in _CLASS_NAMES and not _INTERNAL.match(str(part)))
+
+
+def plain_problem(problem: ErrorDetails) -> str:
+    """Return the expected value and the one found, in the words of a YAML file."""
+    shows_value = problem["type"] not in {"value_error", "missing"} and "headers" not in problem["loc"]
+    return _plain(problem) + (f", found {shown(without_secrets(problem['input']))}" if shows_value else "")
 
 
 def _plain(problem: ErrorDetails) -> str:

@@ -92,7 +92,9 @@ def _num_values(value: Any, known: dict[int, int]) -> int:
         raise yaml.YAMLError("a whole number is larger than any setting takes")
     if isinstance(value, str) and _NO_TEXT.search(value):
         raise yaml.YAMLError("a text contains a null character or half of a surrogate pair")
-    if not isinstance(value, dict | list | tuple | set):
+    if not isinstance(value, dict | list):
+        if not isinstance(value, str | int | float | None):
+            raise yaml.YAMLError("a tag makes a value that no setting takes")
         return 1
     if id(value) not in known:
         parts = [*value, *value.values()] if isinstance(value, dict) else value

@@ -59,7 +59,9 @@ class Hosts:
             raise UserError(f"--rdzv-endpoint {endpoint}: no port, use 1 to {MOST_PORT}, such as {host}:29500")
 
     def check_cluster(self, cluster: Cluster) -> None:
-        """Raise UserError unless several nodes are as many as the cluster has."""
+        """Raise UserError unless several nodes are as many as the cluster has, and for an endpoint of one node."""
+        if self.nnodes == 1 and self.rdzv_endpoint:
+            raise UserError(f"--rdzv-endpoint {self.rdzv_endpoint}: goes with --nnodes of 2 or more, found 1")
         if self.nnodes > 1 and cluster.num_nodes != self.nnodes:
             raise UserError(f"--nnodes {self.nnodes}: cluster.nodes has {cluster.num_nodes}; both must be the same")
 

@@ -122,9 +122,11 @@ class Plan:
         return None if shape is None else sync_bytes(source, destination, shape, self.spec.sync.dtype)
 
     def sync_links(self, sync: Sync) -> Mapping[tuple[int, int], float]:
-        """Return the bytes of ``sync_bytes`` by link: source and destination rank."""
+        """Return the bytes of ``sync_bytes`` by link (source, destination); empty for an unknown architecture."""
         source, destination = self.placement[sync.source], self.placement[sync.destination]
-        shape, settings, node_of = self.shapes[source.role], self.spec.sync, self.cluster.node_of
+        shape, settings, node_of = self.shapes.get(source.role), self.spec.sync, self.cluster.node_of
+        if shape is None:
+            return {}
         return sync_links(source, destination, shape, settings.bucket_bytes, node_of, settings.dtype, sync.overlaps)
 
     def state(self, model: PlacedModel, rank: int) -> State | None:

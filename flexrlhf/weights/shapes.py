@@ -304,8 +304,12 @@ def llama_like_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     sizes = model_sizes(config)
     if sizes is None:
         raise ValueError(_wrong_size({**_DEFAULTS, **config}))
-    if sizes.head_dim == 0:
-        raise ValueError(f"hidden_size {sizes.hidden} is smaller than num_attention_heads {sizes.heads}")
+    if sizes.heads % sizes.kv_heads:
+        raise ValueError(f"num_attention_heads {sizes.heads} is no multiple of num_key_value_heads {sizes.kv_heads}")
+    if sizes.family == "llama" and sizes.hidden % sizes.heads:
+        raise ValueError(f"hidden_size {sizes.hidden} is no multiple of num_attention_heads {sizes.heads}")
+    if sizes.head_dim % 2 or not sizes.head_dim:
+        raise ValueError(f"head_dim {sizes.head_dim}, or hidden_size over num_attention_heads: expected an even number")
     kind, hidden, ffn, heads, head_dim = sizes.family, sizes.hidden, sizes.ffn, sizes.heads, sizes.head_dim
     vocabulary, kv_heads = sizes.vocabulary, sizes.kv_heads
     attention_bias = kind in ("llama", "qwen3") and config.get("attention_bias")

@@ -67,7 +67,9 @@ def test_layers_beyond_any_model_are_refused() -> None:
         ({"intermediate_size": -8}, "intermediate_size -8: expected a whole number from 1 to"),
         ({"hidden_size": 2**40}, f"hidden_size {2**40}: use at most {MAX_SIZE}"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads '2': expected a whole number"),
-        ({"num_attention_heads": 16}, "hidden_size 8 is smaller than num_attention_heads 16"),
+        ({"num_attention_heads": 16}, "hidden_size 8 is no multiple of num_attention_heads 16"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 is no multiple of num_key_value_heads 3"),
+        ({"num_attention_heads": 8}, "head_dim 1, or hidden_size over num_attention_heads: expected an even number"),
         ({"model_type": ["llama"]}, "the config has no model_type"),
     ],
 )
@@ -100,6 +102,9 @@ YAMLS = {
     'name: "\\ud800"\n': "a text contains a null character or half of a surrogate pair",
     'name: "a\\0"\n': "a text contains a null character or half of a surrogate pair",
     "name: !!timestamp x\n": "a tag does not fit its value",
+    "name: !!timestamp 2026-01-31\n": "a tag makes a value that no setting takes",
+    "steps: !!binary OA==\n": "a tag makes a value that no setting takes",
+    "name: !!set {a, b}\n": "a tag makes a value that no setting takes",
     "placement: ['1e999999999']\n": "expected a number such as 0.5 or '1/3', found '1e999999999'",
 }
 

@@ -194,9 +194,17 @@ def test_a_link_to_nothing_is_named_and_not_suggested(invoke: Invoke) -> None:
     ("words", "sentence"),
     [
         (("plan", "--devicse", "2"), "plan: no such option: --devicse (Possible options: --devices)"),
+        (("--version=3",), "option '--version' does not take a value; see flexrlhf --help"),
         (("plna",), "no such command 'plna' (did you mean 'plan'?); see flexrlhf --help"),
-        (("plan", "--devices", "0"), "plan: invalid value for '--devices': "),
-        (("simulate", "--set"), "option '--set' requires an argument"),
+        (
+            ("plan", "--devices", "0"),
+            "'--devices': must be greater than or equal to 1, found '0'; see flexrlhf plan --help",
+        ),
+        (
+            ("plan", "--devices", "two"),
+            "plan: invalid value for '--devices': expected a whole number, found 'two'; see",
+        ),
+        (("simulate", "--set"), "simulate: option '--set' requires an argument; see flexrlhf simulate --help"),
         (("export", "runs/a"), "export: missing option '--output' / '-o'; see flexrlhf export --help"),
         (("plan", "a\nb\x1b[31m"), r"config a b\x1b[31m: no such file"),
         (("plan", "x" * 5000), " ... xxx"),
@@ -437,6 +445,9 @@ def test_adapters_without_a_base_model_are_refused(invoke: Invoke, tmp_path: Pat
 def test_several_machines_need_an_endpoint(invoke: Invoke, tmp_path: Path) -> None:
     before = files(tmp_path)
     assert "--rdzv-endpoint" in refused(invoke("run", "a.yaml", "--devices", "2", "--nnodes", "2"))
+    # without --nnodes each machine would train by itself
+    said = refused(invoke("run", "a.yaml", "--devices", "2", "--rdzv-endpoint", "a:1"))
+    assert said == "--rdzv-endpoint a:1: goes with --nnodes of 2 or more, found 1"
     assert files(tmp_path) == before
 
 

@@ -36,6 +36,12 @@ def test_a_split_sends_weights_one_way_and_rows_the_other() -> None:
     assert found[1].weights == found[1].gradients == 0 < found[1].rows < 1e5
 
 
+def test_weights_of_an_unknown_architecture_are_not_counted() -> None:
+    plan = plan_of(SIX, 4, TWO_NODES, "models.critic.init.model_type=gemma")
+    assert sent_bytes(plan)[0].weights == 4 * count_elements(plan.shapes["actor"].trained)
+    assert "? B" in format_plan(plan)
+
+
 def test_shards_that_passes_gather_are_named() -> None:
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "models.critic.zero=3")
     critic = sent_bytes(plan)[0]
