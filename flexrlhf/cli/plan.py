@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.options import ConfigOption, Configs, Force, Overrides, RunOptions, with_run_options
+from flexrlhf.cli.options import ActorModelPath, ConfigOption, Configs, Force, Overrides, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
 from flexrlhf.config.spec_file import dump_spec
@@ -58,7 +58,6 @@ def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Outp
 
         check_inputs(plans)
         print_data_lines(inspect_data(plans))
-    if paths:
         print_absent_data(plans)
     if html is not None:
         _write_page(plans, html)
@@ -78,13 +77,18 @@ def _write_page(plans: Sequence[Plan], path: Path) -> None:
         typer.echo(note)
 
 
-def data(configs: Configs = None, config: ConfigOption = None, set_: Overrides = None) -> None:
+def data(
+    configs: Configs = None,
+    config: ConfigOption = None,
+    actor_model_path: ActorModelPath = None,
+    set_: Overrides = None,
+) -> None:
     """Show what is in the data, and what limits drop or cut.
 
     The files of each run, how many rows its limits drop or cut, and some rows as it has them. Exit code 0, or 2 if
     a row or file cannot be used.
     """
-    runs = RunOptions(configs, config, set_=set_)
+    runs = RunOptions(configs, config, actor_model_path, set_=set_)
     plans = plan_runs(runs.specs())
     if not runs.paths:
         prepare_corpus()

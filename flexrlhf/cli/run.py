@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_d
 from flexrlhf.cli.working import working
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
-from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.errors import RunStopped, UserError, either
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, hosts_of, rank_notice
 from flexrlhf.plan.memory_text import measured_memory
@@ -191,16 +192,22 @@ def _print_summary(plan: Plan) -> None:
 def check_scores(plan: Plan, rows: Sequence[Mapping[str, float]]) -> None:
     """Raise RunStopped if no response of a run had a score. ``rows``: its metrics, step by step."""
     if rows and all(row.get("score_failed", 0.0) >= 1.0 for row in rows):
+        keys = {
+            f"{section}.{key}"
+            for section, sources in (("reward", plan.spec.reward), ("cost", plan.spec.cost))
+            for source in sources or ()
+            for key in source.model_fields_set & {"function", "url", "rule"}
+        }
         raise RunStopped(
-            f"{plan.spec.name}: no response of the run had a score, so that it has learned nothing; mend the source of "
-            f"scores that its warnings name"
+            f"{plan.spec.name}: no response of the run had a score, so that it has learned nothing; mend "
+            f"{either(sorted(keys) or ['the source of scores'])}, whose warnings have the cause"
         )
 
 
 def next_commands(plan: Plan, is_quickstart: bool) -> list[str]:
     """Return commands to go on with after a run, each with its purpose."""
-    directory, commands = plan.spec.directory, []
-    if "actor" in plan.outputs.values():
+    directory, commands = shlex.quote(str(plan.spec.directory)), []
+    if "actor" in plan.outputs.values() and plan.model("actor").path is not None:
         commands.append((f"flexrlhf chat {directory} --before", "talk to the policy and the one that it started from"))
     commands.append((f"flexrlhf report {directory}", "curves, timeline and memory as a page for a browser"))
     if is_quickstart:

@@ -32,11 +32,13 @@ def is_json(path: Path) -> bool:
 
 
 def instead_of(path: Path, is_such: Callable[[Path], bool]) -> str:
-    """Return the end of a message about a missing ``path``: the nearest name in its directory, else all names there.
+    """Return the end of a message about a missing ``path``: what it is, or the nearest name or all names there.
 
     is_such:  whether a file or directory is of the kind that is missing.
     """
     parent = path.parent
+    if path.exists():
+        return f": it is {'a directory' if path.is_dir() else 'a file' if path.is_file() else 'a pipe or a device'}"
     if path.is_symlink():
         return f": a link to {os.readlink(path)}, which is not there"
     if not parent.is_dir():

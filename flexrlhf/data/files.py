@@ -14,8 +14,9 @@ import gzip
 import importlib
 import io
 import json
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def _parse(path: Path, text: str) -> list[Any]:
 
 def _parse_json(path: Path, text: str, first_line: int) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise UserError(f"{path}, line {line}: not JSON ({error.msg} at column {error.colno})") from None
@@ -125,11 +126,27 @@ def _parse_json(path: Path, text: str, first_line: int) -> Any:
         raise UserError(f"{path}, line {first_line}: cannot be read as JSON ({why})") from None
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    """Return an object of JSON. Raises ValueError for a key that occurs twice, of which ``json`` takes the last."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"two values of {_repeated([key for key, _ in pairs])!r}")
+    return row
+
+
+def _repeated(names: Sequence[str]) -> str:
+    """Return the first name that occurs twice."""
+    return next(name for number, name in enumerate(names) if name in names[:number])
+
+
 def _parse_csv(path: Path, text: str) -> list[Any]:
     """Return the rows of a table whose first line names the columns; every value is a text."""
+    csv.field_size_limit(sys.maxsize)
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header, rows = next(lines, []), list[Any]()
+        if len(set(header)) < len(header):
+            raise UserError(f"{path}, line 1: two columns have the name {_repeated(header)!r}; rename one")
         for cells in filter(None, lines):
             if len(cells) != len(header):
                 raise UserError(

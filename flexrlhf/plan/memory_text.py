@@ -121,8 +121,8 @@ def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
 def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) -> list[str]:
     """Return lines of planned against measured bytes of tensors, for the ranks whose measured peak is highest.
 
-    ``facts`` of the timeline: ``held_bytes`` of each rank, of its models; ``peak_bytes``: on a GPU of all that torch
-    has     allocated; on CPUs of the process, with libraries and code, for which nothing is planned.
+    ``facts`` of the timeline: ``held_bytes`` of the models of each rank; ``peak_bytes``: on a GPU what torch has
+    allocated, on CPUs the process, with libraries and code, for which nothing is planned.
     """
     tensors, peaks = facts["held_bytes"], facts["peak_bytes"]
     ranks = sorted(peaks, key=lambda rank: -peaks[rank])[:NUM_MEASURED]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,11 +74,13 @@ def is_alive(pid: int) -> bool:
 
 
 def read_until(process: subprocess.Popen[str], sign: str) -> str:
-    """Output of the command up to the first line with ``sign``."""
+    """Output of the command up to the first line with ``sign``; a command that does not print it in time is ended."""
     assert process.stdout is not None
-    seen = ""
+    seen, deadline = "", threading.Timer(120, process.terminate)
+    deadline.start()
     for line in process.stdout:
         seen += line
         if sign in line:
+            deadline.cancel()
             return seen
     raise AssertionError(f"{sign!r} was never printed:\n{seen}")

@@ -162,7 +162,7 @@ def test_user_errors_end_the_ranks_without_a_restart(endless: Path, tmp_path: Pa
     config.write_text(yaml.safe_dump(raw))
     process = start(["run", str(config), "--max-restarts", "3"], tmp_path)
     # the ranks load torch for seconds before they read the model
-    read_until(process, "schedule of one step")
+    read_until(process, "whole plan")
     (model / "model.safetensors").write_bytes(b"")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1

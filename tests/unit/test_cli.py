@@ -169,8 +169,11 @@ def test_a_bad_setting_is_one_sentence(
 
 
 def test_a_run_without_any_score_has_not_ended_well() -> None:
-    plan, failed = plan_of(None, 1), {"score_failed": 1.0}
-    with pytest.raises(RunStopped, match="^test: no response of the run had a score"):
+    plan, failed = (
+        plan_of(None, 1, "reward=[{model: reward}, {url: 'http://127.0.0.1:9/score'}]"),
+        {"score_failed": 1.0},
+    )
+    with pytest.raises(RunStopped, match="^test: no response of the run had a score.* mend reward.url, whose"):
         check_scores(plan, [failed, failed])
     for rows in ([failed, {"score_failed": 0.75}], [{"nll": 1.0}], []):
         check_scores(plan, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ def put_in_cache(cache: Path, name: str, kind: str = "datasets") -> Path:
 
 def test_all_kinds_give_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    long = "x" * 200_000
+    (tmp_path / "long.csv").write_text(f"question\n{long}\n")
+    assert read_rows(tmp_path / "long.csv") == [{"question": long}]
     (tmp_path / "a.csv").write_text('\ufeffquestion,answer\r\nOne?,1\r\n\r\n"Two, or\nthree?",2\r\n', newline="")
     write_parquet(tmp_path / "a.parquet", ROWS)
     whole = datasets.Dataset.from_list(ROWS)
@@ -119,6 +123,8 @@ def test_names_that_look_like_files_or_folders_are_paths(tmp_path: Path, monkeyp
     (tmp_path / "rows").mkdir()
     assert "there is no data file rows/train" in error_of("rows/train")
     assert "there is no data file other/train.jsonl" in error_of("other/train.jsonl")
+    os.mkfifo("pipe.jsonl")
+    assert error_of("pipe.jsonl") == "there is no data file pipe.jsonl: it is a pipe or a device"
     assert "rows is a directory, but none that save_to_disk of datasets has written" in error_of("rows")
 
 
@@ -130,6 +136,8 @@ def test_names_that_look_like_files_or_folders_are_paths(tmp_path: Path, monkeyp
         ("a.csv", b"question,answer\nOne?\n", "line 2: the row ends here with 1 cells, the header has 2"),
         ("a.csv", b'question\n"One?\n', "line 2: not CSV (unexpected end of data)"),
         ("a.csv", b'question\n"One"?\n', "line 2: not CSV ('"),
+        ("a.csv", b"question,question\n1,2\n", "line 1: two columns have the name 'question'; rename one"),
+        ("a.jsonl", b'{"a": {"b": 1}}\n{"a": {"b": 1, "b": 2}}', "line 2: cannot be read as JSON (two values of 'b')"),
         ("a.csv", b"\xff\xfe", "cannot read"),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.parquet", b"", "cannot read"),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from math import gcd
 
@@ -209,16 +209,12 @@ class CallMaker:
         settings, samples = model.settings, self.batch.samples_per_prompt
         packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
         layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares)
-        blocks = Counter(block for each in rows if each for block in _blocks(each // samples, self.block_prompts))
+        most = self.batch.block_rows // samples
+        blocks = Counter(block for each in rows if each for block in _blocks(each // samples, most))
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
         return all_passes(
             (times * number, mean_pass(prompts, responses, block, samples, layout)) for block, number in blocks.items()
         )
-
-    @cached_property
-    def block_prompts(self) -> int:
-        """Most prompts of a block."""
-        return self.batch.block_rows // self.batch.samples_per_prompt
 
     @property
     def _reserved(self) -> SequenceLengths:
