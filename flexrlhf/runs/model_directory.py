@@ -241,12 +241,16 @@ def _replacing(
     fresh = directory.with_name(directory.name + ".writing")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    yield fresh
-    for name in TOKENIZER_FILES:
-        if tokenizer is not None and (Path(tokenizer) / name).is_file():
-            shutil.copy(Path(tokenizer) / name, fresh / name)
-    for name, text in (texts or {}).items():
-        (fresh / name).write_text(text, encoding="utf-8")
-    if best is not None:
-        (fresh / BEST).write_text(json.dumps(best) + "\n")
-    replace_directory(fresh, directory)
+    try:
+        yield fresh
+        for name in TOKENIZER_FILES:
+            if tokenizer is not None and (Path(tokenizer) / name).is_file():
+                shutil.copy(Path(tokenizer) / name, fresh / name)
+        for name, text in (texts or {}).items():
+            (fresh / name).write_text(text, encoding="utf-8")
+        if best is not None:
+            (fresh / BEST).write_text(json.dumps(best) + "\n")
+        replace_directory(fresh, directory)
+    finally:
+        # where it has no final name: Ctrl-C, a full disk
+        shutil.rmtree(fresh, ignore_errors=True)

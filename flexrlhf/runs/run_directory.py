@@ -70,12 +70,15 @@ def prepare_directory(plan: Plan, plan_text: str, continues: bool) -> IO[str]:
     """Make the run's directory with config and plan. Returns its lock, which is released when that is closed.
 
     An existing one is renamed to ``<name>.1``, ``<name>.2`` …, which is printed, unless the run ``continues`` there.
+    Models and checkpoints in it that were not written to their end are removed.
     Raises UserError for a directory that a running process uses, or that cannot be written.
     """
     directory = plan.spec.directory
     try:
         if directory.exists():
             lock_directory(directory).close()
+            for left in (*directory.glob("*.writing/"), *(directory / FOLDER).glob("*.writing/")):
+                shutil.rmtree(left)
             if not continues:
                 if (sentence := moved_run(directory)) is not None:
                     print(f"flexrlhf: {sentence}", file=sys.stderr)
@@ -145,14 +148,10 @@ def replace_directory(fresh: Path, directory: Path) -> None:
 
 
 def set_aside_checkpoints(directory: Path, from_step: int) -> None:
-    """Rename checkpoints of ``from_step`` and later, which the run that goes on before them will write anew; remove
-    what was not written to its end.
-    """
+    """Rename checkpoints of ``from_step`` and later, which the run that goes on before them will write anew."""
     for path in sorted((directory / FOLDER).glob("step-*")):
         number = path.name.removeprefix("step-")
-        if path.name.endswith(".writing"):
-            shutil.rmtree(path)
-        elif number.isdigit() and int(number) >= from_step:
+        if number.isdigit() and int(number) >= from_step:
             path.rename(_free_name(path.with_name(path.name + ABANDONED)))
 
 

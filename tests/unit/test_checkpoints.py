@@ -315,8 +315,10 @@ def test_a_running_directory_is_refused_and_a_left_one_moved_away(plan: Plan) ->
     with pytest.raises(UserError, match=rf"{directory}: process \d+ on .* is using it"):
         prepare_directory(plan, "", continues=True)
     lock.close()
+    for left in ("actor", "checkpoints/step-000005"):
+        (directory / f"{left}.writing").mkdir(parents=True)
     prepare_directory(plan, "", continues=True).close()
-    assert (directory / "metrics.jsonl").exists()
+    assert (directory / "metrics.jsonl").exists() and list(directory.rglob("*.writing")) == []
     prepare_directory(plan, "", continues=False).close()
     assert not (directory / "metrics.jsonl").exists() and directory.with_name("test.1").is_dir()
 
@@ -350,7 +352,6 @@ def test_checkpoints_after_the_one_gone_on_from_are_set_aside(plan: Plan) -> Non
     for step in (2, 3, 4):
         written_checkpoint(plan, step)
     folder = plan.spec.directory / "checkpoints"
-    (folder / "step-000005.writing").mkdir()
     set_aside_checkpoints(plan.spec.directory, 4)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["step-000002", "step-000003", "step-000004.abandoned"]

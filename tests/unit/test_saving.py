@@ -99,10 +99,10 @@ def test_a_directory_is_replaced_only_by_a_whole_model(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), model_writer(tmp_path / "actor", forms_of(weights), config, None) as files:
         files.write({name: weights[name] for name in sorted(weights)[:2]})
         raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()} == before
     save_model(tmp_path / "actor", {"other": torch.ones(3)}, config, None)
     assert load_file(tmp_path / "actor" / "model.safetensors").keys() == {"other"}
-    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
 
 
 def test_a_full_disk_is_the_error_of_the_system_with_the_file(tmp_path: Path) -> None:
