@@ -77,6 +77,7 @@ def read_until(process: subprocess.Popen[str], sign: str) -> str:
     """Output of the command up to the first line with ``sign``; a command that does not print it in time is ended."""
     assert process.stdout is not None
     seen, deadline = "", threading.Timer(120, process.terminate)
+    deadline.daemon = True
     deadline.start()
     for line in process.stdout:
         seen += line
