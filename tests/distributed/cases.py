@@ -407,7 +407,7 @@ def _names(shape: Raw) -> tuple[str, ...]:
     return tuple(placement) if isinstance(placement, dict) else (FOUR if len(placement) == 4 else SIX_MODELS)
 
 
-ON_FOUR_ONLY = ("six-uneven", "six-apart", "classes", "shares", "classes-six", "span", "apart")
+ON_FOUR_ONLY = ("six-uneven", "six-apart", "classes", "shares", "classes-six", "span", "apart", "quarter")
 
 
 def _everywhere(**settings: Any) -> Raw:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from flexrlhf.plan.pipeline import make_plan
+
 # the first test of a launch waits for all its runs
 pytestmark = pytest.mark.timeout(1800)
 CASES = [
@@ -30,6 +32,12 @@ def chosen(*settings: str) -> list[object]:
 def test_a_run_equals_the_reference(launches: Launches, case: Case) -> None:
     first = next((d for d in deviations(launches.outcome(case)) if not d.size <= d.limit), None)
     assert first is None, f"{case.name}: {first}"
+
+
+def test_every_shape_of_the_long_matrix_can_be_planned(launches: Launches) -> None:
+    """One that cannot ends the launch that has it, with all its runs."""
+    for case in {(case.shape, case.ranks): case for case in every_case()}.values():
+        make_plan(launches.assets.spec(case))
 
 
 @pytest.mark.parametrize("case", CASES)
