@@ -64,7 +64,11 @@ class _Command(TyperCommand):
     """Command whose ``--resume`` may be without a value, which typer's options cannot."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of a command, with the value of each option."""
+        """Parse the words of a command, none of which is empty, as a variable that a shell lacks would be."""
+        for before, word in zip(("", *args), args, strict=False):
+            if not word.strip() or (word.startswith("--") and word.endswith("=") and word.count("=") == 1):
+                option = word[:-1] or (before if before.startswith("-") else "an argument")
+                raise typer.BadParameter(f"{option} is empty", ctx=ctx)
         pairs = zip_longest(args, args[1:], fillvalue="-")
         found = ((word, "auto") if word == "--resume" and after.startswith("-") else (word,) for word, after in pairs)
         return super().parse_args(ctx, list(chain.from_iterable(found)))

@@ -75,6 +75,10 @@ def run(
     """
     hosts = hosts_of(launcher, Hosts(nnodes, node_rank, rdzv_endpoint), os.environ)
     under_ray, is_quickstart = launcher == "ray", not runs.paths
+    if preflight and dry_run:
+        raise UserError("--preflight and --dry-run exclude each other, since a preflight starts ranks: remove one")
+    if accept_changes and resume is None:
+        raise UserError("--accept-changes: goes with --resume; a run that begins anew compares nothing, so remove it")
     if preflight and under_ray:
         raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
     check_restarts(max_restarts)

@@ -32,7 +32,12 @@ _CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in StrictModel.__subcl
 _INTERNAL = re.compile(r"(literal|tuple)\[|(function|constrained)-|\[key\]$")
 HAVE_OPTIONS = ("placement", "cluster.devices")
 """Settings with options of their own, which become overrides."""
-_LISTS: dict[int | str, str] = {"nodes": "[{devices: 8}]", "targets": "[q_proj, v_proj]"}
+_LISTS: dict[int | str, str] = {
+    "nodes": "[{devices: 8}]",
+    "targets": "[q_proj, v_proj]",
+    "loggers": "[{name: tensorboard}]",
+    "sources": "[{path: a.jsonl}]",
+}
 # by the first word of pydantic's error types
 _EXPECTED = {
     "bool": "true or false",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from flexrlhf.errors import UserError, near_name, some_of
+from flexrlhf.errors import UserError, near_name, shown, some_of
 
 
 def in_home(path: str) -> str:
@@ -17,7 +17,14 @@ def in_home(path: str) -> str:
     return os.path.expanduser(path)
 
 
-UserPath = Annotated[str, AfterValidator(in_home)]
+def _user_path(path: str) -> str:
+    """Return ``path`` as ``in_home`` does. Raises ValueError for an empty one, which would be the current directory."""
+    if not path.strip():
+        raise ValueError(f"expected a path or a name, found {shown(path)}")
+    return in_home(path)
+
+
+UserPath = Annotated[str, AfterValidator(_user_path)]
 """A file or directory on the machine that reads the YAML, or a name on the Hub, which has no ``~``."""
 
 

@@ -111,7 +111,8 @@ def explain(error: yaml.YAMLError) -> str:
     """Return the problem and its place in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+        problem = f"{error.context}, {error.problem}" if str(error.problem).startswith("but ") else error.problem
+        return f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
     if isinstance(error, yaml.reader.ReaderError):
         return f"{error.reason} (#x{error.character:02x}, character {error.position + 1})"
     return " ".join(str(error).split())

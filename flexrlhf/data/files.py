@@ -100,7 +100,9 @@ def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.name.endswith(".gz") else data).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: byte {error.start + 1} is no UTF-8; write the file in UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}") from None
 
 

@@ -31,6 +31,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -86,7 +87,8 @@ class HttpService:
                 breaker.record(found)
                 return found
 
-        async with httpx.AsyncClient(headers=self._headers(), timeout=None, limits=limits) as client:
+        cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
+        async with httpx.AsyncClient(headers=self._headers(), cookies=cookies, timeout=None, limits=limits) as client:
             return await asyncio.gather(*(reply(client, batch, next(self._turns)) for batch in batches))
 
     async def _send(self, client: httpx.AsyncClient, batch: ScoreBatch, turn: int, deadline: Deadline) -> Reply:
@@ -164,7 +166,8 @@ def _scores(response: httpx.Response) -> Any:
         # Python's own reader ends at its limit of recursion, in another kind of error
         content = from_json(response.content)
     except ValueError:
-        raise BadReply(f"returned {response.text!r:.60}, which is not JSON") from None
+        # not response.text: the reply itself names the codec, which may be one that ends in any error
+        raise BadReply(f"returned {response.content[:60].decode(errors='replace')!r}, which is not JSON") from None
     if not isinstance(content, dict):
         return content
     return content.get("rewards", content.get("scores", content))

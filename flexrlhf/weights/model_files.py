@@ -97,6 +97,8 @@ def weight_files(key: str, directory: Path) -> tuple[Path, ...]:
         return (directory / SINGLE,)
     if _exists(directory / INDEX):
         files = tuple(directory / name for name in _indexed(where, directory / INDEX))
+        if not files:
+            raise UserError(f"{where}: {INDEX} names no file; copy the whole directory")
         missing = [file.name for file in files if not _exists(file)]
         if missing:
             raise UserError(f"{where}: {INDEX} names {_some(missing)}, which is not there; copy the whole directory")

@@ -28,6 +28,7 @@ class Reply:
 
     body: str | bytes = ""
     status: int = 200
+    header: tuple[str, str] = ("Server", "test")
     pause: float = 0.0
     drip: float = 0.0
     drops: bool = False
@@ -97,6 +98,7 @@ class RewardServer:
             def _send(self, reply: Reply, content: bytes) -> None:
                 self.send_response(reply.status)
                 self.send_header("Content-Length", str(len(content)))
+                self.send_header(*reply.header)
                 self.end_headers()
                 if reply.drops:
                     self.wfile.write(content[: len(content) // 2])

@@ -101,6 +101,7 @@ YAMLS = {
     LAUGHS: "its anchors repeat more than 100000 values",
     'name: "\\ud800"\n': "a text contains a null character or half of a surrogate pair",
     'name: "a\\0"\n': "a text contains a null character or half of a surrogate pair",
+    "name: a\n---\nname: b\n": "expected a single document in the stream, but found another document (line 2",
     "name: !!timestamp x\n": "a tag does not fit its value",
     "name: !!timestamp 2026-01-31\n": "a tag makes a value that no setting takes",
     "steps: !!binary OA==\n": "a tag makes a value that no setting takes",

@@ -197,6 +197,14 @@ def test_a_link_to_nothing_is_named_and_not_suggested(invoke: Invoke) -> None:
     ("words", "sentence"),
     [
         (("plan", "--devicse", "2"), "plan: no such option: --devicse (Possible options: --devices)"),
+        (
+            ("plan", "--actor-model-path", ""),
+            "plan: invalid value: --actor-model-path is empty; see flexrlhf plan --help",
+        ),
+        (("run", "a.yaml", "--dry-run", "--accept-changes"), "--accept-changes: goes with --resume"),
+        (("run", "a.yaml", "--dry-run", "--preflight"), "--preflight and --dry-run exclude each other"),
+        (("run", "a.yaml", "--resume="), "run: invalid value: --resume is empty"),
+        (("report", " "), "report: invalid value: an argument is empty"),
         (("--version=3",), "option '--version' does not take a value; see flexrlhf --help"),
         (("plna",), "no such command 'plna' (did you mean 'plan'?); see flexrlhf --help"),
         (

@@ -138,7 +138,7 @@ def test_names_that_look_like_files_or_folders_are_paths(tmp_path: Path, monkeyp
         ("a.csv", b'question\n"One"?\n', "line 2: not CSV ('"),
         ("a.csv", b"question,question\n1,2\n", "line 1: two columns have the name 'question'; rename one"),
         ("a.jsonl", b'{"a": {"b": 1}}\n{"a": {"b": 1, "b": 2}}', "line 2: cannot be read as JSON (two values of 'b')"),
-        ("a.csv", b"\xff\xfe", "cannot read"),
+        ("a.csv", b"a,b\n\xff", "byte 5 is no UTF-8; write the file in UTF-8"),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.parquet", b"", "cannot read"),
     ],

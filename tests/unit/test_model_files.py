@@ -122,6 +122,7 @@ INDEXES: list[tuple[str, str, str]] = [
     ("missing files", '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}', "1.safetensors, 2.safetensors"),
     ("not JSON", "{", "is no index of weights"),
     ("no map", "{}", "is no index of weights"),
+    ("no file", '{"weight_map": {}}', "names no file"),
     *(
         ("outside", f'{{"weight_map": {{"a": "{name}"}}}}', "not in the directory")
         for name in ("../1", "/tmp/1", "..", "")

@@ -123,6 +123,8 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     "dropped": (rewards([1, 2], drops=True), "RemoteProtocolError"),
     "not JSON": (Reply("<html>"), "returned '<html>', which is not JSON"),
     "deep": (Reply("[" * 200_000), "which is not JSON"),
+    "odd codec": (Reply("<html>", header=("Content-Type", "text/html; charset=uu")), "returned '<html>', which is not"),
+    "odd cookie": (Reply("no", status=500, header=("Set-Cookie", "\xff=1")), "status 500"),
     "no text": (Reply(b"\xff\xfe"), "which is not JSON"),
     "too few": (rewards([1]), "returned 1 scores for 2 responses"),
     "too many": (rewards([1, 2, 3]), "returned 3 scores for 2 responses"),

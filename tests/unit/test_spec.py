@@ -130,6 +130,8 @@ def test_a_wrong_value_is_refused_by_name_with_what_was_found(override: str, wor
         ("algorithm.temperature=warm", "algorithm.temperature: expected a number, found 'warm'"),
         ("sync.checksum=maybe", "sync.checksum: expected true or false, found 'maybe'"),
         ("data.path=3", "data.path: expected a text, found 3"),
+        ("data.path=''", "data.path: expected a path or a name, found ''"),
+        ("loggers={}", "loggers: expected a list such as [{name: tensorboard}], found {}"),
         ("eval={}", "eval.path: missing"),
         ("models=3", "models: expected a mapping, found 3"),
         ("models.actor=x", "models.actor: expected a mapping, found 'x'"),
