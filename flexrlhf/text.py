@@ -19,8 +19,8 @@ def bytes_text(size: int | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 rank`` or ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return ``1 rank``, ``2 ranks`` or ``2 mini-batches``."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:

@@ -92,7 +92,7 @@ def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
         return
     column = (width - 7) // 2
     yield f"  samples{'' if are_same else ', of different prompts'}"
-    yield _side_by_side([f"{sample['rows']}, step {sample['step']}" for sample in pairs[0]], column)
+    yield _side_by_side([f"{sample['rows']}, step {sample['step'] + 1}" for sample in pairs[0]], column)
     for pair in pairs:
         if are_same:
             yield from (f"  {line}" for line in _wrapped_prompt(pair[0], width - 2))

@@ -59,17 +59,22 @@ def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
             f"data.max_prompt_tokens {limits.max_prompt} and are {_fate(counts)}; "
             f"{MOST:.0%} have at most {quantile(counts.prompts, MOST)}"
         )
-    if found := counts.kept_controls:
-        yield (
-            f"{source.key}: {_share(len(found), len(counts.prompts))} rows have a control token of the tokenizer in "
-            f"their text, such as {found[0]!r}, which is encoded as that: a text can end its turn; "
-            f"data.control_tokens: text encodes it as text, refuse stops there"
-        )
+    yield from (f"{source.key}: {text}" for text in _controls(counts))
     if counts.num_cut > WARNED_SHARE * len(responses):
         yield (
             f"{source.key}: {_share(counts.num_cut, len(responses))} responses have more than data.max_response_tokens "
             f"{limits.max_response} and are cut, without an end token; "
             f"{MOST:.0%} have at most {quantile(responses, MOST)}"
+        )
+
+
+def _controls(counts: DataCounts) -> Iterator[str]:
+    """Yield a sentence for rows with control tokens that are encoded as such."""
+    if found := counts.kept_controls:
+        yield (
+            f"{_share(len(found), len(counts.prompts))} rows have a control token of the tokenizer in their text, such "
+            f"as {found[0]!r}, which is encoded as that: a text can end its turn; "
+            f"data.control_tokens: text encodes it as text, refuse stops there"
         )
 
 
@@ -87,7 +92,10 @@ def _share(number: int, total: int) -> str:
 def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> str:
     """Return the whole report about the file of ``source``. ``decode``: tokens to text, special tokens included."""
     counts = found.counts
-    lines = [data_line(source, counts), *(f"  {line}" for line in (*_bad_rows(found), *_duplicates(found)))]
+    lines = [
+        data_line(source, counts),
+        *(f"  {line}" for line in (*_bad_rows(found), *_duplicates(found), *_controls(counts))),
+    ]
     lines += ["", *_histogram("prompts", counts.prompts, counts.limits.max_prompt)]
     responses = [length for lengths in counts.responses for length in lengths]
     if responses:

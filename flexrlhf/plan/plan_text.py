@@ -107,12 +107,13 @@ def _batch(plan: Plan) -> list[str]:
     rows, n, m, c = batch.num_rows, batch.samples_per_prompt, batch.num_mini_batches, batch.num_chunks
     sizes = [n * len(batch.prompts(mini_batch)) for mini_batch in batch.mini_batches]
     chunks = [sum(sizes[mini_batch] for mini_batch in batch.chunk(index)) for index in range(c)]
+    chunked = f"{counted(c, 'chunk')} of {counted(m // c, 'mini-batch')}"
     p, r = plan.lengths.prompt, plan.lengths.response
     return [
-        f"rows per step        {rows:>8} = {batch.num_prompts} prompts x {n} {_responses(plan)}",
-        f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {m} mini-batches, whole prompts",
-        f"rows per chunk       {_range(chunks):>8} = {rows} rows / {c} chunks of {m // c} mini-batches",
-        f"optimizer steps      {m * epochs:>8} = {m} mini-batches x {epochs} epochs",
+        f"rows per step        {rows:>8} = {counted(batch.num_prompts, 'prompt')} x {counted(n, _response(plan))}",
+        f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {counted(m, 'mini-batch')}, whole prompts",
+        f"rows per chunk       {_range(chunks):>8} = {rows} rows / {chunked}",
+        f"optimizer steps      {m * epochs:>8} = {counted(m, 'mini-batch')} x {counted(epochs, 'epoch')}",
         f"tokens per row       {p + r:>8} = {p} prompt + {r} response, padded; {_passes(plan)}",
         *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
         *([] if plan.sampled_ids is None else [f"sampled ids          {plan.sampled_ids:>8} that all models embed"]),
@@ -121,9 +122,9 @@ def _batch(plan: Plan) -> list[str]:
     ]
 
 
-def _responses(plan: Plan) -> str:
-    """Return the word for the responses to a prompt: samples of the policy, or responses of the data set."""
-    return "responses" if plan.graph.generated is None else "samples"
+def _response(plan: Plan) -> str:
+    """Return the word for a response to a prompt: a sample of the policy, or a response of the data set."""
+    return "response" if plan.graph.generated is None else "sample"
 
 
 def _passes(plan: Plan) -> str:
@@ -137,7 +138,7 @@ def _passes(plan: Plan) -> str:
         return "one text in each row of a pass"
     others = [name for name, packs in packed.items() if not packs]
     shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
-    once = f", a prompt once for its {_responses(plan)}" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
+    once = f", a prompt once for its {_response(plan)}s" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
     return f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
 
 

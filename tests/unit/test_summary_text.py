@@ -61,7 +61,7 @@ def test_evaluations_are_compared_by_prompt() -> None:
     lines = summary(*samples, width=80)
     assert lines[:4] == [
         "  samples",
-        f"  {'evaluation, step 1':<36} | evaluation, step 3",
+        f"  {'evaluation, step 2':<36} | evaluation, step 4",
         "  > 0?",
         f"  {'1 to 0 (score 0)':<36} | 3 to 0 (score 0)",
     ]
