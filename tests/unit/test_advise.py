@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -727,8 +729,12 @@ REFUSED = [
 
 @pytest.mark.parametrize(("model", "gpus", "overrides", "words"), REFUSED)
 def test_a_refusal_names_settings_that_leave_nothing(
-    model: str, gpus: int, overrides: tuple[str, ...], words: str
+    model: str, gpus: int, overrides: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also on a machine so slow that an hour passes between two looks at the clock."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flexrlhf.guideline.") and hasattr(module, "perf_counter"):
+            monkeypatch.setattr(module, "perf_counter", count(0, 3600).__next__)
     with pytest.raises(UserError, match="no placement of these models fits") as error:
         _ = advise(spec_for(gpus, model, overrides, rollout="vllm"), AnalyticCosts(), seconds_limit=2.0).best
     assert words in str(error.value)

@@ -180,7 +180,7 @@ def advise(
                     profile.
     lengths:        tokens of prompts and responses; None: the longest.
     seconds_limit:  work of all searches together, in seconds that it takes on an ordinary core: the same spec gets the
-                    same advice on every machine. A refusal may take ``refusal.SECONDS`` more.
+                    same advice on every machine. A refusal may take ``refusal.TRIES`` more.
     margin:         share of the fastest placement's seconds by which another one may be slower and count as equally
                     fast; None: the least difference of predictions that distinguishes two placements.
     pending:        as of ``make_plan``.

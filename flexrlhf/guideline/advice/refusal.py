@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
-from time import perf_counter
+from itertools import count
 
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -42,8 +41,8 @@ from flexrlhf.plan.changes import (
 from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED
 from flexrlhf.text import bytes_text
 
-SECONDS = 20.0
-"""Seconds in which changes are tried."""
+TRIES = 30
+"""Changes, searches and plans of a refusal: half a minute's work at most on a node, the same on every machine."""
 SPACE_SECONDS = 2.0
 """Seconds that the search of one space may take, where any plan that fits will do."""
 GAP = 0.5
@@ -52,27 +51,26 @@ CHECKED = 3
 """Results of a search that are planned."""
 
 
-def last_resort(base: Space, until: float = inf) -> Candidate | None:
+def last_resort(base: Space, tries: Iterator[int] | None = None) -> Candidate | None:
     """Return a placement with a plan that fits; None if no search finds any.
 
-    ``until``: time of ``perf_counter`` at which the searches end.
+    ``tries``: an item for each search and each plan; None: without end.
     """
-    strategy = base.spec.schedule.strategy
+    strategy, tries = base.spec.schedule.strategy, count() if tries is None else tries
     for label, space in last_spaces(base):
         if not _each_fits(space):
             continue
         # as many models in host memory as may be, then fewer, then none
         for name, variant in (*reversed([*offloaded_spaces(space, offload_sets(space))]), ("memory full", space)):
-            left = until - perf_counter()
-            if left <= 0:
+            if next(tries, None) is None:
                 return None
             is_colocated = space.spec.schedule.strategy == COLOCATED
             problem = on_all_devices(variant) if is_colocated else variant.problem
-            result = search(problem, min(SPACE_SECONDS, left), GAP)
+            result = search(problem, SPACE_SECONDS, GAP)
             for item in result.best[:CHECKED]:
                 found = Candidate("search", f"{label}, {name}", variant, item.assignment)
                 is_one = is_allowed(item.seconds) and strategy in (None, found.strategy)
-                if is_one and isinstance(check(found), FeasibleCandidate):
+                if is_one and next(tries, None) is not None and isinstance(check(found), FeasibleCandidate):
                     return found
     return None
 
@@ -116,10 +114,10 @@ def _shapes(problem: SearchProblem) -> set[MeshShape]:
 
 def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     """Return one sentence: that nothing fits, why, and the changes that would help (``plan/changes.py``)."""
-    until = perf_counter() + SECONDS
+    tries = iter(range(TRIES))
     nothing = f"no placement of these models fits {_devices(base)}"
     spec, request = base.spec, (base.spec, base.roles.all, base.roles.trained, base.cluster)
-    opened = _first_that_fits(base, opening_changes(spec, base.roles.all), until)
+    opened = _first_that_fits(base, opening_changes(spec, base.roles.all), tries)
     if opened is not None:
         fixed = fixed_settings(spec, base.roles.all).items()
         named = [f"{name}: {value}" for name, value in fixed if name in opened.text.split()]
@@ -128,9 +126,9 @@ def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     lacking = [[name for name, size in each.items() if size is None] for each in needed]
     if lacking and all(lacking):
         return f"{nothing}: {lacking[0][0]} has no settings there (heads, type, engine or a setting in the YAML)"
-    single = [_first_that_fits(base, series, until) for series in request_changes(*request)]
+    single = [_first_that_fits(base, series, tries) for series in request_changes(*request)]
     helps = [each.text for each in single if each is not None]
-    if not helps and (pair := _first_that_fits(base, paired_changes(*request), until)) is not None:
+    if not helps and (pair := _first_that_fits(base, paired_changes(*request), tries)) is not None:
         helps = [pair.text]
     hint = f"it would fit {either(helps)}" if helps else "no change that was tried would help"
     return f"{nothing} ({_cause(base, needed, rejected)}); {hint}"
@@ -141,16 +139,17 @@ def _devices(base: Space) -> str:
     return " and ".join(f"{len(base.cluster.ranks_on(name))} {name}" for name in base.cluster.classes)
 
 
-def _first_that_fits(base: Space, series: Iterable[RequestChange], until: float) -> RequestChange | None:
+def _first_that_fits(base: Space, series: Iterable[RequestChange], tries: Iterator[int]) -> RequestChange | None:
     """Return the first change under which a plan fits. ``series``: the smaller changes first."""
-    return next((change for change in series if perf_counter() < until and _fits(base, change.changes, until)), None)
+    tried = zip(series, tries, strict=False)
+    return next((change for change, _ in tried if _fits(base, change.changes, tries)), None)
 
 
-def _fits(base: Space, changes: Changes, until: float) -> bool:
+def _fits(base: Space, changes: Changes, tries: Iterator[int]) -> bool:
     spec = changed_spec(base.spec, changes)
     try:
         parse_spec(read_yaml(dump_spec(spec, short=True)))
-        return last_resort(make_space(spec, base.costs, base.lengths, base.pending), until) is not None
+        return last_resort(make_space(spec, base.costs, base.lengths, base.pending), tries) is not None
     except UserError:
         return False
 
