@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cases import Assets, Case
+from algorithm_settings import DEFAULTS
+from cases import Assets, Case, algorithm_of
 from commands import start
 from comparison import deviations
 from launcher import Launches, Outcome, run_orders
@@ -79,6 +80,9 @@ CHANGED = [
     Pair(Case("remax", "six", 2), Case("remax", "co-located", 2, "deepspeed-0")),
     Pair(Case("safe", "co-located", 2, "deepspeed-3"), Case("safe", "six", 4)),
     Pair(Case("dpo", "co-located", 2), Case("dpo", "halves", 4)),
+    Pair(Case("kto", "co-located", 2), Case("kto", "halves", 2)),
+    Pair(Case("simpo", "all", 2), Case("simpo", "half", 2)),
+    Pair(Case("orpo", "half", 2), Case("orpo", "all", 2, "torch-2")),
     Pair(Case("sft", "all", 2, "deepspeed-1"), Case("sft", "all", 4, "torch-2")),
     Pair(Case("reward", "all", 4, "torch-3"), Case("reward", "half", 2)),
     Pair(Case("scheduled", "co-located", 4, "mixed"), Case("scheduled", "co-located", 4, "tp")),
@@ -96,10 +100,11 @@ CHANGED = [
     same("two", "co-located", 2, "torch-3", rollout="torch-tp"),
 ]
 """Another placement, number of ranks, engine, ZeRO stage or rollout: equal within the tolerances of the design."""
+assert {algorithm_of(pair.first.setting) for pair in (*ALIKE, *CHANGED)} == set(DEFAULTS), "every algorithm"
 
 DEFAULT = [
     *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "retokenized", "scheduled")),
-    *(pair for pair in CHANGED if pair.first.setting in ("gspo", "sft")),
+    *(pair for pair in CHANGED if pair.first.setting in ("gspo", "kto", "simpo", "orpo", "sft")),
 ]
 
 

@@ -98,9 +98,9 @@ def earning(directory: Path, name: str, lagrange: Raw, placement: object, steps:
     return raw
 
 
-def preferring(directory: Path, name: str, placement: object, steps: int = 150, **settings: Any) -> Raw:
+def preferring(directory: Path, name: str, algorithm: Raw, placement: object, steps: int = 150) -> Raw:
     """Pairs whose chosen response has more words of the prompt's half; accuracy on pairs that were never seen."""
-    algorithm = {"name": "dpo", "prompts_per_step": 32, **settings}
+    algorithm = {"prompts_per_step": 32, **algorithm}
     raw = _run(directory, name, algorithm, placement, steps, "pairs", response_tokens=5)
     raw["models"]["actor"] = trained(2e-3)
     raw["eval"]["every"] = 1
