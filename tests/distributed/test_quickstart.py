@@ -49,6 +49,11 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+def test_the_policy_imitates_the_evaluation_set(runs: Path) -> None:
+    rows = metrics(runs, "quickstart-sft")
+    assert rows[-1]["eval_nll"] < 0.5 * rows[0]["nll"]
+
+
 def test_the_reward_model_ranks_evaluation_pairs(runs: Path) -> None:
     assert metrics(runs, "quickstart-reward")[-1]["eval_accuracy"] >= 0.8
 
@@ -56,6 +61,7 @@ def test_the_reward_model_ranks_evaluation_pairs(runs: Path) -> None:
 @pytest.mark.full
 def test_all_steps_are_as_good(tmp_path: Path) -> None:
     trained(tmp_path)
+    test_the_policy_imitates_the_evaluation_set(tmp_path / "runs")
     test_the_reward_model_ranks_evaluation_pairs(tmp_path / "runs")
     test_the_policy_learns_within_the_kl_bound(tmp_path / "runs")
     test_the_policy_does_not_repeat_one_good_word(tmp_path / "runs")
