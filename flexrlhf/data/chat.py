@@ -9,6 +9,8 @@ its end.
 from __future__ import annotations
 
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +20,15 @@ from typing import Any, Literal
 from flexrlhf.config.data_settings import ControlUse
 from flexrlhf.data.messages import Message, is_assistant
 from flexrlhf.errors import UserError
+from flexrlhf.text import bytes_text
 
 ChatUse = Literal["auto", "always", "never"]
 """Rows that a chat template renders: those that are chats, all, or none."""
+MOST_BYTES = 2**30
+"""Most memory in which a template renders a chat: it comes with a model, and may write without end."""
+MOST_CHARACTERS = 2**24
+"""Longest chat as text, more than any model reads: a tokenizer takes a hundred times its bytes."""
+_STATM = Path("/proc/self/statm")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = (Message("user", "question"), Message("assistant", "reply"))
 
@@ -105,7 +113,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
-        return text, spans
+        return _checked_length(text), spans
 
     def _prefix_spans(
         self, text: str, turns: Sequence[Message], completion: Sequence[Message]
@@ -136,7 +144,7 @@ class ChatTemplate:
                 add_generation_prompt=generation,
                 continue_final_message=continued,
             )
-        return text
+        return _checked_length(text)
 
 
 def read_chat_format(use: ChatUse, file: str | None) -> ChatFormat:
@@ -183,15 +191,41 @@ def _plain(turns: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in turns]
 
 
+def _checked_length(text: str) -> str:
+    """Return a chat as text. Raises UserError if it is too long."""
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"the chat template writes {len(text)} characters for one chat, more than {MOST_CHARACTERS}")
+    return text
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Let this process take at most MOST_BYTES more in the body, which raises MemoryError beyond. On Linux alone."""
+    if sys.platform != "linux":
+        yield
+        return
+    used = int(_STATM.read_bytes().partition(b" ")[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 @contextmanager
 def _one_sentence() -> Iterator[None]:
     """Turn an error of a template, or in it, into a UserError."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:
-        yield
+        with _bounded_memory():
+            yield
     except TemplateSyntaxError as error:
         raise UserError(f"the chat template is no Jinja: {error.message}, in its line {error.lineno}") from None
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the chat template refuses the turns: {reason:.300}") from None
+    except MemoryError:
+        raise UserError(f"the chat template takes more than {bytes_text(MOST_BYTES)} of memory for one chat") from None

@@ -13,8 +13,10 @@ from transformers.generation.streamers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from flexrlhf.config.spec_file import load_spec
+from flexrlhf.data.chat import ChatTemplate
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
+from flexrlhf.data.messages import Message
 from flexrlhf.errors import UserError
 from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import CONFIG
@@ -62,7 +64,7 @@ class Speaker:
 
     model: Any
     tokenizer: Any
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._controls = ControlTokens(self.tokenizer)
@@ -78,7 +80,7 @@ class Speaker:
         generated = self.model.generate(ids, max_new_tokens=tokens, streamer=streamer, **sampling)
         reply: str = self.tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip()
         if self.turns:
-            self.turns.append({"role": "assistant", "content": self._controls.mark(reply)})
+            self.turns.append(Message("assistant", self._controls.mark(reply)))
         return reply
 
     def _encoded(self, text: str) -> Any:
@@ -86,9 +88,8 @@ class Speaker:
         if self.tokenizer.chat_template is None:
             ids = [*bos_in_front(self.tokenizer), *self.tokenizer.encode(text, add_special_tokens=False)]
         else:
-            self.turns.append({"role": "user", "content": self._controls.mark(text)})
-            rendered = self.tokenizer.apply_chat_template(self.turns, add_generation_prompt=True, tokenize=False)
-            ids = self._controls.encode(rendered)
+            self.turns.append(Message("user", self._controls.mark(text)))
+            ids = self._controls.encode(ChatTemplate(self.tokenizer).prompt(self.turns))
         return torch.tensor([ids])
 
 

@@ -133,6 +133,13 @@ def test_a_directory_without_a_policy_is_refused(
     assert found.exit_code == 2 and words in found.output
 
 
+def test_a_chat_template_without_end_is_one_sentence(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "quickstart-sft/actor", tmp_path / "actor")
+    (tmp_path / "actor/chat_template.jinja").write_text("{{ 'a' * 10000000000 }}")
+    found = CliRunner().invoke(app, ["chat", str(tmp_path / "actor")], input="soup")
+    assert found.exit_code == 2 and "flexrlhf: the chat template takes more than 1.07 GB" in found.output
+
+
 def test_output_that_cannot_be_written_ends_no_run(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs, tmp_path / "runs")
     words = [word for setting in (*FEWER[:2], "quickstart-ppo:steps=2") for word in ("--set", setting)]

@@ -232,6 +232,8 @@ BROKEN = [
         "auto",
         "mark it with {% generation %} in a template of your own (data.chat_template)",
     ),
+    ("qwen2_5", "{{ 'a' * 10000000000 }}", chat_row(), "auto", "takes more than 1.07 GB of memory for one chat"),
+    ("qwen2_5", "{{ 'a' * 99999999 }}", chat_row(), "auto", "writes 99999999 characters for one chat, more than"),
     (
         "llama3",
         MARKED.replace("== 'assistant'", "== 'x'"),
