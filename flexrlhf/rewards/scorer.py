@@ -117,6 +117,6 @@ def _make_source(source: ExternalSource, name: str) -> ScoreSource:
             function = partial(call, source.function, source.level)
             return WorkerSource(function, workers, source.batch_size, warn, source.separator)
         case ServiceSource():
-            return HttpService(source, WarnOnce(f"{name}.url"))
+            return HttpService(source, WarnOnce(f"{name}.url {', '.join(source.url)}"))
         case RuleSource():
             return make_rule(source, WarnOnce(f"{name}.rule {source.rule}"))

@@ -10,7 +10,8 @@ Request: POST of JSON ``{"query": [prompt + response, ...], "prompts": [...], "l
 | refuses the connection, or drops it           | retry                                                           |
 | replies with another status than 2xx          | retry                                                           |
 | replies with what is not JSON, no list,       | retry                                                           |
-| another number of scores, or no numbers       |                                                                 |
+| another number of scores, no numbers, or more |                                                                 |
+| than MOST_BYTES                               |                                                                 |
 | returns NaN or an infinity for a response     | the response has that score; no retry                           |
 | returns null for a response, or, with level   | no score for that response; no retry                            |
 | token or step, a list of another length       |                                                                 |
@@ -43,9 +44,12 @@ from flexrlhf.config.secrets import expanded, expanded_url, masked
 from flexrlhf.rewards.base import CallFailed, Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
 from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
 from flexrlhf.rewards.replies import BadReply, read_reply
+from flexrlhf.text import bytes_text
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
+MOST_BYTES = 2**28
+"""Longest reply: scores of a batch, also one a token, take some megabytes."""
 
 
 class HttpService:
@@ -104,7 +108,7 @@ class HttpService:
         except TimeoutError:
             late = ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
             late = deadline.failure() if limit < self._source.deadline_seconds else late
-            further = f"; last {failures[-1].text}" if failures else f" from {', '.join(self._source.url)}"
+            further = f"; last {failures[-1].text}" if failures else ""
             return failed_reply(batch, replace(late, text=late.text + further))
 
     async def _request(
@@ -114,10 +118,10 @@ class HttpService:
         url = self._source.url[(turn + len(failures)) % len(self._source.url)]
         try:
             async with asyncio.timeout(self._source.timeout_seconds):
-                response = await client.post(
-                    expanded_url(url, "url"), content=content, headers={"Content-Type": "application/json"}
-                )
-            return read_reply(_scores(response), batch, self._source.level)
+                address, headers = expanded_url(url, "url"), {"Content-Type": "application/json"}
+                async with client.stream("POST", address, content=content, headers=headers) as response:
+                    reply = await _received(response)
+            return read_reply(_scores(reply), batch, self._source.level)
         except (httpx.HTTPError, OSError, BadReply) as error:
             failures.append(self._failure(url, error))
             raise CallFailed(failures[-1]) from None
@@ -149,25 +153,36 @@ class HttpService:
         return replace(failure, text=masked(failure.text, [*self._source.url, *self._source.headers.values()]))
 
     def _described(self, url: str, error: Exception) -> ScoreFailure:
+        # one is in the name of the source
+        where = f"{url}: " if len(self._source.url) > 1 else ""
         if isinstance(error, TimeoutError):
-            return ScoreFailure("timeout", f"{url}: no reply within {self._source.timeout_seconds:g} s")
+            return ScoreFailure("timeout", f"{where}no reply within {self._source.timeout_seconds:g} s")
         if isinstance(error, BadReply):
-            return ScoreFailure("reply", f"{url} {error}")
+            return ScoreFailure("reply", f"{where}{error}")
         if isinstance(error, httpx.HTTPStatusError):
-            return ScoreFailure("status", f"{url}: status {error.response.status_code}")
-        return ScoreFailure("connection", f"{url}: {type(error).__name__} {error}".rstrip())
+            return ScoreFailure("status", f"{where}status {error.response.status_code}")
+        return ScoreFailure("connection", f"{where}{type(error).__name__} {error}".rstrip())
 
 
-def _scores(response: httpx.Response) -> Any:
-    """Return the part of a reply that should be the scores. Raises HTTPStatusError or BadReply."""
+async def _received(response: httpx.Response) -> bytes:
+    """Return the content of a reply. Raises HTTPStatusError, or BadReply for one that is too long."""
     if not response.is_success:
         raise httpx.HTTPStatusError("", request=response.request, response=response)
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise BadReply(f"returned more than {bytes_text(MOST_BYTES)}")
+    return bytes(content)
+
+
+def _scores(reply: bytes) -> Any:
+    """Return the part of a reply that should be the scores. Raises BadReply."""
     try:
         # Python's own reader ends at its limit of recursion, in another kind of error
-        content = from_json(response.content)
+        content = from_json(reply)
     except ValueError:
-        # not response.text: the reply itself names the codec, which may be one that ends in any error
-        raise BadReply(f"returned {response.content[:60].decode(errors='replace')!r}, which is not JSON") from None
+        raise BadReply(f"returned {reply[:60].decode(errors='replace')!r}, which is not JSON") from None
     if not isinstance(content, dict):
         return content
     return content.get("rewards", content.get("scores", content))

@@ -11,6 +11,7 @@ import pytest
 from reward_server import Reply, Request, RewardServer, lengths, rewards
 
 from flexrlhf.config.reward_sources import ServiceSource
+from flexrlhf.rewards import services
 from flexrlhf.rewards.base import Sample, Score, ScoreFailure
 from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.rewards.scorer import Scorer
@@ -21,8 +22,9 @@ Behaviour = Callable[[Request], Reply]
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine's proxy would be http for the services of these tests."""
+    """A machine's proxy would be http for the services of these tests; and a small limit of a reply."""
     monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(services, "MOST_BYTES", 10**6)
     yield
 
 
@@ -37,7 +39,7 @@ def source(*urls: str, **settings: Any) -> ServiceSource:
 
 
 def service(*urls: str, **settings: Any) -> HttpService:
-    return HttpService(source(*urls, **settings), WarnOnce("reward.url"), first_pause=0.01)
+    return HttpService(source(*urls, **settings), WarnOnce(f"reward.url {', '.join(urls)}"), first_pause=0.01)
 
 
 def entries(behaviour: Behaviour, count: int = 2, **settings: Any) -> tuple[list[Score], list[Request]]:
@@ -125,6 +127,7 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     "deep": (Reply("[" * 200_000), "which is not JSON"),
     "odd codec": (Reply("<html>", header=("Content-Type", "text/html; charset=uu")), "returned '<html>', which is not"),
     "odd cookie": (Reply("no", status=500, header=("Set-Cookie", "\xff=1")), "status 500"),
+    "long": (Reply(" " * (10**6 + 1)), "returned more than 1 MB"),
     "no text": (Reply(b"\xff\xfe"), "which is not JSON"),
     "too few": (rewards([1]), "returned 1 scores for 2 responses"),
     "too many": (rewards([1, 2, 3]), "returned 3 scores for 2 responses"),
@@ -161,7 +164,7 @@ def test_a_fault_that_stays_costs_the_batch_and_is_reported_once(
             assert http.score(samples(6), Deadline.after(60)) == [None, None, 3, 4, None, None]
         assert len(server.requests) == 2 * (2 + 1 + 2)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"flexrlhf: reward.url: {server.url}") and words in line
+    assert line.startswith(f"flexrlhf: reward.url {server.url}: ") and words in line
 
 
 def test_nan_and_null_are_no_reason_for_a_retry() -> None:
@@ -192,7 +195,7 @@ def test_the_deadline_of_a_batch_ends_its_retries(capsys: pytest.CaptureFixture[
     assert found == [None, None]
     assert time.monotonic() - start < 10
     assert 2 <= len(requests) <= 10
-    assert "no scores within 2 s; last http" in capsys.readouterr().err
+    assert "no scores within 2 s; last status 500" in capsys.readouterr().err
 
 
 def test_the_deadline_of_a_step_names_the_last_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +204,8 @@ def test_the_deadline_of_a_step_names_the_last_failure(capsys: pytest.CaptureFix
         found = Scorer([source(server.url, retries=1000)], "reward", 3).score(samples(2))
     assert found.failed == 2
     line = capsys.readouterr().err
-    assert "not all scores within 3 s" in line and f"; last {server.url}: status 500; further ones" in line
+    assert line.startswith(f"flexrlhf: reward.url {server.url}: not all scores within 3 s")
+    assert "; last status 500; further ones" in line
 
 
 def test_batches_that_the_step_has_no_time_for_have_no_score(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +222,9 @@ def test_batches_that_the_step_has_no_time_for_have_no_score(capsys: pytest.Capt
         assert found.totals[:2] == [1, 2] and found.failed == 18
         assert len(server.requests) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("flexrlhf: reward.url: not all scores within 2 s, half of the run's timeout_seconds")
+    assert line.startswith(
+        f"flexrlhf: reward.url {server.url}: not all scores within 2 s, half of the run's timeout_seconds"
+    )
 
 
 def test_a_service_that_times_out_again_and_again_is_left_alone_for_the_step(
@@ -253,7 +259,7 @@ def test_the_scorer_calls_several_services(capsys: pytest.CaptureFixture[str]) -
         scorer.close()
     assert found.totals == pytest.approx([math.nan, -5, -5], nan_ok=True)
     assert found.failed == 1
-    assert "flexrlhf: cost.url: returned no score for a response" in capsys.readouterr().err
+    assert f"flexrlhf: cost.url {server.url}: returned no score for a response" in capsys.readouterr().err
 
 
 def test_each_kind_of_failure_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
