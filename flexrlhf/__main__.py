@@ -2,20 +2,35 @@
 them."""
 
 import os
-import signal
 import sys
 
 
 def main() -> None:
     """Run the command line. Until a command begins (``with_exit_codes``), Ctrl-C ends the process without a word."""
+    _leave_directory()
+    import signal
+
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # of `python -m`: a yaml.py in the current directory is no library
-    if sys.path and sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path:
-        del sys.path[0]
     from flexrlhf.cli import main as run
 
     run()
+
+
+def _leave_directory() -> None:
+    """Find no library in the current directory, where `python -m` does: a yaml.py there is none."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        # deleted; the command says so
+        return
+    if sys.flags.safe_path or sys.path[:1] not in ([""], [here]):
+        return
+    del sys.path[0]
+    if os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == here:
+        # a checkout that may not be installed: ranks and workers find it, too
+        sys.path.append(here)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), here)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ END_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
 """Constant of <sys/prctl.h>: the signal that this process gets when the thread that started it ends."""
 
+_SAFE_PATH = ("PYTHONSAFEPATH", "of a rank")
+"""Variable by which Python finds no module in the current directory, and its value in a rank."""
+
 
 class WorkerProcess(SpawnProcess):
     """A process that ends with all of its group."""
@@ -43,6 +46,14 @@ class WorkerContext(SpawnContext):
     Process = WorkerProcess
 
 
+def keep_children_safe() -> None:
+    """Let Python processes that this one starts find no module in the current directory: a threading.py there is none.
+
+    A worker's own children do again.
+    """
+    os.environ.setdefault(*_SAFE_PATH)
+
+
 def kill_group(leader: int) -> None:
     """End the rest of the group of worker ``leader``. One that died before ``begin`` leads none."""
     with suppress(ProcessLookupError, PermissionError):
@@ -55,6 +66,9 @@ def begin(parent: int) -> None:
     Elsewhere than on Linux: end within WATCH_SECONDS of the process, unless a function has the interpreter's lock.
     """
     keep_output()
+    if os.environ.get(_SAFE_PATH[0]) == _SAFE_PATH[1]:
+        # what a user's function starts finds its modules as elsewhere
+        del os.environ[_SAFE_PATH[0]]
     os.setsid()
     if not is_killed_with_parent():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()

@@ -155,7 +155,9 @@ assert open('written', 'w').fileno() > 2
 
 @pytest.mark.parametrize("streams", ["| head -1", "> /dev/full 2>&1", ">&- 2>&- <&-"])
 def test_output_that_cannot_be_written_ends_no_command(streams: str, tmp_path: Path) -> None:
-    commands = f"-m flexrlhf settings {streams}; code=${{PIPESTATUS[0]}}", f"-c {shlex.quote(CLOSED)} {streams}"
+    # a file of the current directory is no library
+    (tmp_path / "signal.py").write_text("raise SystemExit('executed')")
+    commands = f"-m flexrlhf settings {streams}; code=${{PIPESTATUS[0]}}", f"-P -c {shlex.quote(CLOSED)} {streams}"
     script = f"{sys.executable} {commands[0]}; {sys.executable} {commands[1]}; exit $((code + $?))"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "written").is_file()
@@ -173,6 +175,28 @@ def test_ctrl_c_in_the_first_second_ends_a_command_without_a_word(seconds: float
     _, words = process.communicate(timeout=60)
     # a shell has 130 for both; 0 if the plan was printed before
     assert process.returncode in (-signal.SIGINT, 130, 0) and words == ""
+
+
+def test_a_checkout_needs_no_installation(tmp_path: Path) -> None:
+    """A process that its command starts finds the same package."""
+    (tmp_path / "flexrlhf").mkdir()
+    child = "[sys.executable, '-P', '-m', 'flexrlhf.child']"
+    files = {
+        "__init__": "",
+        "child": "",
+        "cli": f"import subprocess, sys\ndef main():\n    subprocess.check_call({child})",
+    }
+    for name, text in {**files, "__main__": Path(flexrlhf.__file__).with_name("__main__.py").read_text()}.items():
+        (tmp_path / f"flexrlhf/{name}.py").write_text(text)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-m", "flexrlhf"], cwd=tmp_path, env=environment, check=True)
+
+
+def test_a_deleted_directory_is_one_sentence(tmp_path: Path) -> None:
+    script = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m flexrlhf settings"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    words = "the current directory does not exist any more; change to another one"
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (2, [f"flexrlhf: {words}"])
 
 
 def test_a_config_is_given_as_a_word_or_by_its_option(invoke: Invoke) -> None:

@@ -233,6 +233,24 @@ def test_loading_may_take_longer_than_a_call_and_is_not_waited_for_twice(
     assert time.monotonic() - start < 15
 
 
+def test_a_worker_loads_no_library_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "threading.py").write_text("raise SystemExit('executed')")
+    (tmp_path / "own.py").write_text("import os\ndef f(p, r):\n    return [float('PYTHONSAFEPATH' in os.environ)]\n")
+    code = (
+        "from flexrlhf.config.reward_sources import FunctionSource\n"
+        "from flexrlhf.rewards.base import Sample\n"
+        "from flexrlhf.rewards.processes import keep_children_safe\n"
+        "from flexrlhf.rewards.scorer import Scorer\n"
+        "if __name__ == '__main__':\n"
+        "    keep_children_safe()\n"
+        "    scorer = Scorer([FunctionSource(function='own.py:f')], 'reward', 60)\n"
+        "    print(scorer.score([Sample('', 'a', 1, {})]).totals)\n"
+        "    scorer.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[0.0]\n", "")
+
+
 def test_output_of_a_function_that_cannot_be_written_costs_no_score(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def f(p, r):\n    print('a' * 10**5)\n    return [1.0] * len(p)\n")
     stdout = os.dup(1)
