@@ -166,7 +166,7 @@ class PlacementMap(BaseModel):
     train_share: Exact | None = Field(
         None, description="share of the devices on the training side, with shadows; null: follows from the ratios"
     )
-    span_classes: bool = Field(False, description="whether a ratio may take devices of several classes")
+    span_classes: bool = Field(False, strict=True, description="whether a ratio may take devices of several classes")
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def test_a_wrong_value_is_refused_by_name_with_what_was_found(override: str, wor
             "models.actor.optimizer.betas.1: expected a number, found '0.95'",
         ),
         ("placement={actor: 1, ref: {ranks: [true]}}", "placement.ref.ranks.0: expected a whole number, found true"),
+        ("placement={actor: 1, span_classes: yes}", "placement.span_classes: expected true or false, found 'yes'"),
         ("algorithm.epochs=true", "algorithm.epochs: expected a whole number, found true"),
         ("algorithm.gamma=false", "algorithm.gamma: expected a number, found false"),
         ("sync.checksum=yes", "sync.checksum: expected true or false, found 'yes'"),
