@@ -17,7 +17,7 @@ from typing import Any
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
-from flexrlhf.errors import UserError, shown
+from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.weights.model_files import (
     SCALAR_HEAD,
     StoredTensor,
@@ -141,6 +141,12 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     config = model.init if model.init is not None else _config_file(role, base_model(role, model).path)
     if not config.get("model_type") or not isinstance(config["model_type"], str):
         raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(LLAMA_LIKE)}")
+    if model.init is not None and config["model_type"] in LLAMA_LIKE:
+        # the rest is for transformers, which takes the default of a size that it does not find
+        known = (*_DEFAULTS, "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
+        misspelt = next((key for key in config.keys() - {*known} if nearest(str(key), known)), None)
+        if misspelt is not None:
+            raise UserError(f"models.{role}.init: unknown key {misspelt!r}{nearest(str(misspelt), known)}")
     quantised = config.get("quantization_config") or config.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised

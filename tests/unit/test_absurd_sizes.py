@@ -70,6 +70,8 @@ def test_layers_beyond_any_model_are_refused() -> None:
         ({"num_attention_heads": 16}, "hidden_size 8 is no multiple of num_attention_heads 16"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 is no multiple of num_key_value_heads 3"),
         ({"num_attention_heads": 8}, "head_dim 1, or hidden_size over num_attention_heads: expected an even number"),
+        ({"num_hiden_layers": 2}, "init: unknown key 'num_hiden_layers' (did you mean 'num_hidden_layers'?)"),
+        ({"NUM-HIDDEN-LAYERS": 2}, "init: unknown key 'NUM-HIDDEN-LAYERS' (did you mean 'num_hidden_layers'?)"),
         ({"model_type": ["llama"]}, "the config has no model_type"),
     ],
 )
