@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.real.chat import converse
 from benchmarks.real.data_files import split_files
 from benchmarks.real.model import fetch_model
-from benchmarks.real.runs import Outcome, largest_difference, run_stage
+from benchmarks.real.runs import Outcome, equal_columns, largest_difference, run_stage
 from benchmarks.real.stages import STAGES, Stage
 from flexrlhf.errors import UserError
 
@@ -53,12 +53,21 @@ def prepare(data: Path, wheel: Path | None) -> None:
 
 def table(outcomes: list[tuple[Stage, tuple[Outcome, Outcome]]]) -> list[str]:
     """Return the lines of a Markdown table: a row for each run, metrics of the first and of the last step."""
-    lines = ["| run | placement | first step → last | seconds | largest difference |", "|---|---|---|---|---|"]
+    titles = (
+        "run",
+        "placement",
+        "first step → last",
+        "seconds",
+        "largest difference",
+        "equal columns of the first step",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for stage, (first, second) in outcomes:
         size, name = largest_difference(first, second)
-        for outcome, differs in ((first, ""), (second, f"{size:.1e} (`{name}`)")):
+        difference, equal = f"{size:.1e} (`{name}`)" if size else "0", equal_columns(first, second)
+        for outcome, compared in ((first, ("", "")), (second, (difference, equal))):
             seconds = sum(step["seconds"] for step in outcome.metrics)
-            cells = (outcome.name, f"`{outcome.placement}`", shown(stage, outcome), f"{seconds:.0f}", differs)
+            cells = (outcome.name, f"`{outcome.placement}`", shown(stage, outcome), f"{seconds:.0f}", *compared)
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.real.stages import Stage
+from flexrlhf.runs.recorded_columns import RecordedColumn, read_columns
 from flexrlhf.verify.deviations import IN_NATS, NOT_COMPARED
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "real"
@@ -28,12 +31,14 @@ class Outcome:
     placement:  as printed
     seconds:    of the whole command
     metrics:    of each step
+    columns:    of the first step, by name
     """
 
     name: str
     placement: str
     seconds: float
     metrics: Sequence[dict[str, Any]]
+    columns: Mapping[str, RecordedColumn]
 
 
 def run_stage(stage: Stage, work: Path) -> tuple[Outcome, Outcome]:
@@ -48,7 +53,8 @@ def run_stage(stage: Stage, work: Path) -> tuple[Outcome, Outcome]:
 def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome:
     """Run in the directory ``work``, to which the configs' paths are relative; ends as the command does."""
     shutil.rmtree(work / name, ignore_errors=True)
-    words = [word for change in (f"name={name}", *stage.changes, *changes) for word in ("--set", change)]
+    settings = (f"name={name}", "debug.record_columns=true", *stage.changes, *changes)
+    words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "flexrlhf", "run", str(CONFIGS / f"{stage.name}.yaml"), *words]
     begin = time.monotonic()
     code = subprocess.run(command, cwd=work).returncode
@@ -57,7 +63,19 @@ def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome
     seconds = time.monotonic() - begin
     lines = (work / name / "metrics.jsonl").read_text().splitlines()
     placement = changes[0].partition("=")[2] if changes else "every model on both ranks"
-    return Outcome(name, placement, seconds, [json.loads(line) for line in lines])
+    return Outcome(name, placement, seconds, [json.loads(line) for line in lines], read_columns(work / name, 0))
+
+
+def equal_columns(first: Outcome, second: Outcome) -> str:
+    """Return how many columns of the first step are equal in both runs to the last bit, and the names of others."""
+    both = sorted(first.columns.keys() & second.columns.keys())
+    others = [name for name in both if not _are_equal(first.columns[name], second.columns[name])]
+    return f"{len(both) - len(others)} of {len(both)}" + (f", not {', '.join(others)}" if others else "")
+
+
+def _are_equal(one: RecordedColumn, two: RecordedColumn) -> bool:
+    rows = sorted(one.values)
+    return rows == sorted(two.values) and torch.equal(one.of_rows(rows), two.of_rows(rows))
 
 
 def largest_difference(first: Outcome, second: Outcome) -> tuple[float, str]:

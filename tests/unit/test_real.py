@@ -9,6 +9,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import torch
 
 from benchmarks.real.__main__ import table
 from benchmarks.real.data_files import FILES, split_files
@@ -21,6 +22,7 @@ from flexrlhf.data.files import read_rows
 from flexrlhf.errors import UserError
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.recorded_columns import RecordedColumn
 
 
 @pytest.fixture
@@ -64,8 +66,10 @@ def test_a_wheel_without_the_model_is_refused_and_leaves_nothing(
 
 
 def test_differences_are_relative_to_the_size_of_a_metric() -> None:
-    first = Outcome("a", "[1]", 1.0, [{"step": 0, "seconds": 3.0, "nll": 3.0, "kl": 0.0}, {"nll": 4.0, "kl": 0.1}])
-    second = Outcome("b", "[0.5]", 1.0, [{"step": 0, "seconds": 9.0, "nll": 3.0, "kl": 0.0}, {"nll": 4.5, "kl": 0.2}])
+    first = Outcome("a", "[1]", 1.0, [{"step": 0, "seconds": 3.0, "nll": 3.0, "kl": 0.0}, {"nll": 4.0, "kl": 0.1}], {})
+    second = Outcome(
+        "b", "[0.5]", 1.0, [{"step": 0, "seconds": 9.0, "nll": 3.0, "kl": 0.0}, {"nll": 4.5, "kl": 0.2}], {}
+    )
     size, name = largest_difference(first, second)
     assert (name, size) == ("nll", pytest.approx(0.5 / 12.5**0.5))
 
@@ -73,10 +77,17 @@ def test_differences_are_relative_to_the_size_of_a_metric() -> None:
 def test_the_table_has_both_placements_of_a_run() -> None:
     stage = next(stage for stage in STAGES if stage.name == "sft")
     steps = [{"nll": 2.0, "seconds": 1.0}, {"nll": 1.5, "eval_nll": 1.75, "seconds": 2.0}]
-    outcomes = Outcome("sft", "[1]", 9.0, steps), Outcome("sft-other", "[0.5]", 9.0, steps)
+    columns = [
+        {
+            name: RecordedColumn("scores", {row: torch.tensor([row, value]) for row in rows})
+            for name, value in (("scores", 1.0), ("values", other))
+        }
+        for rows, other in (((0, 1), 2.0), ((1, 0), 2.5))
+    ]
+    outcomes = Outcome("sft", "[1]", 9.0, steps, columns[0]), Outcome("sft-other", "[0.5]", 9.0, steps, columns[1])
     *_, first, second = table([(stage, outcomes)])
-    assert first == "| sft | `[1]` | NLL 2 → 1.5, evaluation 1.75 | 3 |  |"
-    assert second.endswith("| 3 | 0.0e+00 (`nll`) |")
+    assert first == "| sft | `[1]` | NLL 2 → 1.5, evaluation 1.75 | 3 |  |  |"
+    assert second.endswith("| 3 | 0 | 1 of 2, not values |")
 
 
 def plan_of(stage: Stage, *changes: str) -> Plan:
