@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -42,7 +42,9 @@ from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED
 from flexrlhf.text import bytes_text
 
 TRIES = 30
-"""Changes, searches and plans of a refusal: half a minute's work at most on a node, the same on every machine."""
+"""Changes, searches and plans of a refusal: work of about half a minute, the same on every machine."""
+PLANNED_DEVICES = 200
+"""Devices whose plan counts as one try more."""
 SPACE_SECONDS = 2.0
 """Seconds that the search of one space may take, where any plan that fits will do."""
 GAP = 0.5
@@ -54,9 +56,10 @@ CHECKED = 3
 def last_resort(base: Space, tries: Iterator[int] | None = None) -> Candidate | None:
     """Return a placement with a plan that fits; None if no search finds any.
 
-    ``tries``: an item for each search and each plan; None: without end.
+    ``tries``: an item for each search, and one or several for each plan; None: without end.
     """
     strategy, tries = base.spec.schedule.strategy, count() if tries is None else tries
+    cost = 1 + len(base.cluster.devices) // PLANNED_DEVICES
     for label, space in last_spaces(base):
         if not _each_fits(space):
             continue
@@ -70,7 +73,7 @@ def last_resort(base: Space, tries: Iterator[int] | None = None) -> Candidate | 
             for item in result.best[:CHECKED]:
                 found = Candidate("search", f"{label}, {name}", variant, item.assignment)
                 is_one = is_allowed(item.seconds) and strategy in (None, found.strategy)
-                if is_one and next(tries, None) is not None and isinstance(check(found), FeasibleCandidate):
+                if is_one and [*islice(tries, cost)] and isinstance(check(found), FeasibleCandidate):
                     return found
     return None
 
