@@ -17,7 +17,8 @@ from flexrlhf.errors import nearest
 class StrictModel(BaseModel):
     """One mapping of the YAML, as a frozen pydantic model that refuses unknown keys and names the nearest valid one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # NaN in a free mapping, such as init, is written as what it is, not as null
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
     @model_validator(mode="before")
     @classmethod

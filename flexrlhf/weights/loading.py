@@ -31,7 +31,7 @@ def one_sentence_errors(key: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
         raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
-    except (RuntimeError, StrictDataclassError, SafetensorError) as error:
+    except (RuntimeError, AssertionError, StrictDataclassError, SafetensorError) as error:
         raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
 
 

@@ -130,6 +130,11 @@ BAD = [
         ("models.actor: transformers has no hidden_act 'sillu'", "'silu'"),
     ),
     (
+        "padding",
+        ("--set", "models.actor.init.pad_token_id=9223372036854775808"),
+        ("models.actor: transformers cannot load it", "Padding_idx"),
+    ),
+    (
         "activation of another family",
         ("--set", "models.ref.init={model_type: gpt2, n_embd: 8, n_layer: 1, n_head: 2, activation_function: x}"),
         ("models.ref: transformers has no activation_function 'x'",),

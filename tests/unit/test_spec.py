@@ -563,6 +563,10 @@ def test_a_date_is_a_text() -> None:
     assert read_yaml(write_yaml(["2026-01-31"])) == ["2026-01-31"]
 
 
+def test_nan_in_a_config_is_written_as_it_is() -> None:
+    assert "x: .nan" in dump_spec(spec_of(None, 2, "models.actor.init.x=.nan"))
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("010", 10), ("1:30", "1:30"), ("0x1F", 31), ("0o17", 15), ("-3", -3), ("=", "=")]
 )
