@@ -21,6 +21,13 @@ LEAST_PART = 4
 """Letters of a name that may be a part of another."""
 
 
+_EXHAUSTED = (
+    *("DefaultCPUAllocator", "out of memory", "Cannot allocate memory"),
+    *("failed to map segment", "can't start new thread"),
+)
+"""Parts of messages about exhausted memory: of torch, the system, its loader of libraries, Python."""
+
+
 class UserError(ValueError):
     """Problem of a setting, a file or a data row, which the user can fix."""
 
@@ -49,6 +56,11 @@ class Interrupted(RuntimeError):
 
 class Preempted(RuntimeError):
     """End of a job by a request to save and end; the message names what goes on with it."""
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Return whether an error is exhausted memory, which libraries report by many classes."""
+    return isinstance(error, MemoryError) or any(part in str(error) for part in _EXHAUSTED)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

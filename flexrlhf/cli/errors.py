@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import plain_problem
 from flexrlhf.config.user_paths import in_home
-from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, one_line
+from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, is_exhaustion, one_line
 
 EXIT_CODES: dict[type[Exception], int] = {
     UserError: 2,
@@ -92,13 +92,23 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
             raise typer.Exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_CODES[Interrupted]) from None
-        except OSError as error:
-            if error.filename is None:
+        except (OSError, MemoryError, ImportError, RuntimeError) as error:
+            sentence = _system_sentence(error)
+            if not sentence:
                 raise
-            print_error(f"{error.filename}: {error.strerror}")
+            print_error(sentence)
             raise typer.Exit(2) from None
 
     return call
+
+
+def _system_sentence(error: Exception) -> str:
+    """Return a sentence about a file, or about exhausted memory; empty for an error of ours."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and "temporary directory" in str(error.strerror):
+        return f"{error.strerror}; make room in one, or set TMPDIR to another"
+    return f"memory is exhausted ({str(error) or 'MemoryError'})" if is_exhaustion(error) else ""
 
 
 def _in_home(value: Any) -> Any:

@@ -56,8 +56,10 @@ def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Outp
         # to read models and data takes the libraries of a rank, which load for seconds
         from flexrlhf.plan.input_checks import check_inputs
 
-        check_inputs(plans)
-        print_data_lines(inspect_data(plans))
+        with working("reading models and data"):
+            check_inputs(plans)
+            found = inspect_data(plans)
+        print_data_lines(found)
         print_absent_data(plans)
     if html is not None:
         _write_page(plans, html)
@@ -108,7 +110,8 @@ def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
         return [f"{plan.spec.name}: {error}"]
     for source in data_sources(plan):
         try:
-            found = inspect_source(plan, source, tokenizer)
+            with working(f"reading {source.path}"):
+                found = inspect_source(plan, source, tokenizer)
             typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
             check_inspection(source, found)
         except UserError as error:

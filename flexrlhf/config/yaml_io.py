@@ -8,6 +8,7 @@ A key that a mapping has twice is refused, where PyYAML would take the last one.
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import yaml
@@ -21,6 +22,8 @@ _FLOAT = re.compile(
 _INT = re.compile(r"^([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
+MAX_CHARACTERS = 2_000_000
+"""Longest document, which is read in some seconds."""
 MAX_VALUES = 100_000
 """Most values of a document; few lines of anchors may stand for billions."""
 LARGEST_BITS = 1000
@@ -69,6 +72,8 @@ for _kind in (_Loader, _Dumper):
 
 def read_yaml(text: str) -> Any:
     """Return the data of one document. Raises yaml.YAMLError."""
+    if len(text) > MAX_CHARACTERS:
+        raise yaml.YAMLError(f"it has {len(text)} characters, more than the {MAX_CHARACTERS} that any config needs")
     try:
         data = yaml.load(text, _Loader)  # noqa: S506 (derives from SafeLoader)
         if _num_values(data, {}) > MAX_VALUES:
@@ -113,6 +118,9 @@ def explain(error: yaml.YAMLError) -> str:
         mark = error.problem_mark
         problem = f"{error.context}, {error.problem}" if str(error.problem).startswith("but ") else error.problem
         return f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    if isinstance(error, yaml.reader.ReaderError) and 0xDC80 <= error.character <= 0xDCFF:
+        encoding = sys.getfilesystemencoding()
+        return f"its character {error.position + 1} is none in the locale's encoding, {encoding}; set PYTHONUTF8=1"
     if isinstance(error, yaml.reader.ReaderError):
         return f"{error.reason} (#x{error.character:02x}, character {error.position + 1})"
     return " ".join(str(error).split())

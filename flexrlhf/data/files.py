@@ -16,7 +16,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.hub import HubName, cached_snapshot, download_snapshot, hub_name
 from flexrlhf.data.reasoning_tasks import is_installed, is_task, read_task
 from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.text import bytes_text
 
 Row = dict[str, Any]
 
@@ -32,6 +33,8 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 """Endings of the files that are read."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files of which ``save_to_disk`` of datasets writes one."""
+ROW_BYTES = 2**26
+"""Most bytes of a row that are always read; a row of twice as many is refused."""
 SPLIT = "train"
 """Split that is read where none is named."""
 
@@ -98,12 +101,21 @@ def json_type(value: object) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.name.endswith(".gz") else data).decode("utf-8-sig")
+        return b"".join(_parts(path)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: byte {error.start + 1} is no UTF-8; write the file in UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}") from None
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file in parts. Raises UserError for one of rows with a part that ends no row."""
+    is_zipped, has_rows = path.name.endswith(".gz"), path.name.endswith((".jsonl", ".jsonl.gz"))
+    with gzip.open(path) if is_zipped else path.open("rb") as file:
+        while part := file.read(ROW_BYTES):
+            if has_rows and len(part) == ROW_BYTES and b"\n" not in part:
+                raise UserError(f"cannot read {path}: a row of it has more than {bytes_text(ROW_BYTES)}")
+            yield part
 
 
 def _parse(path: Path, text: str) -> list[Any]:

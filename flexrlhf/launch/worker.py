@@ -43,7 +43,7 @@ from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
 from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, writing_to
 from flexrlhf.runs.run_files import RunFiles, open_run_files
 from flexrlhf.trainer.flight_record import FlightRecord
-from flexrlhf.trainer.memory_meter import MemoryMeter
+from flexrlhf.trainer.memory_meter import MemoryMeter, naming_exhaustion
 from flexrlhf.trainer.rank_context import open_rank
 from flexrlhf.trainer.restoration import choose_start
 from flexrlhf.trainer.stop_requests import StopRequests
@@ -70,6 +70,7 @@ def work(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     timeout_seconds = max(order.spec.timeout_seconds for order in orders)
     with (
+        naming_exhaustion("outside the steps"),
         open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world,
         RankWatch(world, timeout_seconds, stop_file) as watch,
         ExitStack() as stack,

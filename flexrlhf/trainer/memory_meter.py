@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from flexrlhf.errors import RunStopped
+from flexrlhf.errors import RunStopped, is_exhaustion
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.strategies.instructions import Offload, Reload
 from flexrlhf.trainer.execution import Execution, Observer
@@ -94,11 +94,10 @@ def naming_exhaustion(where: str) -> Iterator[None]:
     """Raise RunStopped if memory is exhausted inside. ``where``: what was being done, for the sentence."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        # torch has a class of its own for GPUs alone
-        text = str(error).partition("\n")[0]
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in text:
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_exhaustion(error):
             raise
+        text = str(error).partition("\n")[0]
         raise RunStopped(
             f"{where}: memory is exhausted ({text or 'MemoryError'}); use fewer micro_batch_tokens or generate_tokens, "
             f"or what flexrlhf plan lists as freeing memory"

@@ -13,7 +13,7 @@ from typing import Any
 
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import UserError, is_exhaustion, nearest
 from flexrlhf.weights.model_files import base_model, has_adapters
 from flexrlhf.weights.shapes import read_config
 
@@ -32,6 +32,8 @@ def one_sentence_errors(key: str) -> Iterator[None]:
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
         raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
     except (RuntimeError, AssertionError, StrictDataclassError, SafetensorError) as error:
+        if is_exhaustion(error):
+            raise
         raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
 
 

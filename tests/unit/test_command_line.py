@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from click.testing import Result
 from small_runs import PPO, TINY
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 import flexrlhf
 from flexrlhf.cli import app
 from flexrlhf.cli.app import COMMANDS
+from flexrlhf.cli.errors import with_exit_codes
 from flexrlhf.cli.options import RunOptions
 from flexrlhf.config import spec_file
 from flexrlhf.config.setting_list import keys_from, setting_sections
@@ -190,6 +192,30 @@ def test_a_checkout_needs_no_installation(tmp_path: Path) -> None:
         (tmp_path / f"flexrlhf/{name}.py").write_text(text)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, "-m", "flexrlhf"], cwd=tmp_path, env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "memory is exhausted (MemoryError)"),
+        (ImportError("x.so: failed to map segment"), "memory is exhausted (x.so: failed to map segment)"),
+        (RuntimeError("can't start new thread"), "memory is exhausted (can't start new thread)"),
+        (
+            FileNotFoundError(2, "No usable temporary directory found"),
+            "found; make room in one, or set TMPDIR",
+        ),
+    ],
+)
+def test_exhausted_memory_and_disks_are_one_sentence(
+    error: Exception, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit):
+        with_exit_codes(command)()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("flexrlhf: ") and words in line
 
 
 def test_a_deleted_directory_is_one_sentence(tmp_path: Path) -> None:

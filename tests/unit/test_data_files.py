@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from flexrlhf.data import files
 from flexrlhf.data.files import is_present, read_rows
 from flexrlhf.data.forms import needed_text
 from flexrlhf.errors import UserError
@@ -146,6 +148,20 @@ def test_names_that_look_like_files_or_folders_are_paths(tmp_path: Path, monkeyp
 def test_unreadable_tables(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
     (tmp_path / name).write_bytes(content)
     assert expected in error_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_row_has_a_bound(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "ROW_BYTES", 100)
+    rows = [{"prompt": "a" * 80}] * 3
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    assert read_rows(path) == rows
+    text = json.dumps({"prompt": "a" * 300})
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    with pytest.raises(UserError, match=f"cannot read {path}: a row of it has more than 100 B"):
+        read_rows(path)
 
 
 def test_damaged_directories(tmp_path: Path) -> None:

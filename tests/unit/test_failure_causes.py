@@ -31,6 +31,7 @@ from flexrlhf.runs.flight_log import (
 )
 from flexrlhf.timeline import Span, read_trace
 from flexrlhf.trainer.memory_meter import naming_exhaustion
+from flexrlhf.weights.loading import one_sentence_errors
 
 MODELS = {0: "actor", 1: "reward", 2: "critic"}
 
@@ -290,6 +291,9 @@ def test_an_error_of_a_rank_is_one_line(
 def test_exhausted_memory_is_named_with_what_was_being_done(exhaust: Callable[[], object]) -> None:
     words = r"^step 3, run train_actor: memory is exhausted \(.*micro_batch_tokens"
     with pytest.raises(RunStopped, match=words), naming_exhaustion("step 3, run train_actor"):
+        exhaust()
+    # not a model that transformers refuses
+    with pytest.raises((MemoryError, RuntimeError)), one_sentence_errors("models.actor"):
         exhaust()
     with pytest.raises(RuntimeError, match="shapes"), naming_exhaustion("step 3"):
         torch.ones(2, 3) @ torch.ones(2, 3)
