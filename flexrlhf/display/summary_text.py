@@ -92,13 +92,20 @@ def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
         return
     column = (width - 7) // 2
     yield f"  samples{'' if are_same else ', of different prompts'}"
-    yield _side_by_side([f"{sample['rows']}, step {sample['step'] + 1}" for sample in pairs[0]], column)
+    yield _side_by_side([_title(sample) for sample in pairs[0]], column)
     for pair in pairs:
         if are_same:
             yield from (f"  {line}" for line in _wrapped_prompt(pair[0], width - 2))
         else:
             yield from _columns([_wrapped_prompt(sample, column) for sample in pair], column)
         yield from _columns([_wrapped_response(sample, column) for sample in pair], column)
+
+
+def _title(sample: Sample) -> str:
+    """Return the rows of a sample, and the step that the progress showed."""
+    is_first = sample["rows"] == "evaluation" and sample.get("weights_version") == 0
+    when = "before training" if is_first else f"step {sample['step'] + 1}"
+    return f"{sample['rows']}, {when}"
 
 
 def _columns(texts: Sequence[Sequence[str]], column: int) -> Iterator[str]:

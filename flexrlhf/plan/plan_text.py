@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +61,11 @@ def format_short_plan(plan: Plan, width: int) -> str:
     size = plan.device_bytes(memory.rank)
     room = "" if size is None else f"; it has {bytes_text(size)}"
     rows = [(ranks_text(ranks), ", ".join(names)) for ranks, names in by_ranks.items()]
-    steps = (each for each in plan.schedule.instructions if not isinstance(each, Move))
+    steps = (
+        each
+        for each in plan.schedule.instructions
+        if not (isinstance(each, Move) or (isinstance(each, Sync | Eval) and each.at_start))
+    )
     labels = Counter(each.label if isinstance(each, Run) else f"{each.kind} {each.label}" for each in steps)
     step = [f"{label}{f' x {count}' * (count > 1)}" for label, count in labels.items()]
     rows += [
@@ -300,12 +305,12 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
             notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction, batch))]
         case Sync():
             way = "in place" if instruction.is_in_place else "point_to_point"
-            notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction.every)]
+            notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction)]
             notes += ["in the background"] * instruction.overlaps
         case Run() if instruction.operator.every > 1:
             notes = [_turns(instruction.operator, plan.spec.steps)]
         case Eval() | Save() | Checkpoint():
-            notes = ["after the last step" if instruction.every >= plan.spec.steps else _period(instruction.every)]
+            notes = [_period(instruction, plan.spec.steps)]
     chunk = instruction.chunk
     if chunk is not None:
         notes.append(f"chunk {chunk}")
@@ -318,11 +323,16 @@ def _turns(operator: Operator, steps: int) -> str:
     """Return the steps in which an operator with a period runs."""
     first = [str(step) for step in dict.fromkeys((0, operator.also)) if step < steps]
     shown = f"at step {' and '.join(first)}"
-    return shown if operator.every >= steps else f"{shown}, {_period(operator.every)}"
+    return shown if operator.every >= steps else f"{shown}, every {operator.every} steps"
 
 
-def _period(every: int) -> str:
-    return "every step" if every == 1 else f"every {every} steps"
+def _period(instruction: Sync | Eval | Save | Checkpoint, steps: float = math.inf) -> str:
+    """Return when an instruction is due in a run of ``steps`` steps."""
+    if instruction.at_start:
+        return "before the first step"
+    if instruction.every >= steps:
+        return "after the last step"
+    return "every step" if instruction.every == 1 else f"every {instruction.every} steps"
 
 
 def run_title(plan: Plan, device: str) -> str:

@@ -72,10 +72,14 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class _Periodic(Instruction):
-    """An instruction that is due after every ``every`` batches and, with ``at_end``, after the last one."""
+    """An instruction that is due after every ``every`` batches and, with ``at_end``, after the last one.
+
+    at_start:  it is due in the first step instead, and only there.
+    """
 
     every: int = 1
     at_end: bool = False
+    at_start: bool = False
 
     @property
     def period(self) -> int:
@@ -83,9 +87,11 @@ class _Periodic(Instruction):
 
     @property
     def is_rare(self) -> bool:
-        return self.at_end
+        return self.at_end or self.at_start
 
     def due(self, step: int, steps: int) -> bool:
+        if self.at_start:
+            return step == 0
         last = self.at_end and step == steps - 1
         return 0 <= step < steps and ((step + 1) % self.every == 0 or last)
 

@@ -69,7 +69,9 @@ def resident_models(instruction: Instruction, placed: Iterable[ModelName]) -> tu
 
 def _is_rare(instruction: Instruction) -> bool:
     """Whether most steps skip it; a model that is evicted for it comes back right after it."""
-    return isinstance(instruction, Eval | Save) or (isinstance(instruction, Sync) and instruction.every > 1)
+    return isinstance(instruction, Eval | Save) or (
+        isinstance(instruction, Sync) and (instruction.every > 1 or instruction.at_start)
+    )
 
 
 def _generates(instruction: Instruction, name: ModelName) -> bool:
@@ -243,5 +245,6 @@ def _merged(neighbour: Instruction | None, changes: Iterable[tuple[int, list[Cha
     # memory is freed first
     made.sort(key=lambda item: isinstance(item, Reload))
     if isinstance(neighbour, Eval | Save | Sync) and _is_rare(neighbour):
-        made = [replace(i, rare=True, every=neighbour.every, at_end=neighbour.at_end, lag=neighbour.lag) for i in made]
+        due = {name: getattr(neighbour, name) for name in ("every", "at_end", "at_start", "lag")}
+        made = [replace(i, rare=True, **due) for i in made]
     return list(made)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
+from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape, common_range
@@ -251,15 +252,25 @@ def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, l
     out: list[Instruction] = []
     if spec.eval is not None and graph.evaluation:
         every = spec.eval.every or spec.steps
-        # a batch has as many prompts as a step
-        samples = spec.eval.num_samples(shape.samples_per_prompt)
-        batch = BatchShape(shape.num_prompts, samples, num_blocks=shape.num_blocks)
-        inner = evaluation_of(graph, placement, batch)
-        ranks = tuple(sorted({rank for each in inner for rank in each.ranks}))
-        out.append(Eval(ranks=ranks, lag=lag, every=every, at_end=True, instructions=inner, batch=batch))
+        out.append(replace(_evaluation(graph, placement, shape, spec.eval), lag=lag, every=every, at_end=True))
         if spec.save.best is not None:
             out += [replace(save, best=spec.save.best) for save in _saves(graph, placement, lag, every)]
     return out + _saves(graph, placement, lag, spec.save.every or spec.steps)
+
+
+def opening(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
+    """Return the Eval of the models that a run starts from, if it is set."""
+    if spec.eval is None or not spec.eval.before or not graph.evaluation:
+        return []
+    return [replace(_evaluation(graph, placement, shape, spec.eval), at_start=True)]
+
+
+def _evaluation(graph: Graph, placement: Placement, shape: BatchShape, settings: EvalSpec) -> Eval:
+    # a batch has as many prompts as a step
+    samples = settings.num_samples(shape.samples_per_prompt)
+    batch = BatchShape(shape.num_prompts, samples, num_blocks=shape.num_blocks)
+    inner = evaluation_of(graph, placement, batch)
+    return Eval(ranks=tuple(sorted({rank for each in inner for rank in each.ranks})), instructions=inner, batch=batch)
 
 
 def evaluation_of(graph: Graph, placement: Placement, batch: BatchShape) -> tuple[Run | Move, ...]:

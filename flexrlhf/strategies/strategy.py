@@ -19,7 +19,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
 from flexrlhf.strategies.instructions import Instruction
-from flexrlhf.strategies.schedule import Builder, closing, make_tasks
+from flexrlhf.strategies.schedule import Builder, closing, make_tasks, opening
 from flexrlhf.strategies.syncs import with_refills, with_syncs
 
 COLOCATED, INTERLEAVING, DISAGGREGATED = "co-located", "interleaving", "disaggregated"
@@ -29,7 +29,8 @@ def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -
     """Return the instructions of one step without a lag, every operator in its tick."""
     instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
     end = closing(graph, placement, shape, spec, lag=0)
-    return with_refills(with_syncs(instructions, placement, spec, lag=0, end=end), placement)
+    whole = with_syncs(instructions, placement, spec, lag=0, end=end)
+    return with_refills([*opening(graph, placement, shape, spec), *whole], placement)
 
 
 def with_shadows(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
@@ -44,7 +45,8 @@ def with_shadows(graph: Graph, placement: Placement, shape: BatchShape, spec: Sp
     builder.lag = 1
     # before the syncs, which would delay them
     instructions = [*newest, *builder.emit(training), *rows]
-    return with_syncs(instructions, placement, spec, lag=1, end=closing(graph, placement, shape, spec, lag=1))
+    whole = with_syncs(instructions, placement, spec, lag=1, end=closing(graph, placement, shape, spec, lag=1))
+    return [*opening(graph, placement, shape, spec), *whole]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ neither on the device nor in host memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.placement.cluster import make_cluster
@@ -86,17 +87,18 @@ def _uses(instructions: Sequence[Instruction], copy: PlacedModel) -> Iterator[tu
 
 def _around(first: Instruction, source: PlacedModel, copy: PlacedModel) -> tuple[Sync, list[Release]]:
     """Return the Sync before ``first``, the first instruction that uses ``copy``, and the Release after the last."""
-    every, at_end = (first.every, first.at_end) if isinstance(first, Eval) else (1, False)
+    due: dict[str, Any] = (
+        {"every": first.every, "at_end": first.at_end, "at_start": first.at_start} if isinstance(first, Eval) else {}
+    )
     sync = Sync(
         ranks=tuple(sorted({*source.ranks, *copy.ranks})),
-        every=every,
-        at_end=at_end,
+        **due,
         source=source.name,
         destination=copy.name,
         is_in_place=is_in_place(source, copy),
         gathers=adapter_gathers(source, copy),
         refills=copy.is_transient,
-        after_training=isinstance(first, Eval),
+        after_training=isinstance(first, Eval) and not first.at_start,
     )
-    release = Release(ranks=copy.ranks, every=every, at_end=at_end, model=copy.name)
+    release = Release(ranks=copy.ranks, **due, model=copy.name)
     return sync, [release] if copy.is_transient else []

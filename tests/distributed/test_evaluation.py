@@ -39,6 +39,15 @@ RUNS: Mapping[str, Raw] = {
     # ends with the best model of the others
     "shorter": {"steps": BEST_STEP + 1},
 }
+STILL = {role: {"optimizer": {"learning_rate": 0.0}} for role in ("actor", "critic")}
+BEFORE: Raw = {"steps": 2, "eval": {"every": 2, "before": True}, "save": {}}
+FROM_THE_START: Mapping[str, Raw] = {
+    "still": {"steps": 1, "models": STILL},
+    "before": BEFORE,
+    "before-lag": {**BEFORE, "placement": [0.5] * 6, "schedule": {"lag": 1}, "sync": {"every": 2}},
+    "before-hybrid": {**BEFORE, "rollout": {"engine": "torch"}},
+}
+"""The first has the weights of the start in its only evaluation."""
 
 
 class Run:
@@ -99,14 +108,15 @@ def spec_of(assets: Assets, name: str, changes: Raw) -> Spec:
         "runs": str(assets.directory / "evaluated"),
         "timeout_seconds": 60,
     }
-    return parse_spec({**raw, **{key: value for key, value in changes.items() if key != "models"}})
+    further = {key: value for key, value in changes.items() if key != "models"}
+    return parse_spec({**raw, **further, "eval": raw["eval"] | changes.get("eval", {})})
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """All of them, in one launch of two ranks."""
     assets = make_assets(tmp_path_factory.mktemp("evaluation"))
-    specs = {name: spec_of(assets, name, changes) for name, changes in RUNS.items()}
+    specs = {name: spec_of(assets, name, changes) for name, changes in (RUNS | FROM_THE_START).items()}
     plans = [make_plan(spec) for spec in specs.values()]
     for plan in plans:
         prepare_directory(plan, "", continues=False).close()
@@ -166,7 +176,7 @@ def test_the_best_model_is_that_of_the_best_evaluation(runs: dict[str, Run], nam
 def test_samples_show_their_scores(runs: dict[str, Run]) -> None:
     """Four of all rows of the evaluation set, evenly spaced, the same ones under every placement."""
     shown = (0, NUM_EVALUATION_ROWS, 2 * NUM_EVALUATION_ROWS, 3 * NUM_EVALUATION_ROWS)
-    for name, run in runs.items():
+    for name, run in ((name, runs[name]) for name in RUNS):
         samples = [each for each in read_lines(run.directory / "samples.jsonl") if each["rows"] == "evaluation"]
         for step in range(len(run.metrics)):
             scores = run.column(step, "scores", "scores")
@@ -177,6 +187,20 @@ def test_samples_show_their_scores(runs: dict[str, Run]) -> None:
         for path in (runs[name].directory / "samples.jsonl" for name in RUNS if name != "shorter")
     ]
     assert all(each == texts[0] for each in texts[1:])
+
+
+@pytest.mark.parametrize("name", [name for name in FROM_THE_START if name != "still"])
+def test_an_evaluation_before_training_is_of_the_first_weights(runs: dict[str, Run], name: str) -> None:
+    """Under a lag and with copies that are filled for it, too; the next one is after the last step."""
+    first, last = runs[name].metrics
+    assert first == pytest.approx(runs["still"].metrics[0], abs=1e-6)
+    assert last.keys() == first.keys() and last["eval_reward_mean"] != pytest.approx(first["eval_reward_mean"])
+    samples = [
+        [each for each in read_lines(run.directory / "samples.jsonl") if each["rows"] == "evaluation"]
+        for run in (runs[name], runs["still"])
+    ]
+    assert {each["step"] for each in samples[0]} == {0, 1}
+    assert [each["response"] for each in samples[0] if each["step"] == 0] == [each["response"] for each in samples[1]]
 
 
 def test_only_the_whole_models_are_left(runs: dict[str, Run]) -> None:

@@ -544,6 +544,7 @@ class EvaluationRank(Rank):
         self._offloaded = rank._offloaded
         self._above = rank._at
         self._batches = range(0)
+        self._use = "first eval" if instruction.at_start else "eval"
 
     def walk(self, position: Position, step: int, instruction: Eval) -> None:
         for place, inner, batches in walk_evaluation(instruction, self._shape, self.number):
@@ -556,7 +557,7 @@ class EvaluationRank(Rank):
 
     def _run(self, position: Position, step: int, run: Run) -> None:
         super()._run(position, step, run)
-        self._look("eval", step, run, self._weights(run.model))
+        self._look(self._use, step, run, self._weights(run.model))
 
     def _begin(self, step: int, run: Run) -> None:
         """The trained copy generates responses batch by batch."""

@@ -109,6 +109,7 @@ def make_spec(rng: Random) -> Raw:
         spec["schedule"]["strategy"] = strategy
     if chance(rng, 0.3):
         spec["eval"] = {"path": "evaluation.jsonl", "every": rng.choice((None, 1, 2))}
+        spec["eval"]["before"] = spec["eval"]["every"] != 1 and chance(Random(repr(spec)), 0.8)
         if name == "ppo":
             spec["eval"]["samples_per_prompt"] = rng.choice((None, 1, 2, 3))
             spec["save"]["best"] = rng.choice((None, "eval_reward_mean"))
@@ -421,6 +422,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "adapters of a rollout engine": [_rollout_adapters(plan)],
         "begun ahead": ["some" if any(map(plan.ahead, _runs(plan))) else "none"],
         "evaluation": [_evaluation(plan)],
+        "evaluation before training": [str(spec.eval is not None and spec.eval.before)],
         "saves": ["several ranks" if len(x.ranks) > 1 else "one rank" for x in _saves(plan)],
     }
 

@@ -129,6 +129,8 @@ class _Run:
         self._versions = {role: [initial_weights(role)] for role in self._graph.roles}
 
     def play(self) -> Reference:
+        if self._spec.eval is not None and self._spec.eval.before:
+            self._evaluate(0)
         for step in range(self._spec.steps):
             for operator in self._graph.operators:
                 if operator.kind == "train":

@@ -107,7 +107,7 @@ def check_result(plan: Plan, traces: dict[int, Trace]) -> None:
     for rank, trace in traces.items():
         for use, model, step, weights in trace.looks:
             versions = expected.versions[plan.placement[model].role]
-            trained = step if use == "parity" else step + 1
+            trained = step if use in ("parity", "first eval") else step + 1
             assert weights == versions[trained], f"rank {rank}, step {step}: {use} reads other weights of {model}"
         holds_actor = any(model.name == "actor" for model in plan.placement.on_rank(rank))
         compared = [step for use, _, step, _ in trace.looks if use == "parity"]
@@ -168,6 +168,7 @@ def test_random_specs_cover_the_settings() -> None:
     required = {
         "strategy": (20, ["co-located", "interleaving", "disaggregated"]),
         "lag": (50, ["0", "1"]),
+        "evaluation before training": (20, ["True", "False"]),
         "chunks": (15, ["1", "2", "3", "4"]),
         "sync every": (20, ["1", "2", "3"]),
         "whiten": (30, ["batch", "mini_batch", "none"]),

@@ -26,7 +26,7 @@ SMALL = {
     **{"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 8, "intermediate_size": 1536},
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
 }
-TINY = SMALL | {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4}
+TINY = SMALL | {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 6}
 
 
 def calls_of(plan: Plan) -> dict[int, list[Call]]:

@@ -50,20 +50,24 @@ def test_samples_of_one_step_are_lines() -> None:
 def test_evaluations_are_compared_by_prompt() -> None:
     samples = [
         *(sample("training", step, f"prompt {step}", "x") for step in (0, 1)),
-        *(sample("evaluation", step, f"{row}?", f"{step} to {row}", score=row) for step in (1, 3) for row in range(5)),
+        *(
+            sample("evaluation", step, f"{row}?", f"{step} to {row}", score=row, weights_version=step and step + 1)
+            for step in (0, 3)
+            for row in range(5)
+        ),
     ]
     pairs, are_same = sample_pairs(samples)
     assert are_same and [(first["response"], last["response"]) for first, last in pairs] == [
-        ("1 to 0", "3 to 0"),
-        ("1 to 1", "3 to 1"),
-        ("1 to 2", "3 to 2"),
+        ("0 to 0", "3 to 0"),
+        ("0 to 1", "3 to 1"),
+        ("0 to 2", "3 to 2"),
     ]
     lines = summary(*samples, width=80)
     assert lines[:4] == [
         "  samples",
-        f"  {'evaluation, step 2':<36} | evaluation, step 4",
+        f"  {'evaluation, before training':<36} | evaluation, step 4",
         "  > 0?",
-        f"  {'1 to 0 (score 0)':<36} | 3 to 0 (score 0)",
+        f"  {'0 to 0 (score 0)':<36} | 3 to 0 (score 0)",
     ]
 
 
