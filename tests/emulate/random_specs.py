@@ -109,10 +109,10 @@ def make_spec(rng: Random) -> Raw:
         spec["schedule"]["strategy"] = strategy
     if chance(rng, 0.3):
         spec["eval"] = {"path": "evaluation.jsonl", "every": rng.choice((None, 1, 2))}
-        spec["eval"]["before"] = spec["eval"]["every"] != 1 and chance(Random(repr(spec)), 0.8)
         if name == "ppo":
             spec["eval"]["samples_per_prompt"] = rng.choice((None, 1, 2, 3))
             spec["save"]["best"] = rng.choice((None, "eval_reward_mean"))
+        spec["eval"]["before"] = spec["eval"]["every"] != 1 and chance(Random(repr(spec)), 0.8)
     return spec
 
 
