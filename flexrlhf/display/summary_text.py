@@ -9,7 +9,7 @@ from typing import Any
 
 from flexrlhf.display.plain_lines import shares_by_kind, shares_text, throughput
 from flexrlhf.metrics import METRICS, ends_of
-from flexrlhf.text import shortened
+from flexrlhf.text import counted, shortened
 
 WIDEST = 120
 """Columns of a summary if the terminal has more."""
@@ -102,10 +102,11 @@ def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
 
 
 def _title(sample: Sample) -> str:
-    """Return the rows of a sample, and the step that the progress showed."""
-    is_first = sample["rows"] == "evaluation" and sample.get("weights_version") == 0
-    when = "before training" if is_first else f"step {sample['step'] + 1}"
-    return f"{sample['rows']}, {when}"
+    """Return the rows of a sample, and when it was sampled."""
+    if sample["rows"] != "evaluation":
+        return f"{sample['rows']}, step {sample['step']}"
+    is_first = sample.get("weights_version") == 0
+    return f"evaluation, {'before training' if is_first else 'after ' + counted(sample['step'] + 1, 'step')}"
 
 
 def _columns(texts: Sequence[Sequence[str]], column: int) -> Iterator[str]:

@@ -65,7 +65,7 @@ def test_evaluations_are_compared_by_prompt() -> None:
     lines = summary(*samples, width=80)
     assert lines[:4] == [
         "  samples",
-        f"  {'evaluation, before training':<36} | evaluation, step 4",
+        f"  {'evaluation, before training':<36} | evaluation, after 4 steps",
         "  > 0?",
         f"  {'0 to 0 (score 0)':<36} | 3 to 0 (score 0)",
     ]
