@@ -12,7 +12,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,8 +90,8 @@ class ChatTemplate:
         return text, prompt, spans
 
     def chat(self, turns: Sequence[Message]) -> str:
-        """Return a whole chat as text."""
-        return self._render(turns)
+        """Return a whole chat as text, during training: without a bound of memory, which other threads would feel."""
+        return self._render(turns, is_bounded=False)
 
     def turn_end(self) -> str:
         """Return the text that the template writes behind an assistant's turn; nothing if it cannot be found."""
@@ -106,7 +106,7 @@ class ChatTemplate:
         """Return ``turns`` as text, and the ranges of characters that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _one_sentence():
+        with _one_sentence(), _bounded_memory():
             (text,), (spans,) = render_jinja_template(
                 conversations=[_plain(turns)],
                 chat_template=self._template,
@@ -135,8 +135,10 @@ class ChatTemplate:
             )
         return len(prefix)
 
-    def _render(self, turns: Sequence[Message], generation: bool = False, continued: bool = False) -> str:
-        with _one_sentence():
+    def _render(
+        self, turns: Sequence[Message], generation: bool = False, continued: bool = False, is_bounded: bool = True
+    ) -> str:
+        with _one_sentence(), _bounded_memory() if is_bounded else nullcontext():
             text: str = self._tokenizer.apply_chat_template(
                 _plain(turns),
                 chat_template=self._template,
@@ -220,8 +222,7 @@ def _one_sentence() -> Iterator[None]:
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:
-        with _bounded_memory():
-            yield
+        yield
     except TemplateSyntaxError as error:
         raise UserError(f"the chat template is no Jinja: {error.message}, in its line {error.lineno}") from None
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
