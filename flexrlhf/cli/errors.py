@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from flexrlhf.config.spec_file import plain_problem
 from flexrlhf.config.user_paths import in_home
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, is_exhaustion, one_line
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writing, which name no file."""
 EXIT_CODES: dict[type[Exception], int] = {
     UserError: 2,
     RankFailure: 1,
@@ -106,6 +109,8 @@ def _system_sentence(error: Exception) -> str:
     """Return a sentence about a file, or about exhausted memory; empty for an error of ours."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return f"the output cannot be written ({error.strerror})"
     if isinstance(error, OSError) and "temporary directory" in str(error.strerror):
         return f"{error.strerror}; make room in one, or set TMPDIR to another"
     return f"memory is exhausted ({str(error) or 'MemoryError'})" if is_exhaustion(error) else ""

@@ -37,6 +37,7 @@ _LISTS: dict[int | str, str] = {
     "targets": "[q_proj, v_proj]",
     "loggers": "[{name: tensorboard}]",
     "sources": "[{path: a.jsonl}]",
+    "stop": "[END]",
 }
 # by the first word of pydantic's error types
 _EXPECTED = {

@@ -148,6 +148,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    """Raise UserError for two columns of one name."""
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: two columns have the name {_repeated(names)!r}; rename one")
+
+
 def _repeated(names: Sequence[str]) -> str:
     """Return the first name that occurs twice."""
     return next(name for number, name in enumerate(names) if name in names[:number])
@@ -159,8 +165,7 @@ def _parse_csv(path: Path, text: str) -> list[Any]:
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header, rows = next(lines, []), list[Any]()
-        if len(set(header)) < len(header):
-            raise UserError(f"{path}, line 1: two columns have the name {_repeated(header)!r}; rename one")
+        _check_columns(path, header)
         for cells in filter(None, lines):
             if len(cells) != len(header):
                 raise UserError(
@@ -177,6 +182,7 @@ def read_parquet(path: Path) -> list[Any]:
     """Return the rows of a parquet file. Raises UserError."""
     parquet, arrow = _library("pyarrow.parquet", str(path)), _library("pyarrow", str(path))
     try:
+        _check_columns(path, parquet.read_schema(path).names)
         rows: list[Any] = parquet.read_table(path, partitioning=None).to_pylist()
     except (OSError, arrow.ArrowException) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from None

@@ -210,6 +210,7 @@ def test_a_link_to_nothing_is_named_and_not_suggested(invoke: Invoke) -> None:
         (("run", "a.yaml", "--dry-run", "--preflight"), "--preflight and --dry-run exclude each other"),
         (("run", "a.yaml", "--resume="), "run: invalid value: --resume is empty"),
         (("report", " "), "report: invalid value: an argument is empty"),
+        (("schema", "-o", "/dev/full"), "the output cannot be written (No space left on device)"),
         (("--version=3",), "option '--version' does not take a value; see flexrlhf --help"),
         (("plna",), "no such command 'plna' (did you mean 'plan'?); see flexrlhf --help"),
         (

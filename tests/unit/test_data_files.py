@@ -138,7 +138,7 @@ def test_names_that_look_like_files_or_folders_are_paths(tmp_path: Path, monkeyp
         ("a.csv", b"question,answer\nOne?\n", "line 2: the row ends here with 1 cells, the header has 2"),
         ("a.csv", b'question\n"One?\n', "line 2: not CSV (unexpected end of data)"),
         ("a.csv", b'question\n"One"?\n', "line 2: not CSV ('"),
-        ("a.csv", b"question,question\n1,2\n", "line 1: two columns have the name 'question'; rename one"),
+        ("a.csv", b"question,question\n1,2\n", "a.csv: two columns have the name 'question'; rename one"),
         ("a.jsonl", b'{"a": {"b": 1}}\n{"a": {"b": 1, "b": 2}}', "line 2: cannot be read as JSON (two values of 'b')"),
         ("a.csv", b"a,b\n\xff", "byte 5 is no UTF-8; write the file in UTF-8"),
         ("a.parquet", b"PAR1", "cannot read"),
@@ -162,6 +162,12 @@ def test_a_row_has_a_bound(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
     with pytest.raises(UserError, match=f"cannot read {path}: a row of it has more than 100 B"):
         read_rows(path)
+
+
+def test_two_columns_of_parquet(tmp_path: Path) -> None:
+    table = pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert error_of(tmp_path / "a.parquet").endswith("a.parquet: two columns have the name 'prompt'; rename one")
 
 
 def test_damaged_directories(tmp_path: Path) -> None:
