@@ -136,7 +136,9 @@ class EvalSpec(RowsSpec):
     """
 
     every: int | None = Field(None, ge=1, description="steps between two evaluations; null: one, after the last step")
-    before: bool = Field(False, description="also before the first step; its metrics are in the row of that step")
+    before: bool = Field(
+        False, description="also before the first step, with metrics in its row; not if that step ends with one"
+    )
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of the responses; null: the algorithm's; 0: greedy"
     )

@@ -89,8 +89,8 @@ class RowEncoder:
         return replace(encoded, turns=row.turns, control=control, escaped=self._controls.found(used))
 
     def _encode_text(self, row: TextExample) -> EncodedRow:
-        responses = tuple(map(self._encode_response, row.responses))
-        return EncodedRow(self._controls.unmark(row.prompt), self._encode_prompt(row), responses)
+        prompt, responses = self._encode_prompt(row), tuple(map(self._encode_response, row.responses))
+        return EncodedRow(self._controls.unmark(row.prompt), prompt, responses)
 
     def _encode_prompt(self, row: TextExample) -> tuple[int, ...]:
         """Return bos where the tokenizer writes one, and the text; a text may begin with bos itself."""

@@ -89,12 +89,6 @@ def check_evaluation(graph: Graph, spec: Spec) -> None:
     settings, algorithm = spec.eval, spec.algorithm
     if settings is not None:
         metrics = evaluation_metrics(graph)
-        if settings.before and (settings.every == 1 or spec.steps == 1):
-            name, value = ("eval.every", 1) if settings.every == 1 else ("steps", 1)
-            raise UserError(
-                f"eval.before: true, but with {name}: {value} the first step has an evaluation of its own; use 2 or "
-                f"more, or remove eval.before"
-            )
         if settings.samples_per_prompt is not None and graph.data != "prompts":
             raise UserError(
                 f"eval.samples_per_prompt: the evaluation set of {algorithm.name} has its responses, which are not "

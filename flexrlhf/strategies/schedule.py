@@ -259,8 +259,8 @@ def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, l
 
 
 def opening(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
-    """Return the Eval of the models that a run starts from, if it is set."""
-    if spec.eval is None or not spec.eval.before or not graph.evaluation:
+    """Return the Eval of the models that a run starts from, if it is set and the first step has none of its own."""
+    if spec.eval is None or not spec.eval.before or not graph.evaluation or 1 in (spec.steps, spec.eval.every):
         return []
     return [replace(_evaluation(graph, placement, shape, spec.eval), at_start=True)]
 

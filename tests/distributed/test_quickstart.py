@@ -90,17 +90,17 @@ def test_ppo_was_interleaved_and_left_its_files(runs: Path) -> None:
 def test_another_run_trains_ppo_alone(runs: Path, tmp_path: Path) -> None:
     """SFT and the reward model are kept while their configs are unchanged."""
     shutil.copytree(runs, tmp_path / "runs")
-    out = trained(tmp_path, *FEWER[:2], "quickstart-ppo:steps=1")
+    out = trained(tmp_path, *FEWER[:2], "quickstart-ppo:steps=2")
     for name in ("sft", "reward"):
         assert f"quickstart-{name}: finished, kept; its config is unchanged" in out
         assert not (tmp_path / f"runs/quickstart-{name}.1").exists()
-    assert "quickstart-ppo  step 1/1" in out and "quickstart-sft  step" not in out
+    assert "quickstart-ppo  step 2/2" in out and "quickstart-sft  step" not in out
     assert len(metrics(tmp_path / "runs", "quickstart-ppo.1")) == STEPS["ppo"]
     # the first one was interleaved
     found = CliRunner().invoke(app, ["compare", *(str(tmp_path / f"runs/quickstart-ppo{end}") for end in (".1", ""))])
     assert f"interleaving on 2 devices, {STEPS['ppo']} steps" in found.output
-    assert "co-located on 2 devices, 1 step" in found.output
-    assert "numbers of A and B over 1 step: the same" in found.output and "differs" not in found.output
+    assert "co-located on 2 devices, 2 steps" in found.output
+    assert "numbers of A and B over 2 steps: the same" in found.output and "differs" not in found.output
     assert "generation" in found.output and "bytes of columns moved" in found.output
 
 

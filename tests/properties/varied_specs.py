@@ -51,7 +51,7 @@ TEXTS = (
     "- c",
     "grüße/数据.jsonl",
     "no\u2028line",
-    " ",
+    "a ",
 )
 """Strings that YAML would read as something else without quotes."""
 URLS = ("http://localhost:9000/score", ["https://a.example/1", "https://b.example/2"])

@@ -260,10 +260,6 @@ def test_the_best_models_are_saved_behind_the_evaluation() -> None:
             "save.best: 'eval_nll' is no metric of the evaluations of ppo",
         ),
         (
-            (HELD_OUT, "eval.before=true", "eval.every=1"),
-            "eval.before: true, but with eval.every: 1 the first step has an evaluation of its own",
-        ),
-        (
             (HELD_OUT, "eval.pass_at=2"),
             "eval.pass_at: 2 of 1 samples per prompt; use at most 1, or raise eval.samples_per_prompt",
         ),

@@ -236,7 +236,11 @@ def assert_arrived(case: Case, moved: Moved) -> None:
 
 
 def case_of(source: dict[str, Any], shadow: dict[str, Any], num_sources: int = 4, **settings: Any) -> Case:
-    shape = model_shape("critic", ModelSpec(init=TINY | {"model_type": "qwen2", "num_hidden_layers": 2}), "scalar")
+    shape = model_shape(
+        "critic",
+        ModelSpec(init=TINY | {"model_type": "qwen2", "num_hidden_layers": 2, "num_key_value_heads": 2}),
+        "scalar",
+    )
     assert shape is not None
     draw = torch.Generator().manual_seed(0)
     ranks = SHADOW[: len(SHADOW) // 2 * 2] if {"tp", "pp"} & set(shadow) else SHADOW
