@@ -167,8 +167,9 @@ def test_output_that_cannot_be_written_ends_no_command(streams: str, tmp_path: P
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.25, 0.5, 0.8])
 def test_ctrl_c_in_the_first_second_ends_a_command_without_a_word(seconds: float, tmp_path: Path) -> None:
-    """From where Python itself, which has words of its own, has started."""
-    program = "from flexrlhf.__main__ import main; print(flush=True); main()"
+    """From where the command begins to load; Python itself has words of its own before."""
+    hook = "lambda event, names: print(flush=True) if (event, *names[:1]) == ('import', 'flexrlhf.cli') else None"
+    program = f"import sys; from flexrlhf.__main__ import main; sys.addaudithook({hook}); main()"
     command = [sys.executable, "-c", program, "plan"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "\n"
