@@ -59,7 +59,7 @@ def table(outcomes: list[tuple[Stage, tuple[Outcome, Outcome]]]) -> list[str]:
         "first step → last",
         "seconds",
         "largest difference",
-        "equal columns of the first step",
+        "equal columns in step 1",
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for stage, (first, second) in outcomes:

@@ -67,8 +67,13 @@ def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome
 
 
 def equal_columns(first: Outcome, second: Outcome) -> str:
-    """Return how many columns of the first step are equal in both runs to the last bit, and the names of others."""
+    """Return how many columns of the first step are equal in both runs to the last bit, and the names of others.
+
+    Empty for runs that write none.
+    """
     both = sorted(first.columns.keys() & second.columns.keys())
+    if not both:
+        return ""
     others = [name for name in both if not _are_equal(first.columns[name], second.columns[name])]
     return f"{len(both) - len(others)} of {len(both)}" + (f", not {', '.join(others)}" if others else "")
 
