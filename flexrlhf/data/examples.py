@@ -52,7 +52,7 @@ class DataCounts:
     prompts:    tokens of the prompt of each counted row
     responses:  tokens of the responses of each counted row, end tokens included
     limits:     of the run
-    controls:   of each counted row a control token in its text that is encoded as one, and one that is text; or ""
+    controls:   of each counted row with control tokens in its text, one that is encoded as such, and one as text; or ""
     """
 
     form: str
@@ -165,7 +165,7 @@ def load_examples(
                 example = replace(example, text=row.text, turns=row.turns, columns=text.columns)
             examples.append(example)
             lengths.append(tuple(response.length for response in row.responses))
-            found.append((row.control, row.escaped))
+            found += [(row.control, row.escaped)] * bool(row.control or row.escaped)
     limits = TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts)
     prompts = tuple(len(example.prompt) for example in examples)
     counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits, tuple(found))

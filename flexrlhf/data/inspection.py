@@ -65,7 +65,7 @@ def inspect_rows(
             bad[index + 1] = str(error)
     lengths = [tuple(response.length for response in row.responses) for row in encoded.values()]
     prompts = tuple(len(row.prompt) for row in encoded.values())
-    controls = tuple((row.control, row.escaped) for row in encoded.values())
+    controls = tuple((row.control, row.escaped) for row in encoded.values() if row.control or row.escaped)
     counts = DataCounts(form, len(rows), prompts, tuple(lengths), limits, controls)
     samples = _samples(encoded, limits, next(iter(bos_in_front(tokenizer)), None))
     return Inspection(counts, bad, samples, *_count_repeated(list(encoded.values())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flexrlhf.operators.graph import Operator, OperatorKind
 from flexrlhf.placement.layout import BatchShape, common_range
@@ -88,6 +88,11 @@ class _Periodic(Instruction):
     @property
     def is_rare(self) -> bool:
         return self.at_end or self.at_start
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        """Fields of an instruction that is due whenever this one is."""
+        return {name: getattr(self, name) for name in ("every", "at_end", "at_start", "lag")}
 
     def due(self, step: int, steps: int) -> bool:
         if self.at_start:

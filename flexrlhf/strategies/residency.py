@@ -245,6 +245,5 @@ def _merged(neighbour: Instruction | None, changes: Iterable[tuple[int, list[Cha
     # memory is freed first
     made.sort(key=lambda item: isinstance(item, Reload))
     if isinstance(neighbour, Eval | Save | Sync) and _is_rare(neighbour):
-        due = {name: getattr(neighbour, name) for name in ("every", "at_end", "at_start", "lag")}
-        made = [replace(i, rare=True, **due) for i in made]
+        made = [replace(i, rare=True, **neighbour.turns) for i in made]
     return list(made)

@@ -9,7 +9,6 @@ neither on the device nor in host memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.placement.cluster import make_cluster
@@ -87,12 +86,10 @@ def _uses(instructions: Sequence[Instruction], copy: PlacedModel) -> Iterator[tu
 
 def _around(first: Instruction, source: PlacedModel, copy: PlacedModel) -> tuple[Sync, list[Release]]:
     """Return the Sync before ``first``, the first instruction that uses ``copy``, and the Release after the last."""
-    due: dict[str, Any] = (
-        {"every": first.every, "at_end": first.at_end, "at_start": first.at_start} if isinstance(first, Eval) else {}
-    )
+    turns = first.turns if isinstance(first, Eval) else {}
     sync = Sync(
         ranks=tuple(sorted({*source.ranks, *copy.ranks})),
-        **due,
+        **turns,
         source=source.name,
         destination=copy.name,
         is_in_place=is_in_place(source, copy),
@@ -100,5 +97,5 @@ def _around(first: Instruction, source: PlacedModel, copy: PlacedModel) -> tuple
         refills=copy.is_transient,
         after_training=isinstance(first, Eval) and not first.at_start,
     )
-    release = Release(ranks=copy.ranks, **due, model=copy.name)
+    release = Release(ranks=copy.ranks, **turns, model=copy.name)
     return sync, [release] if copy.is_transient else []
