@@ -41,7 +41,7 @@ COLUMNS = {
         Column("response_mask", "response", "uint8"),
         Column("loss_mask", "response", "uint8"),
         Column("finished", "row", "uint8"),
-        Column("policy_version", "row", "int32"),
+        Column("policy_version", "response", "int32"),
         Column("rollout_logprobs", "response", "float32"),
         Column("logprobs", "response", "float32", "logprobs"),
         Column("trainer_logprobs", "response", "float32", "logprobs"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Operator
 
 DIRECTORY = "columns"
@@ -24,8 +25,8 @@ ARRIVAL_PREFIX = "arrived-"
 STATISTICS = "statistics.jsonl"
 """File with the statistics of each step, from which its metrics are computed."""
 FILE_NAME = re.compile(r"step\d+-(?P<operator>.+)-chunk\d+-rank(?P<rank>\d+)\.safetensors")
-NOT_REPLAYED = ("policy_version",)
-"""Columns of a generate that say who generated, not what."""
+VERSIONS = "policy_version"
+"""Column of a generate that says who generated, not what."""
 OF_TOKENS = {"rollout_logprobs": "logprobs", "logprobs": "rollout_logprobs"}
 """Log-probs of the tokens → the column in which a run with another source of them has recorded theirs."""
 
@@ -96,12 +97,17 @@ def _files(run: Path, pattern: str) -> Iterator[tuple[str, int, Path]]:
 
 
 def replay_responses(run: str, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:
-    """Replace the rows that a generate ``operator`` wrote by those that the run in ``run`` recorded."""
+    """Replace the rows that a generate ``operator`` wrote by those that the run in ``run`` recorded.
+
+    The tokens' versions remain those of the weights that this run generated with.
+    """
     recorded = read_columns(Path(run), step)
-    for name in operator.writes:
-        column = recorded.get(name) or recorded.get(OF_TOKENS.get(name, name))
-        if name in NOT_REPLAYED or not rows:
+    for name in operator.writes if rows else ():
+        if plain(name) == VERSIONS:
+            mask = store.get(name.replace(VERSIONS, "response_mask"), rows)
+            store.put(name, rows, store.get(name, rows).amax(1, keepdim=True) * mask)
             continue
+        column = recorded.get(name) or recorded.get(OF_TOKENS.get(name, name))
         if column is None or not set(rows) <= column.values.keys():
             raise UserError(f"debug.replay {run}: has not recorded all rows of {name} of step {step}")
         store.put(name, rows, column.of_rows(rows).to(store.get(name, rows).device))

@@ -160,12 +160,12 @@ def _generate(run: OperatorRun, batch: Batch, sampling: Sampling, ahead: Sequenc
     if run.operator.is_greedy:
         sampling = replace(sampling, temperature=0.0)
     columns = engine.generate(batch, sampling, ahead)
-    columns["policy_version"] = torch.full_like(columns["finished"], run.model.version, dtype=torch.int32)
+    columns["policy_version"] = columns["response_mask"].int() * run.model.version
     # without a pass of the trained model, an engine's log-probs serve as the policy's
     columns["logprobs"] = columns["rollout_logprobs"]
     if sampling.step < 0:
         return columns, {}  # an evaluation
-    lag = sampling.step - columns["policy_version"].float()
+    lag = torch.full_like(columns["finished"], sampling.step - run.model.version, dtype=torch.float32)
     requests = lag.new_tensor(engine.num_requests - before)
     return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)}
 

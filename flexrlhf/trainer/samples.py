@@ -116,7 +116,7 @@ def _texts(values: Mapping[str, Tensor], decode: Callable[..., str]) -> list[Par
             "response": decode(tokens[i, width:][mask[i]].tolist(), skip_special_tokens=True),
             "length": int(mask[i].sum()),
             "finished": bool(values["finished"][i]),
-            "weights_version": int(values["policy_version"][i]),
+            "weights_version": int(values["policy_version"][i].max()),
         }
         for i in range(len(tokens))
     ]

@@ -106,7 +106,7 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
         return padded(parts, width, 0.0)
 
     columns = sampled_columns(spec, responses, pad)
-    columns["policy_version"] = torch.tensor([a.version for a in responses])
+    columns["policy_version"] = padded([[a.version] * len(a.tokens) for a in responses], behind, 0)
     columns["rollout_logprobs"] = right([a.rollout_logprobs for a in responses])
     columns["logprobs"] = right([a.logprobs for a in responses])
     if first.ref_logprobs:

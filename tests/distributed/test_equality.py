@@ -64,7 +64,7 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
         samples.append(
             {
                 **{"rows": "training", "step": step, "row": row},
-                "weights_version": int(columns["policy_version"][row]),
+                "weights_version": int(columns["policy_version"][row].max()),
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                 "response": tokenizer.decode(tokens[width:][mask], skip_special_tokens=True),
                 "length": int(mask.sum()),
