@@ -24,7 +24,8 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
-from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
+from flexrlhf.guideline.simulation.inputs import costs_for
+from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 

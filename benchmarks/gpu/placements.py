@@ -15,7 +15,8 @@ from benchmarks.gpu.workload import run_config
 from benchmarks.predicted_steps import PLACEMENTS
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.simulation.compare import compare, read_run
-from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
+from flexrlhf.guideline.simulation.inputs import costs_for
+from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.plan.pipeline import make_plan
 

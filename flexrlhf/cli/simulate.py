@@ -12,9 +12,13 @@ from flexrlhf.cli.planning import plan_runs
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
 
-ResponseTokens = Annotated[
+Lengths = Annotated[
     str | None,
-    typer.Option(help="response lengths: a number, a JSON list, or metrics.jsonl of a run; default: the maximum"),
+    typer.Option(
+        metavar="WHAT",
+        help="response lengths: a number, a file or list of them, the directory of a run, or heavy-tail:MEAN; default: "
+        "those in the data, else the maximum",
+    ),
 ]
 MeanResponse = Annotated[
     float | None, typer.Option(min=1, help="mean response length instead; lengths spread around it, as in `advise`")
@@ -27,7 +31,7 @@ Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
 @with_run_options
 def simulate(
     runs: RunOptions,
-    response_tokens: ResponseTokens = None,
+    lengths: Lengths = None,
     mean_response: MeanResponse = None,
     profile: Profile = None,
     against: Against = None,
@@ -39,7 +43,8 @@ def simulate(
     And what the step consists of. Starts nothing.
     """
     from flexrlhf.guideline.simulation.compare import compare, read_run
-    from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
+    from flexrlhf.guideline.simulation.inputs import costs_for
+    from flexrlhf.guideline.simulation.lengths import read_lengths
     from flexrlhf.guideline.simulation.simulate import is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 
@@ -51,7 +56,7 @@ def simulate(
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     for plan in plans:
         source = costs_for(plan.spec, profile)
-        simulation = simulate(plan, source.costs, read_lengths(response_tokens, plan, mean_response))
+        simulation = simulate(plan, source.costs, read_lengths(lengths, plan, mean_response))
         typer.echo(format_simulation(simulation, source) + "\n")
         if measured is not None:
             typer.echo(format_comparison(compare(simulation, measured), against) + "\n")

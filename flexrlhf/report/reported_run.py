@@ -10,7 +10,8 @@ from pathlib import Path
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.hub import cached_snapshot, hub_name
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.simulation.inputs import costs_for, read_lengths
+from flexrlhf.guideline.simulation.inputs import costs_for
+from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on, resolve

@@ -19,7 +19,7 @@ VECTOR = ("--placement-ratio", "[1,1,0.5,0.5]")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("plan", "ppo.yaml", "--devices", "4", *VECTOR, "--set", "models.actor.zero=3", "--force"),
     ("plan", "sft.yaml", "ppo.yaml", "--set", "small:steps=4", "--set", "cluster.memory_gb=0.001"),
-    ("simulate", "ppo.yaml", "--devices", "2", "--response-tokens", "8", "--steps", "2", "-o", "trace.json"),
+    ("simulate", "ppo.yaml", "--devices", "2", "--lengths", "8", "--steps", "2", "-o", "trace.json"),
     ("simulate", "ppo.yaml", "--mean-response", "4", "--against", "trace.json", "--profile", "profile.json"),
     ("advise", "ppo.yaml", "--seconds", "0.1", "--set", "cluster.devices=2", "--mean-response", "4", "-o", "new.yaml"),
     ("advise", "--model", "llama-7b", "--gpus", "2", "--gpu-type", "A100-80G", "--seconds", "0.1", "--lora", "4"),

@@ -42,7 +42,8 @@ from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticC
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
-from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for, read_lengths
+from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for
+from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.changes import enlarged

@@ -589,14 +589,14 @@ def test_no_error_is_a_negative_zero(error: float) -> None:
         (("-o", "nodir/trace.json"), "--output nodir/trace.json: cannot be written"),
         (("-o", "."), "--output .: a directory; give a file, such as trace.json"),
         (("--against", "nope"), "--against nope: no such file"),
-        (("--response-tokens", "metrics.jsonl"), 'expected numbers of tokens in it, found ["x"]'),
+        (("--lengths", "metrics.jsonl"), 'expected numbers of tokens in it, found ["x"]'),
         (
             ("--mean-response", "9"),
             "--mean-response 9: longer than responses may be; data.max_response_tokens of test is 8",
         ),
         (
-            ("--mean-response", "2", "--response-tokens", "2"),
-            "--mean-response 2: not together with --response-tokens 2",
+            ("--mean-response", "2", "--lengths", "2"),
+            "--mean-response 2: not together with --lengths 2",
         ),
     ],
 )

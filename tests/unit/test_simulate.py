@@ -505,7 +505,7 @@ def test_answers_may_be_shorter(invoke: Invoke, tmp_path: Path) -> None:
     rows = [{"step": 0, "response_length": 2.5}, {"step": 1, "response_length": 3.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for value in ("3", "lengths.json", "metrics.jsonl"):
-        result = invoke("a.yaml", *A100, "--response-tokens", value)
+        result = invoke("a.yaml", *A100, "--lengths", value)
         assert "and 3 of the response" in result.stdout, result.output
 
 
@@ -522,9 +522,9 @@ BAD = [
     ("no figures", (), ("device class any", "cluster.nodes", "flexrlhf profile", "runs/profile.json")),
     ("on CPUs", (*A100, "--set", "cluster.device=cpu"), ("cluster.device: cpu", "flexrlhf profile")),
     ("no profile", ("--profile", "there.json"), ("--profile there.json", "no such file")),
-    ("no lengths", (*A100, "--response-tokens", "many"), ("--response-tokens many", "number or a file")),
-    ("too long", (*A100, "--response-tokens", "9"), ("--response-tokens 9", "data.max_response_tokens", "8")),
-    ("no numbers", (*A100, "--response-tokens", "words.json"), ("words.json", "expected numbers")),
+    ("no lengths", (*A100, "--lengths", "many"), ("--lengths many", "expected a number, heavy-tail, a file")),
+    ("too long", (*A100, "--lengths", "9"), ("--lengths 9", "data.max_response_tokens", "8")),
+    ("no numbers", (*A100, "--lengths", "words.json"), ("words.json", "expected numbers")),
     ("no timeline", (*A100, "--against", "there.json"), ("--against there.json", "no such file")),
     ("another file", (*A100, "--against", "words.json"), ("--against words.json", "not the timeline")),
     ("no directory", (*A100, "-o", "there/trace.json"), ("--output there/trace.json", "No such file")),

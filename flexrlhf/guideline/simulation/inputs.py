@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.data.files import is_present
-from flexrlhf.errors import UserError, shown
+from flexrlhf.errors import UserError
 from flexrlhf.guideline import costs
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -172,64 +170,18 @@ def lengths_in_data(plan: Plan) -> TextLengths:
 def truncated_exponential(mean: float, longest: float) -> tuple[float, ...]:
     """Return a sample of lengths with this mean, including the longest: quantiles of a truncated exponential
     distribution."""
+    return truncated(_QUANTILES, mean, longest)
+
+
+def truncated(quantiles: Sequence[float], mean: float, longest: float) -> tuple[float, ...]:
+    """Return ``quantiles`` of a distribution, scaled so that their mean is ``mean`` with those above ``longest`` cut
+    there."""
+
+    def scaled(scale: float) -> tuple[float, ...]:
+        return tuple(min(longest, max(1.0, scale * quantile)) for quantile in quantiles)
+
     low, high = 0.0, 100.0 * longest
     for _ in range(60):
         scale = (low + high) / 2
-        reached = sum(min(longest, max(1.0, scale * q)) for q in _QUANTILES) / len(_QUANTILES)
-        low, high = (scale, high) if reached < mean else (low, scale)
-    return tuple(min(longest, max(1.0, low * q)) for q in _QUANTILES)
-
-
-def read_lengths(text: str | None, plan: Plan, mean_response: float | None = None) -> TextLengths:
-    """Return response lengths from ``text``: a number of tokens, a file with a JSON list of them, or the metrics of a
-    run. With ``mean_response`` those of ``lengths_for``, as in ``advise``; without both those in the plan's data, or
-    the longest where it has none.
-
-    Raises UserError for lengths that no responses can have.
-    """
-    if mean_response is not None:
-        if text is not None:
-            raise UserError(
-                f"--mean-response {mean_response:g}: not together with --response-tokens {text}; give one of them"
-            )
-        return lengths_for(plan.spec, mean_response)
-    if text is None:
-        return lengths_in_data(plan)
-    responses = tuple(_numbers(text))
-    most = plan.lengths.response
-    for value in responses:
-        if not 0 < value <= most:
-            raise UserError(
-                f"--response-tokens {text}: {value:g} is not above 0 and at most data.max_response_tokens of "
-                f"{plan.spec.name}, {most}"
-            )
-    return TextLengths(plan.lengths.prompt, responses)
-
-
-def _numbers(text: str) -> Sequence[float]:
-    try:
-        return [float(text)]
-    except ValueError:
-        path = Path(text)
-    if not path.is_file():
-        raise UserError(f"--response-tokens {text}: expected a number or a file, and there is no such file")
-    try:
-        lengths = _metrics(path) if path.suffix == ".jsonl" else json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"--response-tokens {text}: not JSON ({error})") from None
-    if not isinstance(lengths, list) or not lengths or not all(_is_number(value) for value in lengths):
-        raise UserError(f"--response-tokens {text}: expected numbers of tokens in it, found {shown(lengths)[:40]}")
-    return lengths
-
-
-def _metrics(path: Path) -> list[Any]:
-    """Return the mean over the steps of a run, since lengths of single rows are not recorded; where some values are no
-    numbers, return those."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    means = [row["response_length"] for row in rows if isinstance(row, dict) and "response_length" in row]
-    wrong = [mean for mean in means if not _is_number(mean)]
-    return wrong or ([sum(means) / len(means)] if means else [])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        low, high = (scale, high) if sum(scaled(scale)) < mean * len(quantiles) else (low, scale)
+    return scaled(low)

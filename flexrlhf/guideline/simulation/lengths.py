@@ -1,0 +1,135 @@
+"""Response lengths of a simulation: those of a file, of an earlier run, or of a named shape; and of each row of a step.
+
+Rows of a step are sampled from these lengths independently of each other, also samples of one prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
+from typing import Any
+
+from flexrlhf.errors import UserError, shown
+from flexrlhf.guideline.simulation.inputs import USUAL_SHARE, TextLengths, lengths_for, lengths_in_data, truncated
+from flexrlhf.plan.plan import Plan
+
+HEAVY_TAIL = "heavy-tail"
+SIGMA = 0.9
+"""Standard deviation of the logarithms of ``HEAVY_TAIL``, a log-normal distribution: the longest of two thousand
+responses is then 20 times as long as the median (ROLL Flash, arXiv 2510.11345, section 1)."""
+NUM_QUANTILES = 1024
+SAMPLES, METRICS = "samples.jsonl", "metrics.jsonl"
+"""Files of a run: some responses of each step, each with its length; and the mean length of each step."""
+KEYS = ("length", "response_length", "output_lens")
+"""Names of lengths in records: of ``SAMPLES``, of ``METRICS``, and of vLLM's benchmarks."""
+
+
+def read_lengths(text: str | None, plan: Plan, mean_response: float | None = None) -> TextLengths:
+    """Return response lengths from ``text``: a number of tokens, ``heavy-tail:MEAN``, a file with lengths, or the
+    directory or metrics of a run. With ``mean_response`` those of ``lengths_for``, as in ``advise``; without both those
+    in the plan's data, or the longest where it has none.
+
+    Raises UserError for lengths that no responses can have.
+    """
+    if mean_response is not None:
+        if text is not None:
+            raise UserError(f"--mean-response {mean_response:g}: not together with --lengths {text}; give one of them")
+        return lengths_for(plan.spec, mean_response)
+    if text is None:
+        return lengths_in_data(plan)
+    longest = plan.lengths.response
+    return TextLengths(plan.lengths.prompt, named_lengths(text, longest, plan.spec.name))
+
+
+def named_lengths(text: str, longest: int, name: str) -> tuple[float, ...]:
+    """Return a sample of the response lengths that ``text`` names, as of ``read_lengths``.
+
+    longest:  the most tokens of a response of the run ``name``.
+    """
+    shape, _, mean = text.partition(":")
+    if shape == HEAVY_TAIL:
+        return heavy_tail(_mean(mean, text) if mean else USUAL_SHARE * longest, longest, name)
+    found = tuple(_numbers(text))
+    for value in found:
+        if not 0 < value <= longest:
+            raise UserError(
+                f"--lengths {text}: {value:g} is not above 0 and at most data.max_response_tokens of {name}, {longest}"
+            )
+    return found
+
+
+def heavy_tail(mean: float, longest: int, name: str) -> tuple[float, ...]:
+    """Return quantiles of a log-normal distribution that is cut at ``longest`` and has this mean then."""
+    if not 1 <= mean < longest:
+        raise UserError(
+            f"--lengths {HEAVY_TAIL}:{mean:g}: the mean is not at least 1 and below data.max_response_tokens of "
+            f"{name}, {longest}; without a mean it is {USUAL_SHARE * longest:g}"
+        )
+    normal = NormalDist(0, SIGMA)
+    shares = ((index + 0.5) / NUM_QUANTILES for index in range(NUM_QUANTILES))
+    return truncated([math.exp(normal.inv_cdf(share)) for share in shares], mean, longest)
+
+
+def step_lengths(sample: Sequence[float], seed: int, step: int, rows: int) -> list[int]:
+    """Return the response length of each row of a step: a function of (seed, step, row), whatever the number of
+    rows."""
+    chosen = Random(f"{seed} {step}").choices(sample, k=rows)
+    return [max(1, round(length)) for length in chosen]
+
+
+def _mean(mean: str, text: str) -> float:
+    try:
+        return float(mean)
+    except ValueError:
+        raise UserError(f"--lengths {text}: expected a mean in tokens after the colon, found {mean!r}") from None
+
+
+def _numbers(text: str) -> Sequence[float]:
+    try:
+        return [float(text)]
+    except ValueError:
+        path = Path(text)
+    if path.is_dir():
+        path = next((path / name for name in (SAMPLES, METRICS) if (path / name).is_file()), path / METRICS)
+    if not path.is_file():
+        raise UserError(
+            f"--lengths {text}: expected a number, {HEAVY_TAIL}, a file or a run's directory, and there is no such file"
+        )
+    try:
+        lengths = list(_found(_content(path.read_text())))
+    except ValueError as error:
+        raise UserError(f"--lengths {text}: neither JSON nor numbers ({error})") from None
+    if path.name == METRICS and all(map(_is_number, lengths)) and lengths:
+        # means over steps say nothing of the spread of single responses
+        lengths = [sum(lengths) / len(lengths)]
+    if not lengths or not all(map(_is_number, lengths)):
+        raise UserError(f"--lengths {text}: expected numbers of tokens in it, found {shown(lengths)[:40]}")
+    return lengths
+
+
+def _content(text: str) -> Any:
+    """Return the content of a JSON file, or the values of a file that has one in each line."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _found(content: Any) -> Iterator[Any]:
+    """Yield the lengths in numbers, records and lists of them; of records that name the rows, those of training."""
+    if isinstance(content, list):
+        for item in content:
+            yield from _found(item)
+    elif not isinstance(content, dict):
+        yield content
+    elif content.get("rows", "training") == "training":
+        for key in KEYS:
+            yield from _found(content.get(key, []))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
