@@ -22,6 +22,7 @@ class Metric:
     name:            key in metrics.jsonl
     statistic:       name of the moments that it is computed from
     definition:      what it is, with its unit, for the summary
+    over:            name of the moments whose mean it is divided by
     kind:            mean: sum / weight; std: the population standard deviation; sum; effective_share: effective sample
                      size / number of samples (Kong 1992)
     progress:        whether it is printed while training
@@ -33,6 +34,7 @@ class Metric:
     statistic: str
     definition: str
     kind: Literal["mean", "std", "sum", "effective_share"] = "mean"
+    over: str = ""
     progress: bool = False
     is_problem: bool = False
     less_is_better: bool = False
@@ -41,6 +43,21 @@ class Metric:
 SKIPPED = (
     "share of optimizer steps left out: float16 overflowed, or with guards.non_finite: skip any that is not finite"
 )
+
+FILTERED = {
+    "alike": "in groups whose scores are all the same, with dynamic_sampling",
+    "not_best": "not the best response of their group (raft)",
+}
+NOT_COUNTED = {
+    "surplus": "in groups beyond a mini-batch's share, with dynamic_sampling",
+    "invalid_score": "the score is NaN or infinite",
+    "truncated": "truncated, with truncation: mask",
+    "rejected": "importance.reject leaves out all of their tokens",
+    "no_tokens": "no token of theirs is to be trained on, by the data or a user's function",
+    "skipped": "no optimizer step was made on them, since its gradient was not finite",
+    "frozen": "the first trained role is not trained yet (freeze_actor_steps)",
+}
+"""Reasons for which rows are left out, and their definitions."""
 
 SHARE_OF_TIME = "share of the time of all ranks since the row before, in"
 
@@ -90,6 +107,16 @@ METRICS = (
     Metric("greedy_score", "greedy_score", "score of the greedy responses, which is the baseline"),
     Metric("group_alike", "group_alike", "share of responses in groups whose scores are all the same"),
     Metric("group_taken", "group_taken", "share of the sampled responses that are in groups that are trained on"),
+    Metric(
+        "kept_length_ratio",
+        "taken_length",
+        "tokens per response that dynamic sampling or best-of-group takes / tokens per sampled response",
+        over="response_length",
+    ),
+    Metric("rows_trained", "rows_trained", "rows of the step that are trained on", "sum"),
+    *(Metric(f"rows_{name}", f"rows_{name}", f"rows filtered: {text}", "sum") for name, text in FILTERED.items()),
+    *(Metric(f"rows_{name}", f"rows_{name}", f"rows not counted: {text}", "sum") for name, text in NOT_COUNTED.items()),
+    Metric("rows_in_flight", "rows_in_flight", "rows generated and not due for training yet, after the step", "sum"),
     Metric("response_steps", "response_steps", "steps per response that counts, with supervision: process"),
     Metric("cost_mean", "cost", "cost, mean over responses", progress=True),
     Metric("lagrange", "lagrange", "Lagrange multiplier of the limit on the cost"),
@@ -310,8 +337,9 @@ def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
     row = {}
     for metric in METRICS:
         weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
-        if weight:
-            row[metric.name] = _value(metric.kind, weight, first, second)
+        of_all = statistics.get(metric.over, (1.0, 1.0, 1.0))
+        if weight and of_all[1]:
+            row[metric.name] = _value(metric.kind, weight, first, second) / (of_all[1] / of_all[0])
     own = {name: value for name, value in statistics.items() if name not in _STATISTICS and value[0]}
     return row | {name: first / weight for name, (weight, first, _) in sorted(own.items())}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from flexrlhf.display.plain_lines import shares_by_kind, shares_text, throughput
 from flexrlhf.metrics import METRICS, ends_of
+from flexrlhf.operators.outcomes import account, account_text
 from flexrlhf.text import counted, shortened
 
 WIDEST = 120
@@ -25,7 +26,7 @@ Sample = Mapping[str, Any]
 def format_summary(
     name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Sample], width: int = WIDEST
 ) -> str:
-    """Return steps, times, the main metrics before and after, and samples before and after, in ``width`` columns."""
+    """Return steps, times, outcomes of rows, the main metrics and samples before and after, in ``width`` columns."""
     width = min(width, WIDEST)
     seconds = sum(row["seconds"] for row in rows)
     # the first step of a run warms everything up
@@ -33,6 +34,9 @@ def format_summary(
     lines = [", ".join(filter(None, head)), f"  results in {directory}"]
     if shares := shares_by_kind(rows):
         lines += _wrapped_shares(shares, width)
+    if counts := account(rows):
+        text = f"rows: {account_text(counts)}"
+        lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
     return "\n".join([*lines, *_metrics(rows, width), *_samples(samples, width)])
 
 

@@ -24,6 +24,7 @@ from flexrlhf.objectives.reward_shaping import (
     shape_rewards,
     token_rewards,
 )
+from flexrlhf.operators.outcomes import CODES
 
 
 def ppo_advantages(spec: PpoSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -42,7 +43,8 @@ def ppo_advantages(spec: PpoSpec, batch: Batch, context: CombineContext) -> tupl
         "value": moments(batch["values"][:, :-1], shaped.mask),
     }
     advantages = whiten_advantages(spec, advantages, shaped.mask, context)
-    return {"loss_mask": shaped.mask, "advantages": advantages, "returns": returns}, statistics
+    columns = {"loss_mask": shaped.mask, "advantages": advantages, "returns": returns, "outcome": shaped.outcomes}
+    return columns, statistics
 
 
 def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -74,8 +76,10 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
         "return": moments(returns, mask),
         "value": moments(batch["values"][:, :-1], mask),
     }
-    columns = {"returns": returns, "returns.cost": cost_returns}
-    return {"loss_mask": mask, "advantages": whiten_advantages(spec, advantages, mask, context), **columns}, statistics
+    advantages = whiten_advantages(spec, advantages, mask, context)
+    outcomes = shaped.outcomes.masked_fill(~finite, CODES["invalid_score"])
+    returned = {"returns": returns, "returns.cost": cost_returns}
+    return {"loss_mask": mask, "advantages": advantages, **returned, "outcome": outcomes}, statistics
 
 
 def estimate_advantages(
@@ -153,7 +157,7 @@ def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: CombineCont
         baseline = shaped.scores - centre_in_groups(shaped.scores, shaped.counts, batch.samples_per_prompt, "mean")[0]
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
     columns, statistics = returns_over_baseline(spec, shaped.rewards - penalty, baseline, shaped.mask, context)
-    return columns, {**shaped.statistics, **kl, **statistics}
+    return {**columns, "outcome": shaped.outcomes}, {**shaped.statistics, **kl, **statistics}
 
 
 def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -173,7 +177,8 @@ def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> 
     columns, statistics = returns_over_baseline(spec, shaped.rewards - penalty, greedy.scores, mask, context)
     statistics["greedy_score"] = greedy.statistics["reward"]
     statistics["not_counted"] = moments((~counts).float())
-    return columns, {**shaped.statistics, **kl, **statistics}
+    outcomes = shaped.outcomes.where(shaped.outcomes > 0, greedy.outcomes)
+    return {**columns, "outcome": outcomes}, {**shaped.statistics, **kl, **statistics}
 
 
 def returns_over_baseline(

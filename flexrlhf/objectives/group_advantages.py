@@ -14,6 +14,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import ShapedRewards, last_positions, shape_rewards
+from flexrlhf.operators.outcomes import CODES
 
 EPSILON = 1e-6
 """Added to the deviation of a group, as in verl."""
@@ -35,7 +36,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     centred, deviation = centre_in_groups(totals, shaped.counts, batch.samples_per_prompt, spec.baseline)
     if spec.scale == "group":
         centred = centred / (deviation + EPSILON)
-    mask, statistics = shaped.mask, {**shaped.statistics, **kl}
+    mask, outcomes, statistics = shaped.mask, shaped.outcomes, {**shaped.statistics, **kl}
     # by raw scores: a penalty, also one for length, would make responses differ that score alike
     samples = batch.samples_per_prompt
     alike = _score_alike(shaped.raw_scores.view(-1, samples), shaped.counts.view(-1, samples))
@@ -43,7 +44,9 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     if spec.dynamic_sampling is not None:
         selected = _selected(spec, batch, shaped, context)
         mask = mask * selected[:, None].to(mask.dtype)
-        statistics["group_taken"] = moments(selected.float())
+        reasons = torch.where(alike, CODES["alike"], CODES["surplus"]).expand(-1, samples).reshape(-1)
+        outcomes = outcomes.where(selected | (outcomes > 0), reasons.to(outcomes.dtype))
+        statistics |= _taken(batch, selected)
     advantages = centred[:, None] * mask
     if is_after:
         # a token's choice has made the tokens after it possible, so their penalties count as well
@@ -52,7 +55,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         of_steps, step_statistics = process_advantages(spec, batch, shaped)
         advantages, statistics = of_steps * mask, statistics | step_statistics
     statistics["advantage"] = moments(advantages, mask)
-    return {"loss_mask": mask, "advantages": advantages}, statistics
+    return {"loss_mask": mask, "advantages": advantages, "outcome": outcomes}, statistics
 
 
 def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -67,8 +70,15 @@ def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tupl
     best = totals.view(-1, batch.samples_per_prompt).argmax(1, keepdim=True)
     selected = torch.zeros_like(shaped.counts).view(-1, batch.samples_per_prompt).scatter(1, best, True).view(-1)
     mask = shaped.mask * selected[:, None].to(shaped.mask.dtype)
-    statistics = {**shaped.statistics, **kl, "group_taken": moments(selected.float()), "advantage": moments(mask, mask)}
-    return {"loss_mask": mask, "advantages": mask.float()}, statistics
+    outcomes = shaped.outcomes.masked_fill(shaped.counts & ~selected, CODES["not_best"])
+    statistics = {**shaped.statistics, **kl, **_taken(batch, selected), "advantage": moments(mask, mask)}
+    return {"loss_mask": mask, "advantages": mask.float(), "outcome": outcomes}, statistics
+
+
+def _taken(batch: Batch, selected: Tensor) -> Moments:
+    """Return the statistics of the responses that a choice has taken: their share and their length."""
+    lengths = batch["response_mask"].float().sum(1)
+    return {"group_taken": moments(selected.float()), "taken_length": moments(lengths, selected)}
 
 
 def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str) -> tuple[Tensor, Tensor]:

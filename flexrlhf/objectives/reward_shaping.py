@@ -18,6 +18,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.operators.columns import CALLED, STEP_ENDS, plain
+from flexrlhf.operators.outcomes import CODES
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ShapedRewards:
     """Rewards of the tokens of a batch, before the KL penalty.
 
     counts:     bool (n,), responses that are trained on.
+    outcomes:   uint8 (n,), codes of why the others are not.
     mask:       uint8 (n, R), 1 on response tokens of these.
     raw_scores: (n,), scores before shaping; 0 for one that is not finite.
     scores:     (n,), scores after shaping; 0 for a response without one.
@@ -33,6 +35,7 @@ class ShapedRewards:
     """
 
     counts: Tensor
+    outcomes: Tensor
     mask: Tensor
     raw_scores: Tensor
     scores: Tensor
@@ -49,6 +52,8 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     finite = finite_scores(spec, batch, batch["scores"], context)
     truncated = 1 - batch["finished"].float()
     counts = finite & (truncated == 0) if spec.truncation == "mask" else finite
+    outcomes = (~counts).to(torch.uint8) * CODES["truncated"]
+    outcomes = outcomes.masked_fill(~finite, CODES["invalid_score"])
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
     # with bootstrap the critic's value replaces the score of a truncated response
     scored = counts & (truncated == 0) if spec.truncation == "bootstrap" else counts
@@ -70,7 +75,7 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     }
     if spec.reward_clip is not None:
         statistics["reward_clipped"] = moments((normalised.abs() > spec.reward_clip).float(), scored)
-    return ShapedRewards(counts, mask, raw_scores, scores, token_rewards(scores, batch, mask), statistics)
+    return ShapedRewards(counts, outcomes, mask, raw_scores, scores, token_rewards(scores, batch, mask), statistics)
 
 
 def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, context: CombineContext) -> Tensor:

@@ -56,6 +56,7 @@ COLUMNS = {
         Column("kept_mask", "response", "uint8"),
         Column("selected_tokens", "response", "uint8"),
         Column("reference_point", "row", "float32"),
+        Column("outcome", "row", "uint8"),
     )
 }
 
@@ -67,6 +68,8 @@ STEP_ENDS = "step_ends"
 CALLED, GENERATED, MISMATCHED, PTX = "called", "drawn", "mismatched", "ptx"
 """Qualifiers of columns: that functions, services and rules write; that are generated where the data set has responses,
 too; of responses to other prompts than their own; of pretraining texts."""
+FINAL_OUTCOME = "outcome.final"
+"""Outcome of a row after its training, in the store of the rank that trains it."""
 LONGER = 2
 """How many times longer than a row of the policy's tokens a text may be in another tokenizer's, by default."""
 

@@ -158,6 +158,12 @@ class Graph:
         """Operator that writes each column."""
         return {column: operator for operator in self.operators for column in operator.writes}
 
+    @property
+    def accounting(self) -> Operator | None:
+        """Training that accounts for every row of a step: of the first trained role; None where nothing is trained."""
+        trains = [operator for operator in self.operators if operator.kind == "train"]
+        return min(trains, key=lambda train: self.roles.index(train.role), default=None)
+
     def first_step(self, role: str) -> int:
         """Return the first step in which ``role`` is trained."""
         return next((o.first_step for o in self.operators if (o.kind, o.role) == ("train", role)), 0)

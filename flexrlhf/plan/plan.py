@@ -93,6 +93,10 @@ class Plan:
         """Return the steps whose rows exist before ``next_step`` is trained on (``schedule.lag``)."""
         return range(next_step, min(next_step + self.schedule.lag, self.spec.steps))
 
+    def rows_in_flight(self, next_step: int) -> int:
+        """Return the number of rows that are taken from the data and have no outcome before ``next_step``."""
+        return len(self.steps_in_flight(next_step)) * self.batch.num_rows
+
     def ahead(self, run: Run) -> list[range]:
         """Return the mini-batches of later chunks that the model of a generate ``run`` may start with; else none."""
         return later_chunks(self.schedule.instructions, run) if run.operator.kind == "generate" else []

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Progress:
     controllers:  operator → state of its controller
     best:         model → best metric of the evaluations so far
     reports:      step in flight → operator → its report, for the metrics and samples of that step
+    rows:         outcome → rows that were taken from the data; empty: of an older version
     """
 
     next_step: int
@@ -53,6 +54,7 @@ class Progress:
     controllers: Mapping[str, Mapping[str, float]]
     best: Mapping[str, float]
     reports: Mapping[str, Mapping[str, Any]]
+    rows: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
 from flexrlhf.trainer.results_writer import ResultsWriter
+from flexrlhf.trainer.row_ledger import RowLedger
 from flexrlhf.trainer.step_rows import StepRows
 
 Value = TypeVar("Value")
@@ -55,12 +56,14 @@ class RunState:
     context:      models and plan of this rank.
     rows:         rows of the steps under way.
     controllers:  values that one step passes on to the next.
+    ledger:       outcomes of rows so far.
     recorder:     reports for steps in flight, and the best metrics.
     """
 
     context: RankContext
     rows: StepRows
     controllers: Controllers
+    ledger: RowLedger
     recorder: Recorder
 
 
@@ -165,6 +168,7 @@ class Checkpointer(Observer):
             controllers=state.controllers.changed,
             best=state.recorder.best,
             reports={str(step): of for step, of in state.recorder.reports_from(next_step).items()},
+            rows=state.ledger.counts(next_step),
         )
 
     def _publish_written(self, wait: bool) -> None:
@@ -227,6 +231,7 @@ def merged_progress(reports: Sequence[Progress]) -> Progress:
         controllers=_united(report.controllers for report in reports),
         best=_united(report.best for report in reports),
         reports=in_flight,
+        rows=_united(report.rows for report in reports),
     )
 
 

@@ -98,6 +98,7 @@ class Execution:
     store:       rows that the operator reads and writes.
     moments:     its statistics over the rows of this rank.
     samples:     samples that it has written, as far as this rank reports them.
+    outcomes:    rows by outcome, of a training that accounts for them.
     statistics:  its statistics, summed over the data-parallel group.
     """
 
@@ -110,6 +111,7 @@ class Execution:
     store: RowStore = field(init=False)
     moments: Moments = field(init=False)
     samples: Sequence[dict[str, Any]] = ()
+    outcomes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     statistics: Mapping[str, Triple] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.memory_meter import PeakMemory
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.results_writer import ResultsWriter
+from flexrlhf.trainer.row_ledger import RowLedger
 from flexrlhf.trainer.samples import Samples
 
 VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}
@@ -20,7 +21,7 @@ VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkp
 
 
 def make_observers(
-    rank: RankContext, controllers: Controllers, results: ResultsWriter, checkpointer: Checkpointer
+    rank: RankContext, controllers: Controllers, ledger: RowLedger, results: ResultsWriter, checkpointer: Checkpointer
 ) -> tuple[Observer, ...]:
     """Return the observers of a run on this rank. Each event passes through them in this order."""
     spec, debug = rank.plan.spec, rank.plan.spec.debug
@@ -28,8 +29,9 @@ def make_observers(
         Display(rank.send, spec.name),
         # responses of another run replace this one's before anything is read of them
         *([Replay(debug.replay)] if debug.replay is not None else []),
-        # a report contains samples; controllers follow from the statistics that it sums over ranks
+        # a report contains samples and outcomes; controllers follow from the statistics that it sums over ranks
         Samples(spec.samples, spec.steps, rank.decode),
+        ledger,
         results.recorder,
         controllers,
         # files are written before the times of an operator begin and after its columns are replayed

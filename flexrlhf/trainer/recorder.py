@@ -22,16 +22,23 @@ from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.samples import Part
 
 Report = dict[str, Any]
-"""``statistics`` of an operator, ``labels``: words for the row of metrics, and ``samples``: parts of samples."""
+"""``statistics`` of an operator, ``labels``: words for the row of metrics, ``samples``: parts of samples, ``outcomes``:
+rows by outcome."""
 
 
 def make_report(
     statistics: Mapping[str, Triple] | None = None,
     labels: Mapping[str, str] | None = None,
     samples: Sequence[Part] = (),
+    outcomes: Mapping[str, Sequence[int]] | None = None,
 ) -> Report:
     """Return the report of an operator; without arguments an empty one."""
-    return {"statistics": dict(statistics or {}), "labels": dict(labels or {}), "samples": list(samples)}
+    return {
+        "statistics": dict(statistics or {}),
+        "labels": dict(labels or {}),
+        "samples": list(samples),
+        "outcomes": dict(outcomes or {}),
+    }
 
 
 class Recorder(Observer):
@@ -60,7 +67,7 @@ class Recorder(Observer):
         if self.world.rank == work.model.placed.ranks[0]:
             is_sampled = execution.inner is None and work.operator.samples_responses
             labels = {"rollout_engine": work.model.placed.engine} if is_sampled else {}
-            report = make_report(execution.statistics, labels, execution.samples)
+            report = make_report(execution.statistics, labels, execution.samples, execution.outcomes)
             self.publish(execution.step, execution.position, report, execution.inner)
 
     def publish(self, step: int, position: int, report: Report, inner: int | None = None) -> None:

@@ -104,7 +104,7 @@ def _prepare(plan: Plan, world: World, store: dist.Store, files: RunFiles, next_
     if files.keeps:
         directory = plan.spec.directory
         set_aside_checkpoints(directory, next_step + 1)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "rows.jsonl"):
             trim_lines(directory / name, "step", next_step)
         for path in (directory / "timeline").glob("*.jsonl"):
             trim_lines(path, "next_step", next_step + 1)
@@ -133,6 +133,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     for name in movable.difference(plan.offloaded.get(context.rank, ())):
         context.models[name].reload()
     state.controllers.load(progress.controllers)
+    state.ledger.load(progress.rows, progress.next_step)
     state.recorder.restore(progress.reports, progress.best)
     load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step)
 

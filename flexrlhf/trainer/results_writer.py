@@ -1,4 +1,4 @@
-"""Results of a run, which rank 0 writes: metrics.jsonl, samples.jsonl, timeline.json, and the rows of loggers.
+"""Results of a run, which rank 0 writes: metrics.jsonl, samples.jsonl, rows.jsonl, timeline.json, and rows of loggers.
 
 Rank 0 collects the reports that have been published and never waits for another rank while it trains.
 """
@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from flexrlhf.display.events import Send, StepDone
 from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.metrics import Triple, add, evaluate
+from flexrlhf.operators.outcomes import FROZEN, IN_FLIGHT, OUTCOMES, row_metric
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.flight_log import TIMELINE
+from flexrlhf.text import span_of
 from flexrlhf.timeline import SPANS, Timeline, saved_spans, write_trace
 from flexrlhf.trainer.column_files import record_statistics
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
 from flexrlhf.trainer.samples import Part, append_samples, merged_samples
+from flexrlhf.trainer.step_rows import prompt_numbers
 from flexrlhf.trainer.step_warnings import StepWarnings
 from flexrlhf.trainer.work_time import WorkTime, time_statistics
+
+ROWS = "rows.jsonl"
+"""File of the outcomes of rows: for each step the numbers of its prompts, and rows by outcome."""
 
 
 class ResultsWriter(Observer):
@@ -35,6 +43,7 @@ class ResultsWriter(Observer):
         work: WorkTime,
         loggers: RunLoggers,
         send: Send,
+        prompts: Callable[[int], Sequence[int]],
         first_step: int = 0,
     ) -> None:
         """Begin with the row of ``first_step``.
@@ -43,11 +52,13 @@ class ResultsWriter(Observer):
         work:       time of all ranks.
         loggers:    of the run; on ranks other than 0 none.
         send:       to the display of the run.
+        prompts:    step → numbers of its prompts in the data.
         """
         self.recorder, self.work = recorder, work
         self.next_step = first_step
         """The first step whose row of metrics is not written."""
         self._directory, self._loggers, self._send = directory, loggers, send
+        self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
         self._last_time = time.time()
         self._warnings = StepWarnings(self._plan.spec.guards, self._plan.spec.name, self._plan.batch.num_rows)
@@ -74,16 +85,20 @@ class ResultsWriter(Observer):
         labels: dict[str, str] = {}
         reporters: dict[str, str] = {}
         parts: list[Part] = []
+        outcomes: dict[str, list[int]] = defaultdict(list)
         for key, reporter in self.recorder.keys(step).items():
             report = json.loads(self._store.get(key))
             add(total, report["statistics"])
             labels |= report["labels"]
             parts += report["samples"]
+            for name, rows in report["outcomes"].items():
+                outcomes[name] += rows
             reporters |= dict.fromkeys(report["statistics"], reporter)
             self._store.delete_key(key)
         now = time.time()
         if samples := merged_samples(step, parts):
             append_samples(self._directory, samples)
+        add(total, self._account(step, outcomes))
         seconds = now - self._last_time
         times = time_statistics(self.work.since_last(), seconds, self._plan.batch.num_rows, total)
         row = {"step": step, "seconds": seconds, **evaluate({**total, **times})}
@@ -95,6 +110,15 @@ class ResultsWriter(Observer):
         self._send(StepDone(spec.name, step, spec.steps, row))
         self._warnings.observe(step, row)
         self.next_step, self._last_time = step + 1, now
+
+    def _account(self, step: int, outcomes: Mapping[str, Sequence[int]]) -> dict[str, Triple]:
+        """Write the outcomes of the rows of ``step``, and return their statistics. A step without any is frozen."""
+        rows = dict(outcomes) or {FROZEN: range(self._plan.batch.num_rows)}
+        spans = {name: span_of(tuple(rows[name])) for name in OUTCOMES if name in rows}
+        with (self._directory / ROWS).open("a") as file:
+            file.write(json.dumps({"step": step, "prompts": list(self._prompts(step)), "outcomes": spans}) + "\n")
+        counts = {name: len(rows[name]) for name in spans} | {IN_FLIGHT: self._plan.rows_in_flight(step + 1)}
+        return {row_metric(name): (1.0, float(count), 0.0) for name, count in counts.items()}
 
     def finish(
         self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int, start: Mapping[str, int]
@@ -138,4 +162,5 @@ def open_results(rank: RankContext, first_step: int) -> ResultsWriter:
     if spec.loggers:
         rank.show("opening the loggers")
     loggers = open_loggers(spec, rank.directory) if world.rank == 0 else RunLoggers(rank.directory)
-    return ResultsWriter(Recorder(rank.plan, world), rank.directory, work, loggers, rank.send, first_step)
+    prompts = partial(prompt_numbers, rank.plan, rank.data)
+    return ResultsWriter(Recorder(rank.plan, world), rank.directory, work, loggers, rank.send, prompts, first_step)

@@ -20,7 +20,8 @@ from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import check_returned, combine_of, make_loss, settings_of
 from flexrlhf.objectives.parity import naming_tokens
-from flexrlhf.operators.columns import column_of, plain
+from flexrlhf.operators.columns import FINAL_OUTCOME, column_of, plain
+from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
@@ -183,13 +184,15 @@ def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[
 
 
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
-    """Make one optimizer step per mini-batch, in order, ``epochs`` times over."""
+    """Make one optimizer step per mini-batch, in order, ``epochs`` times over. Outcomes of rows go into ``store``."""
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
     loss = make_loss(operator.function, algorithm)
     extra_loss = make_loss(operator.extra_loss, algorithm) if operator.extra_loss else None
     if context.check is not None and context.sampling.step == 0:
         context.check.before_training(run.model, run.batch(store, device))
     statistics: Moments = {}
+    outcomes: dict[int, Tensor] = {}
+    updated: set[int] = set()
     for epoch in range(algorithm.epochs):
         for mini_batch in run.mini_batches:
             rows = range(mini_batch, mini_batch + 1)
@@ -197,8 +200,24 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
             if extra_loss is not None:
                 parts.append((run.batch(store, device, rows, is_extra=True), extra_loss))
             name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
-            add_moments(statistics, _optimizer_step(run, parts, name, context))
+            of_step = _optimizer_step(run, parts, name, context)
+            add_moments(statistics, of_step)
+            outcomes[mini_batch] = _outcomes(parts[0][0])
+            if "skipped" not in of_step or not of_step["skipped"][1]:
+                updated.add(mini_batch)
+    final = [
+        each if mini_batch in updated else each.where(each > 0, CODES["skipped"])
+        for mini_batch, each in outcomes.items()
+    ]
+    store.put(FINAL_OUTCOME, run.rows, torch.cat(final))
     return statistics
+
+
+def _outcomes(batch: Batch) -> Tensor:
+    """Return uint8 (n,): codes of the outcomes of rows if the optimizer step on them is made."""
+    outcomes = batch.columns.get("outcome", torch.zeros_like(batch.rows, dtype=torch.uint8))
+    rejected = torch.where(batch.sampled_mask.any(1), CODES["rejected"], CODES["no_tokens"]).to(outcomes.dtype)
+    return outcomes.where((outcomes > 0) | batch.mask.any(1), rejected)
 
 
 def _optimizer_step(

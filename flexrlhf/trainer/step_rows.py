@@ -14,6 +14,7 @@ from flexrlhf.data.examples import Example
 from flexrlhf.data.order import mixed_indices, step_indices
 from flexrlhf.operators.columns import MISMATCHED, PTX, Lengths, plain, qualified
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.rank_context import RankContext
 
@@ -53,8 +54,7 @@ class StepRows:
 
     def examples(self, step: int) -> list[Example]:
         """Return the example of each prompt of a step."""
-        data, number = self._data, self._plan.batch.num_prompts
-        return [data.examples[i] for i in mixed_indices(self._plan.spec.seed, step, number, data.shares)]
+        return [self._data.examples[number] for number in prompt_numbers(self._plan, self._data, step)]
 
     def _put_inputs(self, step: int, store: RowStore) -> None:
         """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, pretraining texts."""
@@ -78,6 +78,11 @@ class StepRows:
         for name in self._plan.graph.inputs:
             if name in columns:
                 store.put(name, self._input_rows, columns[name].to(self.device))
+
+
+def prompt_numbers(plan: Plan, data: RunData, step: int) -> list[int]:
+    """Return the number of each prompt of a step in the examples of the data."""
+    return mixed_indices(plan.spec.seed, step, plan.batch.num_prompts, data.shares)
 
 
 def mismatched_examples(examples: Sequence[Example], mini_batches: Sequence[range]) -> list[Example]:

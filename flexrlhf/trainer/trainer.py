@@ -33,6 +33,7 @@ from flexrlhf.trainer.observers import make_observers
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.restoration import StartingPoint, restore
 from flexrlhf.trainer.results_writer import open_results
+from flexrlhf.trainer.row_ledger import RowLedger
 from flexrlhf.trainer.run_operator import make_operator_context, run_operator
 from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.trainer.training_loop import Experiences, LoopCalls, PromptBatch, cut_round, is_training
@@ -51,9 +52,10 @@ class Trainer:
         self._rows, self._syncs, self._controllers = StepRows(rank), WeightSyncs(rank), Controllers(rank.plan)
         self._results = open_results(rank, self._first_step)
         self._saver = ModelSaver(rank, self._results.recorder)
-        state = RunState(rank, self._rows, self._controllers, self._results.recorder)
+        ledger = RowLedger(rank.plan, rank.rank)
+        state = RunState(rank, self._rows, self._controllers, ledger, self._results.recorder)
         self._checkpointer = Checkpointer(state, self._results)
-        self._observers = make_observers(rank, self._controllers, self._results, self._checkpointer)
+        self._observers = make_observers(rank, self._controllers, ledger, self._results, self._checkpointer)
         self._evaluator = Evaluator(rank, self._operators, self._observers)
         if start is not None:
             restore(state, self._syncs, start)

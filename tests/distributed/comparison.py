@@ -28,7 +28,7 @@ from flexrlhf.verify.deviations import FLOAT32
 RELATIVE = FLOAT32.numbers
 EXACT = (
     *("tokens", "response_mask", "finished", "policy_version"),
-    *("loss_mask", "step_ends", "kept_mask", "selected_tokens"),
+    *("loss_mask", "step_ends", "kept_mask", "selected_tokens", "outcome"),
 )
 """Columns of whole numbers, without the qualifiers after their dots."""
 NOT_REFERENCED = ("attention_mask", "trainer_logprobs", "computed_logprobs")
@@ -46,6 +46,7 @@ COUNTED = (
         "pair_accuracy",
     ),
     *("score_invalid", "score_failed", "text_cut", "eval_text_cut", "not_counted", "group_alike", "group_taken"),
+    "kept_length_ratio",
     *("eval_accuracy", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
     *("eval_pass_at_1", "eval_pass_at_k", "eval_score_failed"),
     *(
@@ -147,7 +148,8 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
     further = {name for name in metrics.keys() - step.metrics.keys() if not UNREFERENCED_METRICS.fullmatch(name)}
     assert not further, f"{outcome.case.name} reports {sorted(further)}, which nothing is compared with"
     for name, metric in step.metrics.items():
-        yield Deviation(number, name, _metric_deviation(metrics[name], metric), 1e-12 if name in COUNTED else RELATIVE)
+        is_counted = name in COUNTED or name.startswith("rows_")
+        yield Deviation(number, name, _metric_deviation(metrics[name], metric), 1e-12 if is_counted else RELATIVE)
 
 
 def _check_written(outcome: Outcome, written: set[str], expected: set[str]) -> None:

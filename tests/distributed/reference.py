@@ -16,6 +16,7 @@ from reference_advantages import estimate_advantages
 from reference_experience import describe, first_controls, next_controls, shape_scores
 from reference_losses import policy_loss, pretraining_loss, shared_loss, value_loss
 from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
+from reference_outcomes import outcome_column, row_metrics
 from reference_responses import Response, Result, Step, pad_columns, read_examples
 from reference_sampling import Sampler, describe_responses
 from reference_scores import Judge
@@ -106,8 +107,9 @@ class Reference:
         for responses_to_prompt in describe_responses(self.spec, self.actor, self.tokenizer, terms):
             self._score_evaluation(responses_to_prompt, terms)
         sampled = sum(1 if response.greedy is None else 2 for response in responses)
-        metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)}
-        return Step(pad_columns(self.spec, responses, self.tokenizer.pad_token_id), metrics, responses)
+        metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)} | row_metrics(self.spec, step, responses)
+        columns = pad_columns(self.spec, responses, self.tokenizer.pad_token_id)
+        return Step(columns | {"outcome": outcome_column(self.policy, responses)}, metrics, responses)
 
     def _score_evaluation(self, responses: list[Response], terms: Terms) -> None:
         """Scores of the responses to one evaluation prompt, and whether of k of them one is right."""

@@ -165,10 +165,11 @@ def leave_out(spec: GroupSpec, responses: list[Response], rows: range) -> None:
     rounds, samples = spec.dynamic_sampling.rounds, spec.samples_per_prompt
     left = rows.stop // samples // rounds - rows.start // samples // rounds
     for group in groups_of([responses[row] for row in rows], samples):
-        is_taken = left > 0 and not are_alike([response.scores["reward"] for response in group if response.counts])
+        alike = are_alike([response.scores["reward"] for response in group if response.counts])
+        is_taken = left > 0 and not alike
         left -= is_taken
         for response in group:
-            response.is_taken = is_taken
+            response.is_taken, response.reason = is_taken, "alike" if alike else "surplus"
 
 
 def best_taken(spec: RaftSpec, responses: list[Response], controls: Controls, terms: Terms) -> None:
@@ -176,7 +177,7 @@ def best_taken(spec: RaftSpec, responses: list[Response], controls: Controls, te
     for group in groups_of(responses, spec.samples_per_prompt):
         totals = [sum(rewards_of(spec, response, controls)) if response.counts else -math.inf for response in group]
         for number, response in enumerate(group):
-            response.is_taken = number == totals.index(max(totals))
+            response.is_taken, response.reason = number == totals.index(max(totals)), "not_best"
             response.advantages = [float(response.is_taken and response.counts)] * len(response.tokens)
     terms.add("group_taken", [float(response.is_taken) for response in responses])
 

@@ -25,10 +25,11 @@ class Response:
     ``rollout_logprobs``: of the tokens when they were sampled; ``logprobs``: under the policy that the loss takes its
     ratio to. ``by_source``: scores of each of several sources, by column; ``scores``, ``token_scores``: their sums, by
     section of the YAML; ``has_failed``: sections with a source that gave no score. ``counts``: its scores are finite,
-    and no rule leaves it out; ``is_taken``: it is in a group that is trained on. ``shaped``: its score after all rules.
-    ``step_ends``: 1 for tokens that end a step. ``kept``: tokens that importance sampling does not reject;
-    ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``: by critic. ``own_texts``: the tokens
-    for models with their own tokenizer, by role, padded; ``is_cut``: whether their beginning is left out.
+    and no rule leaves it out; ``is_taken``: it is in a group that is trained on, or ``reason`` is why
+    not. ``shaped``: its score after all rules. ``step_ends``: 1 for tokens that end a step. ``kept``: tokens that
+    importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``:
+    by critic. ``own_texts``: the tokens for models with their own tokenizer, by role, padded; ``is_cut``: whether their
+    beginning is left out.
     """
 
     prompt: list[int]
@@ -49,6 +50,7 @@ class Response:
     greedy: Response | None = None
     counts: bool = True
     is_taken: bool = True
+    reason: str = ""
     shaped: float = 0.0
     step_ends: list[int] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)

@@ -10,6 +10,7 @@ import torch
 from chat_rows import written_by_assistant
 from reference_losses import aggregate
 from reference_models import Policy, Scorer, Trainee, saved
+from reference_outcomes import counted
 from reference_preferences import Compared, Pair, loss_of_pair, reward_of, size_of
 from reference_responses import Result, Step, padded, read_examples
 from reference_sampling import TIE, describe_responses
@@ -54,7 +55,11 @@ class Supervised:
             for part, point in zip(parts, points, strict=True):
                 self.trainee.update(self._loss(part, point, terms), terms)
         self._evaluate(terms)
-        return Step(columns, terms.metrics())
+        is_scored = algorithm.name == "reward"
+        samples = range(algorithm.samples_per_prompt)
+        trained = [is_scored or bool(self._written(example, sample)) for example in batch for sample in samples]
+        rows = counted(self.spec, step, ["trained" if each else "no_tokens" for each in trained])
+        return Step(columns, terms.metrics() | rows)
 
     def _columns(self, batch: Sequence[Example]) -> dict[str, Tensor]:
         """Columns of the step before it trains."""

@@ -19,6 +19,7 @@ from flexrlhf.objectives.advantages import gae, ppo_advantages, whiten
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.group_advantages import best_of_group
+from flexrlhf.operators.outcomes import OUTCOMES
 from flexrlhf.trainer.controllers import first_state
 
 
@@ -190,7 +191,7 @@ def test_a_rank_without_rows_reports_the_same_statistics() -> None:
     full, empty = (COMBINES["ppo_advantages"](spec, b, context_of(spec, b)) for b in (batch, batch.select(slice(0, 0))))
     assert set(full[1]) == set(empty[1])
     assert all(not total.any() for total in empty[1].values())
-    assert [len(column) for column in empty[0].values()] == [0, 0, 0]
+    assert [len(column) for column in empty[0].values()] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("sizes", SPLITS)
@@ -228,3 +229,6 @@ def test_raft_trains_on_the_best_response_of_each_group() -> None:
     assert columns["loss_mask"].any(1).tolist() == [False, True, False, False, True, False]
     assert columns["advantages"].tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     assert statistics["group_taken"].tolist() == [6.0, 2.0, 2.0]
+    assert [OUTCOMES[code] for code in columns["outcome"]] == [
+        *("not_best", "trained", "not_best", "invalid_score", "trained", "not_best")
+    ]

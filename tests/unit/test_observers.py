@@ -13,7 +13,7 @@ from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.observers import Display, make_observers
 
 DEBUG = "debug={replay: other, record_columns: true, run_delay_seconds: 0.5}"
-NAMED = ("recorder", "controllers", "flight", "work", "results", "checkpointer")
+NAMED = ("recorder", "controllers", "ledger", "flight", "work", "results", "checkpointer")
 
 
 def observed(*overrides: str) -> list[str]:
@@ -23,7 +23,8 @@ def observed(*overrides: str) -> list[str]:
     rank.flight = parts["flight"]
     results = parts["results"]
     results.recorder, results.work = parts["recorder"], parts["work"]
-    made = make_observers(rank, parts["controllers"], results, parts["checkpointer"])  # type: ignore[arg-type]
+    states = (parts["controllers"], parts["ledger"])
+    made = make_observers(rank, *states, results, parts["checkpointer"])  # type: ignore[arg-type]
     return [type(each).__name__ for each in made]
 
 
@@ -33,6 +34,7 @@ def observed(*overrides: str) -> list[str]:
         ("Replay", "Samples"),
         ("Replay", "ColumnFiles"),
         ("Samples", "recorder"),
+        ("ledger", "recorder"),
         ("recorder", "controllers"),
         ("ColumnFiles", "flight"),
         ("PeakMemory", "flight"),

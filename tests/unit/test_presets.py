@@ -6,6 +6,7 @@ The example: one truncated response of two tokens, score 12; log-probs -1, -2, o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import Batch, Outputs, Totals
+from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.losses import policy_loss, value_loss
+from flexrlhf.operators.outcomes import OUTCOMES
 
 ENGINES = ("verl", "openrlhf", "trl", "deepspeed-chat", "safe-rlhf")
 
@@ -166,8 +169,23 @@ def test_groups_are_filtered_by_their_raw_scores() -> None:
     mask = (torch.arange(10) < torch.tensor([[10], [9], [3], [3]])).to(torch.uint8)
     batch = scored_batch(mask, [0.0, 0.0, 1.0, 0.0])
     batch = Batch(batch.columns, batch.rows, 2)
-    columns, _ = group_advantages(spec, batch, context_of(spec, batch))
+    columns, statistics = group_advantages(spec, batch, context_of(spec, batch))
     assert columns["loss_mask"].any(1).tolist() == [False, False, True, True]
+    assert [OUTCOMES[code] for code in columns["outcome"]] == ["alike", "alike", "trained", "trained"]
+    # 3 tokens a response that is kept, 25 / 4 a response in all
+    assert evaluate({name: tuple(sums.tolist()) for name, sums in statistics.items()})["kept_length_ratio"] == 0.48
+
+
+def test_groups_beyond_the_share_and_responses_without_a_score_have_their_reasons() -> None:
+    """Three of four groups differ; two are trained on."""
+    spec = GrpoSpec(like="dapo", samples_per_prompt=2, prompts_per_step=2, dynamic_sampling={"rounds": 2})  # type: ignore[arg-type]
+    scores = [0.0, 1.0, math.nan, 1.0, 2.0, 1.0, 3.0, 1.0]
+    batch = scored_batch(torch.ones(8, 2, dtype=torch.uint8), scores)
+    batch = Batch(batch.columns, batch.rows, 2)
+    columns, _ = group_advantages(spec, batch, context_of(spec, batch))
+    # a response that is compared with no other is in a group whose scores are all the same
+    expected = ["trained", "trained", "invalid_score", "alike", "trained", "trained", "surplus", "surplus"]
+    assert [OUTCOMES[code] for code in columns["outcome"]] == expected
 
 
 def test_a_group_baseline_is_discounted_as_the_score_is() -> None:

@@ -22,6 +22,7 @@ from flexrlhf.metrics import Triple
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.reward_shaping import last_positions, shape_rewards, weighted_scores
+from flexrlhf.operators.outcomes import CODES
 from flexrlhf.trainer.controllers import first_state, next_state
 
 
@@ -291,6 +292,8 @@ def test_a_response_without_a_score_changes_nothing_of_the_others(wrong: float, 
     state = {"score_count": 5.0, "score_mean": 0.3, "score_deviation": 1.7}
     found, sums = advantages_of(spec, batch, **state)
     expected, its_sums = advantages_of(spec, without, **state)
+    assert found.pop("outcome").tolist() == [CODES["invalid_score"] if row in left_out else 0 for row in range(12)]
+    assert not expected.pop("outcome").any()
     for name, column in expected.items():
         assert torch.allclose(found[name][kept].float(), column.float(), atol=1e-6), name
         assert not found[name][left_out].any(), name

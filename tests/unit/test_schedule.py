@@ -126,7 +126,7 @@ def test_the_schedule_of_an_engine_apart_with_a_correction() -> None:
         "#.  run  train_critic on critic",
         "##  sync  weights critic -> critic.shadow",
         "##  move  tokens, attention_mask, loss_mask actor.rollout -> actor, critic  point_to_point",
-        "##  move  response_mask, rollout_logprobs, advantages actor.rollout -> actor  point_to_point",
+        "##  move  response_mask, rollout_logprobs, advantages, outcome actor.rollout -> actor  point_to_point",
         "##  move  values, returns critic.shadow, actor.rollout -> critic  point_to_point",
         "#.  save  actor",
         "#.  save  critic",

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from flexrlhf.config.algorithms.base import LossAggregation, SampledSpec
 from flexrlhf.config.algorithms.policy_sections import CovarianceSpec, KlSpec, OverlongSpec, PtxSpec, Truncation
 from flexrlhf.operators.columns import PTX, TEXT, Quantity, qualified
-from flexrlhf.operators.graph import DIVERSITY, EVALUATION_SCORES, GENERATE, Graph, Operator, after
+from flexrlhf.operators.graph import COMBINES, DIVERSITY, EVALUATION_SCORES, GENERATE, Graph, Operator, after
 
 SCORES = Operator("scores", "forward", "reward", TEXT, ("scores",))
 
@@ -143,7 +143,7 @@ def advantages(
         "combine",
         "actor",
         (*penalised, "scores", *further, "response_mask", "finished"),
-        ("loss_mask", "advantages", *writes),
+        ("loss_mask", "advantages", *writes, *(["outcome"] if function in COMBINES else [])),
         function=function,
         barrier=barrier or spec.normalise_scores == "batch",
         is_controlled=True,
@@ -196,10 +196,19 @@ def _with_selection(spec: PolicySpec, operators: tuple[Operator, ...]) -> tuple[
     return after(operators, "advantages", selection)
 
 
+def _with_outcome(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return ``operators``; the training of the actor, which accounts for rows, reads why some are left out."""
+    if not any("outcome" in each.writes for each in operators):
+        return operators
+    return tuple(
+        replace(each, reads=(*each.reads, "outcome")) if each.name == "train_actor" else each for each in operators
+    )
+
+
 def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple[str, ...]) -> Graph:
     """Return a graph that generates responses to the prompts of the data set, with its evaluation."""
     inputs: tuple[str, ...] = ("prompts", "prompt_mask")
-    operators = _with_selection(spec, operators)
+    operators = _with_outcome(_with_selection(spec, operators))
     if spec.ptx is not None:
         texts = qualified((*TEXT, "loss_mask"), PTX)
         inputs += texts

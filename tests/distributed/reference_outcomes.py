@@ -1,0 +1,56 @@
+"""Outcomes of the reference's responses: trained on, or left out for the first reason that holds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from reference_responses import Response
+from reference_terms import Metric
+from torch import Tensor
+
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.operators.outcomes import CODES
+
+
+def outcome_column(policy: PolicySpec, responses: list[Response]) -> Tensor:
+    """Outcomes as far as the scores decide them."""
+    return torch.tensor([CODES[_by_scores(policy, response)] for response in responses], dtype=torch.uint8)
+
+
+def _by_scores(policy: PolicySpec, response: Response) -> str:
+    if not all(math.isfinite(response.scores.get(section, 0.0)) for section in ("reward", "cost")):
+        return "invalid_score"
+    if not response.finished and policy.truncation == "mask":
+        return "truncated"
+    if response.greedy is not None and (reason := _by_scores(policy, response.greedy)) != "trained":
+        return reason
+    return "trained" if response.is_taken else response.reason
+
+
+def row_metrics(spec: Spec, step: int, responses: list[Response]) -> dict[str, Metric]:
+    """Rows by outcome, and the length of responses that a choice takes over the length of all."""
+    policy = spec.algorithm
+    assert isinstance(policy, PolicySpec)
+    outcomes = [_by_scores(policy, response) for response in responses]
+    for number, response in enumerate(responses):
+        if step < policy.freeze_actor_steps:
+            outcomes[number] = "frozen"
+        elif outcomes[number] == "trained" and response.kept and not any(response.kept):
+            outcomes[number] = "rejected"
+    metrics = counted(spec, step, outcomes)
+    taken = [len(response.tokens) for response in responses if response.is_taken]
+    if taken and any(response.reason for response in responses):
+        all_of_them = [len(response.tokens) for response in responses]
+        ratio = (sum(taken) / len(taken)) / (sum(all_of_them) / len(all_of_them))
+        metrics["kept_length_ratio"] = Metric(ratio, 1.0)
+    return metrics
+
+
+def counted(spec: Spec, step: int, outcomes: list[str]) -> dict[str, Metric]:
+    """Rows by outcome, and rows of later steps that are generated."""
+    in_flight = min(spec.schedule.lag, spec.steps - 1 - step) * len(outcomes)
+    counts = {**Counter(outcomes), "in_flight": in_flight}
+    return {f"rows_{name}": Metric(count, 1.0) for name, count in counts.items()}
