@@ -19,6 +19,7 @@ from flexrlhf.report.memory_picture import counted_tensors, measured_peaks, memo
 from flexrlhf.report.page import Card, Page, RunPart, Section, Table
 from flexrlhf.report.placement_picture import placement_picture
 from flexrlhf.report.reported_run import PLANNED_STEPS, Prediction, ReportedRun
+from flexrlhf.report.rows_picture import rows_picture
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import sample_groups
 from flexrlhf.report.timeline_picture import (
@@ -65,6 +66,7 @@ def _sections(runs: Sequence[ReportedRun]) -> list[Section]:
         return Section(key, title, parts=tuple(parts), is_open=is_open)
 
     return [
+        section("rows", "Rows", _rows),
         section("placement", "Placement", _placement),
         replace(section("timeline", "Timeline", _timeline), notes=tuple(_unpredicted(runs))),
         section("bytes", "Bytes moved", _bytes),
@@ -73,6 +75,11 @@ def _sections(runs: Sequence[ReportedRun]) -> list[Section]:
         section("schedule", "Schedule of one step", _schedule, is_open=False),
         _settings(runs),
     ]
+
+
+def _rows(run: ReportedRun, key: str) -> RunPart:
+    picture = rows_picture(run.contents, key)
+    return RunPart(run.name, pictures=() if picture is None else (picture,))
 
 
 def _placement(run: ReportedRun, key: str) -> RunPart:

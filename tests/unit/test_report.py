@@ -25,6 +25,7 @@ from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.memory_picture import memory_pictures, peak_parts
 from flexrlhf.report.placement_picture import columns_of, placement_picture
 from flexrlhf.report.reported_run import Prediction, plan_of_run, predict_run
+from flexrlhf.report.rows_picture import rows_picture
 from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.report.samples_table import sample_groups, spread
 from flexrlhf.report.sections import settings_rows
@@ -94,7 +95,29 @@ def test_every_metric_is_in_one_figure() -> None:
     row = {"step": 0, "seconds": 1.0, **dict.fromkeys(names, 1.0), "own": 2.0, "words": "no number"}
     run = RunContents(Path("run"), rows=(row,))
     shown = [name for each in (*main_curves([run]), *further_curves([run])) for name in each.title.split(", ")]
-    assert sorted(shown) == sorted([*names, "seconds", "own"])
+    picture = rows_picture(run, "rows")
+    assert picture is not None
+    outcomes = [trace.name.split(": ")[-1].replace(" ", "_") for trace in picture.figure.data]
+    assert sorted([*shown, *(f"rows_{name}" for name in outcomes)]) == sorted([*names, "seconds", "own"])
+
+
+def test_outcomes_of_rows_are_stacked_and_add_up(tmp_path: Path) -> None:
+    """A run of an older version has none of them."""
+    assert rows_picture(read_contents(leave_run(tmp_path / "a", fast_plan())), "rows") is None
+    rows = (
+        {"step": 0, "rows_trained": 6.0, "rows_alike": 2.0, "rows_in_flight": 8.0},
+        {"step": 1, "rows_trained": 7.0, "rows_rejected": 1.0, "rows_in_flight": 0.0},
+    )
+    picture = rows_picture(RunContents(Path("run"), rows=rows), "rows")
+    assert picture is not None and picture.caption.endswith(
+        "The run: 16 taken = 13 trained + 2 filtered (2 alike) + 1 not counted (1 rejected)."
+    )
+    stacked = [trace for trace in picture.figure.data if trace.stackgroup]
+    assert {trace.name: sum(trace.y) for trace in stacked} == {
+        "trained": 13.0,
+        "filtered: alike": 2.0,
+        "not counted: rejected": 1.0,
+    }
 
 
 def test_all_runs_are_in_a_figure_also_where_one_lacks_the_metric() -> None:
