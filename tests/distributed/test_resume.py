@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,21 +16,25 @@ from commands import start
 from comparison import deviations
 from launcher import Launches, Outcome, run_orders
 from peft import PeftModel
+from reference_responses import read_examples
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.output_settings import CheckpointSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.data.order import step_indices
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.runs.manifest import checkpoint_directory
+from flexrlhf.runs.manifest import checkpoint_directory, read_manifest
 from flexrlhf.runs.resume import RunOrder
+from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.strategies.instructions import Checkpoint, Offload, Reload, Run
+from flexrlhf.trainer.results_writer import ROWS
 
 pytestmark = pytest.mark.timeout(3600)
 NEXT_STEP = 2
@@ -70,7 +75,10 @@ ALIKE = [
     same("streaming-two", "operators-lanes", 4),
 ]
 """The same placement: equal to the last bit."""
+FILTERED = Pair(Case("grpo-dynamic", "lag", 2), Case("grpo-dynamic", "lag", 4))
+"""With dynamic sampling, responses without a score, and a batch in flight."""
 CHANGED = [
+    FILTERED,
     Pair(Case("one-trunk", "co-located", 2), Case("one-trunk", "six", 2)),
     Pair(Case("grpo", "co-located", 2), Case("grpo", "halves", 4)),
     Pair(Case("rloo", "six", 2), Case("rloo", "co-located", 2)),
@@ -104,7 +112,7 @@ assert {algorithm_of(pair.first.setting) for pair in (*ALIKE, *CHANGED)} == set(
 
 DEFAULT = [
     *(pair for pair in ALIKE if pair.first.setting in ("two", "corrected", "retokenized", "scheduled")),
-    *(pair for pair in CHANGED if pair.first.setting in ("gspo", "kto", "simpo", "orpo", "sft")),
+    *(pair for pair in CHANGED if pair.first.setting in ("grpo-dynamic", "gspo", "kto", "simpo", "orpo", "sft")),
 ]
 
 
@@ -196,6 +204,41 @@ def test_a_resumed_run_equals_the_reference(resumptions: Resumptions, pair: Pair
     assert first is None, f"{pair.name}: {first}"
     kept = [(sample["step"], sample["rows"], sample["row"]) for sample in resumptions.resumed(pair).samples]
     assert kept == [(s["step"], s["rows"], s["row"]) for s in resumptions.whole(pair.first).samples], pair.name
+
+
+def test_every_row_has_one_outcome_before_and_after_an_interruption(resumptions: Resumptions) -> None:
+    """In the file of the run, at each step and in each checkpoint; prompts are taken in the order of the data, and no
+    outcome is another one after the interruption."""
+    whole, resumed = resumptions.whole(FILTERED.first), resumptions.resumed(FILTERED)
+    lines = read_lines(resumed.directory / ROWS)
+    assert lines == read_lines(whole.directory / ROWS)
+    num_rows, steps = resumed.plan.batch.num_rows, resumed.plan.spec.steps
+    total = Counter[str]()
+    for step, line in enumerate(lines):
+        outcomes = {name: rows_of(text) for name, text in line["outcomes"].items()}
+        assert sorted(row for rows in outcomes.values() for row in rows) == list(range(num_rows)), line
+        counts = {name: len(rows) for name, rows in outcomes.items()}
+        total.update(counts)
+        in_flight = num_rows * (step + 1 < steps)
+        row = resumed.metrics[step]
+        assert {name: row[f"rows_{name}"] for name in counts} == counts and row["rows_in_flight"] == in_flight
+        found = read_manifest(checkpoint_directory(resumed.directory, step + 1)).progress.rows
+        assert found == dict(total) | ({"in_flight": in_flight} if in_flight else {})
+        assert sum(found.values()) == num_rows * min(step + 2, steps)
+    assert total.keys() >= {"trained", "alike", "surplus", "invalid_score"}
+    taken = [number for line in lines for number in line["prompts"]]
+    number = len(taken) // steps
+    data = resumed.plan.spec.data
+    examples = read_examples(resumed.plan.spec, AutoTokenizer.from_pretrained(data.tokenizer), data.path)
+    assert taken == step_indices(resumed.plan.spec.seed, 0, number * steps, len(examples))
+    epochs = [taken[start : start + len(examples)] for start in range(0, len(taken), len(examples))]
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
+
+
+def rows_of(text: str) -> list[int]:
+    """Rows of ``0-3,6``."""
+    spans = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [row for span in spans for row in range(span[0], span[-1] + 1)]
 
 
 def _without_times(row: dict[str, float]) -> dict[str, float]:
