@@ -23,8 +23,9 @@ class Metric:
     statistic:       name of the moments that it is computed from
     definition:      what it is, with its unit, for the summary
     over:            name of the moments whose mean it is divided by
-    kind:            mean: sum / weight; std: the population standard deviation; sum; effective_share: effective sample
-                     size / number of samples (Kong 1992)
+    kind:            mean: sum / weight; std: the population standard deviation; sum; max: the largest mean of an
+                     operator's report; share: the mean, left out where it is 0; effective_share: effective sample size
+                     / number of samples (Kong 1992)
     progress:        whether it is printed while training
     is_problem:      whether it is printed while training where it is not 0
     less_is_better:  whether ``save.best`` keeps the model with the smallest value
@@ -33,7 +34,7 @@ class Metric:
     name: str
     statistic: str
     definition: str
-    kind: Literal["mean", "std", "sum", "effective_share"] = "mean"
+    kind: Literal["mean", "std", "sum", "max", "share", "effective_share"] = "mean"
     over: str = ""
     progress: bool = False
     is_problem: bool = False
@@ -52,13 +53,16 @@ NOT_COUNTED = {
     "surplus": "in groups beyond a mini-batch's share, with dynamic_sampling",
     "invalid_score": "the score is NaN or infinite",
     "truncated": "truncated, with truncation: mask",
-    "rejected": "importance.reject leaves out all of their tokens",
+    "rejected": "importance leaves out all of their tokens, by reject or max_staleness",
     "no_tokens": "no token of theirs is to be trained on, by the data or a user's function",
     "skipped": "no optimizer step was made on them, since its gradient was not finite",
     "frozen": "the first trained role is not trained yet (freeze_actor_steps)",
 }
 """Reasons for which rows are left out, and their definitions."""
 
+STALENESS = "batches trained on since the weights that sampled a token"
+MOST_STALE = 16
+"""Staleness from which on the histogram of a step's tokens has one share."""
 SHARE_OF_TIME = "share of the time of all ranks since the row before, in"
 
 METRICS = (
@@ -174,6 +178,12 @@ METRICS = (
     Metric(
         "importance_clipped", "importance_clipped", "share of ratios above cap, with outside: mask also below floor"
     ),
+    Metric(
+        "behaviour_kl",
+        "behaviour_kl",
+        "k3 estimate of KL(rollout || old): of the policy that sampled from the one that training starts from, mean "
+        "over tokens (nats)",
+    ),
     Metric("importance_rejected", "importance_rejected", "share of tokens that importance.reject leaves out"),
     Metric(
         "covariance",
@@ -194,11 +204,19 @@ METRICS = (
     ),
     Metric("parity_p999", "parity_p999", "what one of a thousand of these differences exceeds (nats)"),
     Metric("parity_max", "parity_max", "largest absolute difference of these log-probs (nats)"),
-    Metric(
-        "policy_lag",
-        "policy_lag",
-        "batches trained on since the weights that sampled the responses, mean over responses",
+    Metric("staleness_mean", "staleness", f"{STALENESS}, mean over the tokens that the step trains on"),
+    Metric("staleness_max", "staleness_max", f"{STALENESS}, largest of these tokens", "max"),
+    *(
+        Metric(f"staleness_{n}", f"staleness_{n}", f"share of these tokens whose staleness is {n}", "share")
+        for n in range(MOST_STALE)
     ),
+    Metric(
+        f"staleness_{MOST_STALE}",
+        f"staleness_{MOST_STALE}",
+        f"share of these tokens whose staleness is at least {MOST_STALE}",
+        "share",
+    ),
+    Metric("staleness_dropped", "staleness_dropped", "share of tokens that importance.max_staleness leaves out"),
     Metric("rollout_requests", "rollout_requests", "responses that the rollout engines report for the step", "sum"),
     Metric("ptx_nll", "ptx_nll", "negative log-likelihood of the pretraining texts, mean over tokens (nats)"),
     Metric("nll", "nll", "negative log-likelihood of the responses, mean over tokens (nats)", progress=True),
@@ -313,6 +331,7 @@ ROW_ENTRIES = {
 """Entries of a row of metrics that are no statistics, and their definitions."""
 
 _STATISTICS = {metric.statistic for metric in METRICS}
+_MAXIMA = {metric.statistic for metric in METRICS if metric.kind == "max"}
 
 
 def statistic_name(operator: str, name: str) -> str:
@@ -323,9 +342,12 @@ def statistic_name(operator: str, name: str) -> str:
 
 
 def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
-    """Add the moments of ``part`` to those of ``total``."""
+    """Add the moments of ``part`` to those of ``total``; of a maximum the larger ones remain."""
     for name, (weight, first, second) in part.items():
         before = total.get(name, (0.0, 0.0, 0.0))
+        if name in _MAXIMA and weight and before[0]:
+            total[name] = max(before, (weight, first, second), key=lambda moments: moments[1] / moments[0])
+            continue
         total[name] = (before[0] + weight, before[1] + first, before[2] + second)
 
 
@@ -338,7 +360,7 @@ def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
     for metric in METRICS:
         weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
         of_all = statistics.get(metric.over, (1.0, 1.0, 1.0))
-        if weight and of_all[1]:
+        if weight and of_all[1] and (first or metric.kind != "share"):
             row[metric.name] = _value(metric.kind, weight, first, second) / (of_all[1] / of_all[0])
     own = {name: value for name, value in statistics.items() if name not in _STATISTICS and value[0]}
     return row | {name: first / weight for name, (weight, first, _) in sorted(own.items())}

@@ -94,9 +94,8 @@ def type_changes(first: Spec, second: Spec) -> Iterator[tuple[str, str, str]]:
 def _rollout(spec: Spec) -> dict[str, Any]:
     """Return the settings of the rollout engine that numbers depend on: its noise, and which copy of a shared trunk has
     values."""
-    is_stale = spec.schedule.lag > 0 or spec.sync.every > 1
     settings: dict[str, Any] = {"noise": spec.rollout.noise}
-    if isinstance(spec.algorithm, AcShareSpec) and is_stale:
+    if isinstance(spec.algorithm, AcShareSpec) and spec.most_stale:
         settings["engine"] = spec.rollout.engine
     return settings
 

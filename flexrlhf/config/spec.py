@@ -295,6 +295,17 @@ class Spec(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _some_tokens_are_fresh(self) -> Self:
+        importance, lag = getattr(self.algorithm, "importance", None), self.schedule.lag
+        limit = None if importance is None else importance.max_staleness
+        if limit is not None and limit < lag:
+            raise ValueError(
+                f"algorithm.importance.max_staleness {limit} is below schedule.lag {lag}, so no token would be trained "
+                f"on from step {lag} on: use at least {lag}, or schedule.lag {limit}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _punishment_fits(self) -> Self:
         overlong, longest = getattr(self.algorithm, "overlong", None), self.data.max_response_tokens
         if overlong is not None and (overlong.buffer_tokens or 0) > longest:
@@ -312,6 +323,11 @@ class Spec(StrictModel):
     def directory(self) -> Path:
         """Directory of the run's results."""
         return Path(self.runs) / self.name
+
+    @property
+    def most_stale(self) -> int:
+        """Most batches that are trained on between the weights that sample a token and the step that trains on it."""
+        return self.schedule.lag + self.sync.every - 1
 
     @property
     def num_blocks(self) -> int:

@@ -106,7 +106,7 @@ def policy_loss(spec: PolicySpec) -> Loss:
 
     statistics: tuple[str, ...] = ("policy_loss", "ratio_clipped", "update_kl", "entropy")
     if spec.importance is not None:
-        statistics += ("importance_weight", "importance_clipped")
+        statistics += ("importance_weight", "importance_clipped", "behaviour_kl")
     return Loss("logprobs", function, statistics, "gradient" if spec.entropy_coefficient else "value")
 
 

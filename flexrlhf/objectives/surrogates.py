@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms.base import ImportanceSpec
+from flexrlhf.config.algorithms.base import ImportanceSpec, RejectionSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Outputs, moments
 from flexrlhf.engines.sampling import place_hash, shift_right, splitmix
+from flexrlhf.metrics import MOST_STALE
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 from flexrlhf.objectives.kl_penalty import LOG_RATIO_CLAMP
 
@@ -157,13 +158,15 @@ def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tenso
     """Return weights (n, R) of the tokens' losses, and their statistics; without ``spec`` weights are 1.
 
     The ratio is that of each token or of the whole response, also of its tokens that are rejected. At token level this
-    is truncated importance sampling (Ionides 2008), as AReaL and verl apply it in addition to PPO's own ratio.
+    is truncated importance sampling (Ionides 2008) in addition to PPO's own ratio to pi_old, the proximal policy of
+    decoupled PPO (Hilton et al. 2022; Fu et al. 2025, AReaL).
     """
     kept = batch.mask.float()
     if spec is None:
         return torch.ones_like(kept), {}
     mask = batch.sampled_mask.float()
     log_ratio = (batch["logprobs"] - batch["rollout_logprobs"]) * mask
+    single = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     counted = kept
     if spec.level == "sequence":
         log_ratio, counted = log_ratio.sum(1, keepdim=True), kept.amax(1, keepdim=True)
@@ -175,20 +178,48 @@ def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tenso
     statistics = {
         "importance_weight": moments(weights, counted),
         "importance_clipped": moments(outside.float(), counted),
+        "behaviour_kl": moments(single.exp() - 1 - single, kept),
     }
     return weights.expand_as(kept), statistics
 
 
-def rejection(spec: PolicySpec, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
-    """Return ``kept_mask`` (n, R): tokens that count, less those that the settings reject."""
-    assert spec.importance is not None and spec.importance.reject is not None, "only graphs with rejection call it"
-    settings, mask = spec.importance.reject, batch.sampled_mask.float()
+def rejection(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
+    """Return ``kept_mask`` (n, R): tokens that count, less those that the settings reject or that are too stale."""
+    settings, kept = spec.importance, batch.sampled_mask
+    assert settings is not None, "only graphs of importance sampling call it"
+    statistics = {}
+    if settings.reject is not None:
+        is_kept = _is_in_bounds(settings.reject, batch)
+        statistics["importance_rejected"] = moments((~is_kept).float(), batch.sampled_mask)
+        kept = kept * is_kept
+    if settings.max_staleness is not None and "policy_version" in batch.columns:
+        is_fresh = context.step - batch["policy_version"] <= settings.max_staleness
+        statistics["staleness_dropped"] = moments((~is_fresh).float(), batch.sampled_mask)
+        kept = kept * is_fresh
+    return {"kept_mask": kept}, statistics
+
+
+def _is_in_bounds(settings: RejectionSpec, batch: Batch) -> Tensor:
+    """Return bool (n, R): whether the ratio of the token, or of its response, is within the bounds."""
+    mask = batch.sampled_mask.float()
     log_ratio = (batch["logprobs"] - batch["rollout_logprobs"]) * mask
     if settings.level != "token":
         log_ratio = log_ratio.sum(1, keepdim=True)
     if settings.level == "geometric":
         log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
     ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    is_kept = ((ratio >= settings.lower) & (ratio <= settings.upper)).expand_as(mask)
-    statistics = {"importance_rejected": moments((~is_kept).float(), mask)}
-    return {"kept_mask": batch.sampled_mask * is_kept.to(torch.uint8)}, statistics
+    return ((ratio >= settings.lower) & (ratio <= settings.upper)).expand_as(mask)
+
+
+def staleness(batch: Batch, context: CombineContext) -> Moments:
+    """Return statistics of the tokens that are trained on: batches trained on since the weights that sampled each."""
+    found = (context.step - batch["policy_version"]).long()[batch.mask.bool()]
+    # one number of each rank, none of a rank without such tokens
+    largest = context.reducer.gather(found.topk(min(1, len(found))).values)
+    shares = torch.bincount(found.clamp(max=MOST_STALE), minlength=MOST_STALE + 1).double()
+    total = shares.sum()
+    return {
+        "staleness": moments(found),
+        "staleness_max": moments(largest.topk(min(1, len(largest))).values),
+        **{f"staleness_{n}": torch.stack([total, share, share]) for n, share in enumerate(shares.unbind())},
+    }

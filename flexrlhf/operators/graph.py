@@ -126,7 +126,8 @@ class Graph:
     inputs:      columns that come from the data set.
     evaluation:  operators that run on the evaluation set.
     can_shadow:  whether inference may run on a copy while the trained weights change.
-    left_out:    columns that need no operator of their own, since another pass computes them, each with the reason.
+    left_out:    columns that no operator of their own writes, since another pass computes them or they would change
+                 nothing, each with the reason.
     """
 
     operators: tuple[Operator, ...]

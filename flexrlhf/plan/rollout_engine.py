@@ -129,7 +129,8 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     algorithm, rollout = spec.algorithm, spec.rollout
     importance = algorithm.importance if isinstance(algorithm, SampledSpec) else None
     if importance is not None:
-        graph = _corrected_graph(graph, importance)
+        graph = _corrected_graph(graph)
+    graph = _with_kept_tokens(graph, spec, importance)
     source, reason = logprob_source(graph, spec, is_remote)
     match source:
         case "generation":
@@ -188,21 +189,30 @@ def compares_cut_logprobs(spec: Spec) -> bool:
     return isinstance(algorithm, SampledSpec) and algorithm.is_cut and spec.rollout.parity is not None
 
 
-def _corrected_graph(graph: Graph, importance: ImportanceSpec) -> Graph:
+def _corrected_graph(graph: Graph) -> Graph:
     """Return ``graph`` under importance correction, with log-probs from engine and trained copy."""
-    operators = also_writing((_corrected(operator) for operator in graph.operators), "rollout_logprobs")
-    if importance.reject is not None:
-        operators = _with_rejection(operators)
+    return replace(graph, operators=also_writing((_corrected(each) for each in graph.operators), "rollout_logprobs"))
+
+
+def _with_kept_tokens(graph: Graph, spec: Spec, importance: ImportanceSpec | None) -> Graph:
+    """Return ``graph`` with the rejection of tokens behind the advantages, if ``importance`` leaves some out; the actor
+    trains on the rest. What writes the mask that it trains on reads the tokens' versions, to report their staleness."""
+    operators, limit = graph.operators, importance.max_staleness if importance is not None else None
+    mask = "loss_mask"
+    compared = ("logprobs", "rollout_logprobs") if importance is not None and importance.reject is not None else ()
+    if compared or (limit is not None and limit < spec.most_stale):
+        mask = "kept_mask"
+        rejection = Operator("rejection", "combine", "actor", (*compared, "loss_mask"), (mask,), function="rejection")
+        reading = ("train_actor", "covariance")
+        kept = tuple(replace(o, reads=(*o.reads, mask)) if o.name in reading else o for o in operators)
+        operators = after(kept, "advantages", rejection)
+    if limit is not None and limit >= spec.most_stale:
+        reason = f"no token is staler than {spec.most_stale}, so algorithm.importance.max_staleness {limit} keeps all"
+        graph = replace(graph, left_out=(*graph.left_out, ("kept_mask", reason)))
+    if spec.most_stale and "policy_version" in graph.producers:
+        read = ("policy_version",)
+        operators = tuple(replace(o, reads=(*o.reads, *read)) if mask in o.writes else o for o in operators)
     return replace(graph, operators=operators)
-
-
-def _with_rejection(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Return ``operators`` with the rejection of responses behind the advantages; the actor trains on the rest."""
-    written, compared = ("kept_mask",), ("logprobs", "rollout_logprobs", "loss_mask")
-    rejection = Operator("rejection", "combine", "actor", compared, written, function="rejection")
-    reading = ("train_actor", "covariance")
-    kept = tuple(replace(o, reads=(*o.reads, *written)) if o.name in reading else o for o in operators)
-    return after(kept, "advantages", rejection)
 
 
 def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, of_copy: bool) -> Graph:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import METRICS, ROW_ENTRIES
+from flexrlhf.metrics import METRICS, MOST_STALE, ROW_ENTRIES
 from flexrlhf.operators.outcomes import row_metric
 from flexrlhf.report.look import run_colour
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
@@ -47,6 +47,8 @@ _LINES = (
 """Lines of runs: one run's shows through the next one's where they coincide."""
 ROWS = row_metric("")
 """Begins the names of metrics that have a figure together (rows_picture.py)."""
+STALE = tuple(f"staleness_{age}" for age in range(MOST_STALE + 1))
+"""Shares of a step's tokens by their staleness, which have a figure together, too."""
 OWN = "mean of what a function of the user reports"
 
 
@@ -91,7 +93,9 @@ def main_curves(runs: Sequence[RunContents]) -> list[Picture]:
 def further_curves(runs: Sequence[RunContents]) -> list[Picture]:
     """Return the figures of all other metrics."""
     shown = {*MAIN, *(PAIRS[name] for name in MAIN if name in PAIRS and curves_of(runs, name))}
-    others = [metric.name for metric in METRICS if metric.name not in shown and not metric.name.startswith(ROWS)]
+    others = [
+        metric.name for metric in METRICS if metric.name not in {*shown, *STALE} and not metric.name.startswith(ROWS)
+    ]
     paired = {PAIRS[name] for name in others if name in PAIRS and curves_of(runs, name)}
     known = {metric.name for metric in METRICS} | {"step", "seconds"}
     own = dict.fromkeys(key for run in runs for row in run.rows[:1] for key in row if key not in known)

@@ -19,7 +19,7 @@ from flexrlhf.report.memory_picture import counted_tensors, measured_peaks, memo
 from flexrlhf.report.page import Card, Page, RunPart, Section, Table
 from flexrlhf.report.placement_picture import placement_picture
 from flexrlhf.report.reported_run import PLANNED_STEPS, Prediction, ReportedRun
-from flexrlhf.report.rows_picture import rows_picture
+from flexrlhf.report.rows_picture import rows_picture, staleness_picture
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import sample_groups
 from flexrlhf.report.timeline_picture import (
@@ -78,8 +78,8 @@ def _sections(runs: Sequence[ReportedRun]) -> list[Section]:
 
 
 def _rows(run: ReportedRun, key: str) -> RunPart:
-    picture = rows_picture(run.contents, key)
-    return RunPart(run.name, pictures=() if picture is None else (picture,))
+    pictures = rows_picture(run.contents, key), staleness_picture(run.contents, f"{key}-staleness")
+    return RunPart(run.name, pictures=tuple(picture for picture in pictures if picture is not None))
 
 
 def _placement(run: ReportedRun, key: str) -> RunPart:

@@ -20,6 +20,7 @@ from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import check_returned, combine_of, make_loss, settings_of
 from flexrlhf.objectives.parity import naming_tokens
+from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import FINAL_OUTCOME, column_of, plain
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
@@ -166,9 +167,8 @@ def _generate(run: OperatorRun, batch: Batch, sampling: Sampling, ahead: Sequenc
     columns["logprobs"] = columns["rollout_logprobs"]
     if sampling.step < 0:
         return columns, {}  # an evaluation
-    lag = torch.full_like(columns["finished"], sampling.step - run.model.version, dtype=torch.float32)
-    requests = lag.new_tensor(engine.num_requests - before)
-    return columns, {"rollout_requests": moments(requests), "policy_lag": moments(lag)}
+    requests = columns["rollout_logprobs"].new_tensor(engine.num_requests - before)
+    return columns, {"rollout_requests": moments(requests)}
 
 
 def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[Columns, Moments]:
@@ -180,7 +180,10 @@ def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[
     with naming_tokens(context.decode, context.sampling.step):
         computed = combine_of(function)(settings_of(function, context.spec), batch, combine_context)
     check_returned(run.operator, computed, batch)
-    return computed
+    columns, statistics = computed
+    if "policy_version" in batch.columns and columns.keys() & {"loss_mask", "kept_mask"}:
+        statistics |= staleness(batch.with_columns(columns), combine_context)
+    return columns, statistics
 
 
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:

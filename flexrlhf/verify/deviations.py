@@ -48,7 +48,8 @@ BITWISE = Limits("bitwise", numbers=0.0, weights=0.0, shares=0.0, tie=0.0)
 
 COUNTED = frozenset(
     {
-        *("response_length", "truncated", "score_invalid", "score_failed", "not_counted", "group_taken", "policy_lag"),
+        *("response_length", "truncated", "score_invalid", "score_failed", "not_counted", "group_taken"),
+        *("staleness_max", "staleness_dropped"),
         *("rollout_requests", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
         *("eval_score_failed", "text_cut", "eval_text_cut"),
     }
@@ -64,7 +65,15 @@ THRESHOLDS = frozenset(
 )
 """Metrics that count values on one side of a threshold."""
 IN_NATS = frozenset(
-    {"kl", "kl_token", "update_kl", "preference_margin", "eval_preference_margin", "effective_sample_size"}
+    {
+        "kl",
+        "kl_token",
+        "update_kl",
+        "behaviour_kl",
+        "preference_margin",
+        "eval_preference_margin",
+        "effective_sample_size",
+    }
 )
 """Metrics that are differences of log-probs: rounding is relative to these, so to at least 1 (``kl``: each token)."""
 NOT_COMPARED = frozenset({"step", "rollout_engine", "parity_mean", "parity_p999", "parity_max", *TIMES})

@@ -123,6 +123,8 @@ COMPLETIONS: dict[str, Raw] = {
         importance={"level": "sequence", "reject": {"lower": 0.6, "upper": 1.6}},
         loss_aggregation="seq-mean-token-mean",
     ),
+    # with a lag and sync.every some steps lose all of their tokens
+    "fresh": _of("ppo", importance={"cap": 1.05, "max_staleness": 1}),
     # sequences in letters are up to three times as long, so the default limit cuts some
     "retokenized": _of("ppo", {"models": {"reward": OWN_TOKENIZER}}),
     "retokenized-second": _of(
@@ -219,6 +221,9 @@ ALGORITHMS: dict[str, Raw] = {
         surrogate="kl-cov",
         covariance={"share": 0.15},
         importance={"cap": 1.05, "reject": {"level": "geometric", "lower": 0.95, "upper": 1.05}},
+    ),
+    "grpo-fresh": _of(
+        "grpo", importance={"max_staleness": 1, "reject": {"level": "token", "lower": 0.9, "upper": 1.1}}
     ),
     "raft": _of("raft", _scored(COUNTED)),
     "raft-penalised": _of("raft", kl={"coefficient": 0.3}, truncation="mask", epochs=2),

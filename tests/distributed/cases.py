@@ -556,7 +556,13 @@ def shapes_of(setting: str, ranks: int) -> tuple[str, ...]:
     shapes = (PREFERENCE_SHAPES if setting in PREFERENCES else PPO_SHAPES)[ranks]
     # a frozen model is pinned to the second device class
     has_frozen = set(roles_of(setting)) > set(TRAINED[algorithm_of(setting)])
-    return tuple(shape for shape in shapes if has_frozen or shape != "classes")
+    shapes = tuple(shape for shape in shapes if has_frozen or shape != "classes")
+    limit = (SETTINGS[setting]["algorithm"].get("importance") or {}).get("max_staleness")
+    return tuple(shape for shape in shapes if limit is None or _lag_of(shape) <= limit)
+
+
+def _lag_of(shape: str) -> int:
+    return SHAPES[shape].get("schedule", {}).get("lag", 0)
 
 
 DEFAULT = [
@@ -612,6 +618,7 @@ DEFAULT = [
     Case("gspo", "six", 2),
     Case("grpo-process-models", "co-located", 2),
     Case("grpo-masked", "lag", 2),
+    Case("fresh", "lag-every-3", 2),
     Case("raft", "co-located", 2),
     Case("reinforce", "co-located", 2),
     Case("remax", "tight", 2),

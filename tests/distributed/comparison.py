@@ -54,7 +54,8 @@ COUNTED = (
         "importance_rejected",
         "covariance_selected",
         "response_steps",
-        "policy_lag",
+        "staleness_max",
+        "staleness_dropped",
         "rollout_requests",
     ),
 )

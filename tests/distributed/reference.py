@@ -92,13 +92,12 @@ class Reference:
             model.model.load_state_dict(weights[role], strict=False)
         terms = Terms()
         responses = self._experience(step)
-        terms.add("policy_lag", [float(step - response.version) for response in responses])
         ruled = shape_scores(self.spec, responses, self.controls, terms)
         if isinstance(self.policy, RemaxSpec):
             greedy = [response.greedy for response in responses if response.greedy is not None]
             shape_scores(self.spec, greedy, self.controls, Terms())
         estimate_advantages(self.policy, responses, self.controls, self._mini_batches(), terms)
-        reject(self.policy.importance, responses, terms)
+        reject(self.spec, step, responses, terms)
         select(self.spec, step, responses, self._mini_batches(), terms)
         describe(self.spec, responses, self.controls, terms)
         self._train(step, responses, terms)

@@ -10,7 +10,6 @@ from reference_responses import Response
 from reference_terms import Terms
 from torch import Tensor
 
-from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import place_hash, splitmix
@@ -78,6 +77,10 @@ def importance_of(policy: PolicySpec, response: Response, kept: Tensor, terms: T
     counted = kept.tolist() if settings.level == "token" else [bool(kept.any())]
     terms.add("importance_weight", [w for w, counts in zip(weights, counted, strict=True) if counts])
     terms.add("importance_clipped", [float(x) for x, counts in zip(is_outside, counted, strict=True) if counts])
+    # of r = old / rollout: r - 1 - log r (Schulman 2020, k3)
+    k3 = [ratio - 1 - math.log(ratio) for ratio in importance_ratios("token", response)]
+    own = [x for x, counts in zip(k3, kept.tolist(), strict=True) if counts]
+    terms.add("behaviour_kl", own, [1.0] * len(own))
     return torch.tensor(weights)
 
 
@@ -89,15 +92,39 @@ def importance_ratios(level: str, response: Response) -> list[float]:
     return [math.exp(sum(log_ratios) / (len(log_ratios) if level == "geometric" else 1))]
 
 
-def reject(spec: ImportanceSpec | None, responses: Sequence[Response], terms: Terms) -> None:
-    """Fill in which tokens are kept."""
-    if spec is None or spec.reject is None:
-        return
+def reject(spec: Spec, step: int, responses: Sequence[Response], terms: Terms) -> None:
+    """Fill in which tokens are kept, and describe the staleness of those that are trained on."""
+    policy = spec.algorithm
+    assert isinstance(policy, PolicySpec)
+    settings, is_stale = policy.importance, spec.schedule.lag > 0 or spec.sync.every > 1
     for response in responses:
-        kept = [spec.reject.lower <= x <= spec.reject.upper for x in importance_ratios(spec.reject.level, response)]
-        response.kept = kept if spec.reject.level == "token" else kept * len(response.tokens)
-        if response.is_trained:
-            terms.add("importance_rejected", [float(not each) for each in response.kept])
+        kept, age = [True] * len(response.tokens), step - response.version
+        if settings is not None and settings.reject is not None:
+            ratios = importance_ratios(settings.reject.level, response)
+            inside = [settings.reject.lower <= ratio <= settings.reject.upper for ratio in ratios]
+            kept = inside if settings.reject.level == "token" else inside * len(response.tokens)
+            if response.is_trained:
+                terms.add("importance_rejected", [float(not each) for each in kept])
+        # a bound that no token can exceed leaves the column out
+        limit = None if settings is None else settings.max_staleness
+        is_bound = limit is not None and limit < spec.schedule.lag + spec.sync.every - 1
+        if is_bound and response.is_trained:
+            terms.add("staleness_dropped", [float(age > limit)] * len(kept))
+        if is_bound and age > limit:
+            kept = [False] * len(kept)
+        if is_bound or (settings is not None and settings.reject is not None):
+            response.kept = kept
+        if is_stale and response.is_trained and any(kept):
+            terms.add("staleness_mean", [float(age)] * sum(kept))
+    describe_staleness(terms)
+
+
+def describe_staleness(terms: Terms) -> None:
+    """The largest staleness, and the share of each up to 16, which stands for all from there on."""
+    ages = terms.values("staleness_mean")
+    terms.add("staleness_max", [max(ages)] if ages else [])
+    for age in {min(int(age), 16) for age in ages}:
+        terms.add(f"staleness_{age}", [float(min(int(each), 16) == age) for each in ages])
 
 
 def select(spec: Spec, step: int, responses: Sequence[Response], mini_batches: Sequence[range], terms: Terms) -> None:

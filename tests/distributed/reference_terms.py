@@ -36,6 +36,10 @@ class Terms:
         """The terms of metric ``name`` of ``other``, under the name ``own``."""
         self.add(own, other._terms[name], other._sizes[name])
 
+    def values(self, name: str) -> list[float]:
+        """The terms of a metric."""
+        return self._terms[name]
+
     def leave_out(self, name: str) -> None:
         """A metric of this step that rounding decides."""
         self._left_out.add(name)
@@ -55,7 +59,7 @@ class Terms:
         """Means of all metrics that have terms."""
         metrics = {name: self.mean(name) for name, terms in self._terms.items() if terms and name not in self._left_out}
         if "importance_weight" in metrics:
-            weights = self._terms["importance_weight"]
+            weights = self.values("importance_weight")
             share = sum(weights) ** 2 / sum(w * w for w in weights) / len(weights)
             metrics["effective_sample_size"] = Metric(share, 1.0)
         spread = {name: name.replace("mean", "std") for name in ("reward_mean", "eval_reward_mean", "advantage_mean")}

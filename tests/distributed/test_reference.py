@@ -209,11 +209,20 @@ def test_importance_has_teeth(launches: Launches, setting: str, shape: str) -> N
     assert first.metrics["importance_weight"].value == pytest.approx(1, abs=1e-6)
     assert first.metrics["effective_sample_size"].value == pytest.approx(1, abs=1e-6)
     for step in stale:
-        assert 0 < step.metrics["policy_lag"].value <= 3
+        assert 0 < step.metrics["staleness_mean"].value <= 3
         assert step.metrics["importance_weight"].value < 0.999
         assert step.metrics["effective_sample_size"].value < 0.999
         assert (step.columns["logprobs"] - step.columns["rollout_logprobs"]).abs().max() > 0.1
     assert 0 < max(step.metrics["importance_clipped"].value for step in stale) < 1
+
+
+def test_max_staleness_has_teeth(launches: Launches) -> None:
+    """With a lag of 1 and syncs after three batches, batches 0 to 4 are 0, 1, 2, 3 and 1 behind."""
+    steps = reference_of(launches.assets.spec(Case("fresh", "lag-every-3", 2))).steps
+    dropped = [step.metrics["staleness_dropped"].value for step in steps]
+    assert dropped == [0, 0, 1, 1, 0]
+    ages = [step.metrics["staleness_max"].value if "staleness_max" in step.metrics else None for step in steps]
+    assert ages == [0, 1, None, None, 1]
 
 
 def test_cuts_have_teeth(launches: Launches) -> None:

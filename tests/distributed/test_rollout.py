@@ -46,7 +46,7 @@ def logprobs_of_both(outcome: Outcome, step: int) -> tuple[torch.Tensor, torch.T
 
 def fresh_steps(outcome: Outcome) -> list[int]:
     """Cases whose responses are sampled with the weights at the start of the step's training."""
-    return [row["step"] for row in outcome.metrics if row["policy_lag"] == 0]
+    return [row["step"] for row in outcome.metrics if row.get("staleness_max", 0) == 0]
 
 
 @pytest.mark.parametrize("case", params([*ENGINES, OWN_NOISE], [OWN_NOISE]))

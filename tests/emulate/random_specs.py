@@ -68,6 +68,10 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
             if chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
                 plan = make_plan(parse_spec(raw))
+            if "importance" in raw["algorithm"] and chance(Random(repr(raw)), 0.8):
+                # with syncs after several batches some of these leave tokens out
+                raw["algorithm"]["importance"]["max_staleness"] = raw["schedule"]["lag"]
+                plan = make_plan(parse_spec(raw))
             specs.plans.append(plan)
             specs.specs.append(raw)
         except UserError as error:
@@ -419,6 +423,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "gate": [_gate(plan)],
         "log-probs": [_logprobs(plan)] if plan.graph.generated else [],
         "importance": [getattr(getattr(algorithm, "importance", None), "level", "none")],
+        "tokens that are too stale": ["left out" if "kept_mask" in plan.graph.producers else "none"],
         "adapters of a rollout engine": [_rollout_adapters(plan)],
         "begun ahead": ["some" if any(map(plan.ahead, _runs(plan))) else "none"],
         "evaluation": [_evaluation(plan)],

@@ -201,6 +201,7 @@ def test_random_specs_cover_the_settings() -> None:
         "gate": (15, ["none", "every 1", "every 2", "at step 0"]),
         "log-probs": (10, ["forward", "generate", "train"]),
         "importance": (30, ["none", "token", "sequence"]),
+        "tokens that are too stale": (8, ["none", "left out"]),
         "adapters of a rollout engine": (10, ["none", "merged", "separate"]),
         "begun ahead": (50, ["none", "some"]),
     }

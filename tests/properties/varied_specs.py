@@ -101,6 +101,7 @@ EXAMPLES: Examples = {
     "ModelSource.model": NOTHING,
     **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service")], NOTHING),
     "ImportanceSpec.floor": NOTHING,
+    "ImportanceSpec.max_staleness": NOTHING,
     "FunctionSource.function": ("scores.py:score", "package.module:score"),
     "ServiceSource.url": URLS,
     "ServiceSource.headers": ({"Authorization": "Bearer ${REWARD_TOKEN}"}, {"X-Run": "on"}),
@@ -303,4 +304,7 @@ def _instructions(rng: Random, raw: Raw, shadows: bool, share: float) -> Raw:
         sections["eval"] = random_settings(rng, EvalSpec, EXAMPLES, share)
     else:
         sections["save"].pop("best", None)
+    importance, own = raw["algorithm"].get("importance"), Random(repr(raw))
+    if importance is not None and chance(own, 0.5):
+        importance["max_staleness"] = sections["schedule"]["lag"] + own.randint(0, 2)
     return sections

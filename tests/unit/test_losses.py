@@ -281,6 +281,9 @@ def test_importance_weights_of_tokens_by_hand() -> None:
     assert weights[batch["response_mask"].bool()].tolist() == pytest.approx([2, 0.5, 3, 1, 3])
     assert statistics["importance_weight"].tolist() == pytest.approx([5, 9.5, 4 + 0.25 + 9 + 1 + 9])
     assert statistics["importance_clipped"].tolist() == [5, 2, 2]
+    # r - 1 - log r of r = 2, 1/2, 8, 1, 4
+    k3 = (1 - 0.5 + 7 + 0 + 3) - math.log(2 * 0.5 * 8 * 1 * 4)
+    assert statistics["behaviour_kl"].tolist()[:2] == pytest.approx([5, k3])
 
 
 def test_importance_weights_of_responses_by_hand() -> None:

@@ -104,17 +104,23 @@ def test_the_effective_share_of_weighted_samples(weights: list[float], share: fl
     assert row["effective_sample_size"] == pytest.approx(share)
 
 
-def test_the_lag_of_a_policy_and_what_the_gate_found_are_means() -> None:
+def test_what_the_gate_found_is_a_mean() -> None:
     total: dict[str, Triple] = {}
-    for replica in range(2):
-        add(
-            total, {"parity_mean": moments([0.25]), "parity_max": moments([2.0]), "policy_lag": moments([1.0, replica])}
-        )
-    assert evaluate(total) == {"parity_mean": 0.25, "parity_max": 2.0, "policy_lag": 0.75}
+    for _ in range(2):
+        add(total, {"parity_mean": moments([0.25]), "parity_max": moments([2.0])})
+    assert evaluate(total) == {"parity_mean": 0.25, "parity_max": 2.0}
+
+
+def test_a_maximum_is_the_largest_of_all_chunks_and_a_share_of_nothing_is_left_out() -> None:
+    """Two ranks report the maximum of their group for each chunk; a chunk without tokens has none."""
+    total: dict[str, Triple] = {}
+    for largest in ([2.0, 2.0], [5.0, 5.0], [], [3.0, 3.0]):
+        add(total, {"staleness_max": moments(largest), "staleness_2": moments([1.0, 0.0]), "staleness_3": (2.0, 0, 0)})
+    assert evaluate(total) == {"staleness_max": 5.0, "staleness_2": 0.5}
 
 
 def test_every_kind_of_metric_is_used() -> None:
-    assert {metric.kind for metric in METRICS} == {"mean", "std", "sum", "effective_share"}
+    assert {metric.kind for metric in METRICS} == {"mean", "std", "sum", "max", "share", "effective_share"}
 
 
 def test_train_operators_put_their_name_before_what_all_of_them_report() -> None:

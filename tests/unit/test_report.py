@@ -25,7 +25,7 @@ from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.memory_picture import memory_pictures, peak_parts
 from flexrlhf.report.placement_picture import columns_of, placement_picture
 from flexrlhf.report.reported_run import Prediction, plan_of_run, predict_run
-from flexrlhf.report.rows_picture import rows_picture
+from flexrlhf.report.rows_picture import rows_picture, staleness_picture
 from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.report.samples_table import sample_groups, spread
 from flexrlhf.report.sections import settings_rows
@@ -98,7 +98,10 @@ def test_every_metric_is_in_one_figure() -> None:
     picture = rows_picture(run, "rows")
     assert picture is not None
     outcomes = [trace.name.split(": ")[-1].replace(" ", "_") for trace in picture.figure.data]
-    assert sorted([*shown, *(f"rows_{name}" for name in outcomes)]) == sorted([*names, "seconds", "own"])
+    stale = staleness_picture(run, "staleness")
+    assert stale is not None
+    ages = [f"staleness_{trace.name.split()[0]}" for trace in stale.figure.data]
+    assert sorted([*shown, *(f"rows_{name}" for name in outcomes), *ages]) == sorted([*names, "seconds", "own"])
 
 
 def test_outcomes_of_rows_are_stacked_and_add_up(tmp_path: Path) -> None:
@@ -118,6 +121,16 @@ def test_outcomes_of_rows_are_stacked_and_add_up(tmp_path: Path) -> None:
         "filtered: alike": 2.0,
         "not counted: rejected": 1.0,
     }
+
+
+def test_staleness_is_a_histogram_over_steps() -> None:
+    """A share that a step lacks is 0; a run without stale tokens has no figure."""
+    assert staleness_picture(RunContents(Path("fresh"), rows=({"step": 0, "kl": 1.0},)), "staleness") is None
+    rows = ({"step": 0, "staleness_0": 1.0}, {"step": 1, "staleness_1": 0.25, "staleness_16": 0.75})
+    picture = staleness_picture(RunContents(Path("stale"), rows=rows), "staleness")
+    assert picture is not None
+    found = {trace.name: (list(trace.x), list(trace.y)) for trace in picture.figure.data}
+    assert found == {"0": ([0, 1], [1.0, 0.0]), "1": ([0, 1], [0.0, 0.25]), "16 or more": ([0, 1], [0.0, 0.75])}
 
 
 def test_all_runs_are_in_a_figure_also_where_one_lacks_the_metric() -> None:

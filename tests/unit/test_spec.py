@@ -667,8 +667,13 @@ def test_a_ratio_vector_of_the_command_line() -> None:
             "algorithm.importance.level: expected 'token' or 'sequence' (did you mean 'token'?), found 'tokens'",
         ),
         (
+            ("algorithm.importance.max_staleness=0", "schedule.lag=1"),
+            "algorithm.importance.max_staleness 0 is below schedule.lag 1, so no token would be trained on from step 1 "
+            "on: use at least 1, or schedule.lag 0",
+        ),
+        (
             ("algorithm.importance.most=2",),
-            "algorithm.importance: unknown key 'most'; known: cap, floor, level, outside, reject",
+            "algorithm.importance: unknown key 'most'; known: cap, floor, level, max_staleness, outside, reject",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES
-from flexrlhf.objectives.surrogates import importance_weights
+from flexrlhf.objectives.surrogates import importance_weights, staleness
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.rollout_engine import with_rollout
@@ -220,6 +220,67 @@ def test_what_is_rejected_is_in_no_denominator() -> None:
     assert statistics["importance_weight"].tolist()[:2] == pytest.approx([2, 2.7])
 
 
+def test_decoupled_ppo_as_areal_has_it() -> None:
+    """``ppo_actor_loss_fn`` with ``behav_imp_weight_cap``: the clip is around the proximal policy, whose ratio to the
+    policy that sampled is the weight; a token above the cap has none, and stays in the mean."""
+    rollout = OLD + 0.4 * torch.randn(4, 6, generator=GENERATOR, dtype=torch.float64)
+    behaviour = (OLD - rollout).exp()
+    weights = behaviour.where(behaviour <= 1.3, 0.0)
+    assert ((weights == 0) & MASK.bool()).any() and (weights * MASK > 1).any()
+
+    def losses(new: Tensor) -> Tensor:
+        ratio = (new - OLD).exp()
+        return torch.maximum(-ADVANTAGES * ratio, -ADVANTAGES * ratio.clamp(0.8, 1.2)) * weights
+
+    spec = PpoSpec(importance=ImportanceSpec(outside="mask", cap=1.3), loss_aggregation="token-mean")
+    assert_equal(spec, losses, rollout_logprobs=rollout)
+
+
+VERSIONS = torch.tensor([[5, 5, 6], [4, 7, 0], [7, 7, 7]], dtype=torch.int32)
+"""Weights versions that sampled the tokens of step 7: 2, 2, 1; 3, 0; 0, 0, 0 batches ago."""
+
+
+def test_tokens_of_versions_that_are_too_old_are_left_out() -> None:
+    """In addition to those whose ratio is out of bounds, here the first one of the third response."""
+    reject = RejectionSpec(level="token", lower=0.45, upper=3.0)
+    batch = batch_of(**corrected_batch(RATIOS, LENGTHS).columns, policy_version=VERSIONS)
+    context = CombineContext([slice(0, 3)], Alone(), step=7)
+    for settings, kept, dropped in (
+        ({"max_staleness": 2}, ["111", "010", "111"], 1 / 8),
+        ({"max_staleness": 1}, ["001", "010", "111"], 3 / 8),
+        ({"max_staleness": 2, "reject": reject}, ["111", "010", "011"], 1 / 8),
+    ):
+        spec = PpoSpec(importance=ImportanceSpec.model_validate(settings))
+        columns, statistics = COMBINES["rejection"](spec, batch, context)
+        assert columns["kept_mask"].equal(mask_of(*kept)), settings
+        assert evaluate({"staleness_dropped": tuple(statistics["staleness_dropped"].tolist())}) == {
+            "staleness_dropped": dropped
+        }
+        assert ("importance_rejected" in statistics) == ("reject" in settings)
+
+
+def described(statistics: dict[str, Tensor]) -> dict[str, float]:
+    return evaluate({name: tuple(value.tolist()) for name, value in statistics.items()})
+
+
+def test_the_staleness_of_the_tokens_that_are_trained_on_by_hand() -> None:
+    kept = mask_of("111", "010", "111")
+    batch = batch_of(response_mask=LENGTHS, loss_mask=LENGTHS, kept_mask=kept, policy_version=VERSIONS)
+    expected = {"staleness_mean": 5 / 7, "staleness_max": 2, "staleness_0": 4 / 7, "staleness_1": 1 / 7}
+    expected["staleness_2"] = 2 / 7
+    assert described(staleness(batch, CombineContext([], Alone(), step=7))) == pytest.approx(expected)
+    # the second rank has the third response alone
+    parts = [batch.select(slice(0, 2)), batch.select(slice(2, 3))]
+    found = on_replicas(2, lambda rank, port: staleness(parts[rank], CombineContext([], port, step=7)))
+    assert described({name: found[0][name] + found[1][name] for name in found[0]}) == pytest.approx(expected)
+    late = described(staleness(batch, CombineContext([], Alone(), step=23)))
+    assert late == pytest.approx({"staleness_mean": 16 + 5 / 7, "staleness_max": 18, "staleness_16": 1.0}), (
+        "from 16 on there is one share"
+    )
+    nothing = batch.with_columns({"kept_mask": torch.zeros_like(kept)})
+    assert described(staleness(nothing, CombineContext([], Alone(), step=7))) == {}
+
+
 def graph_of(*overrides: str) -> Graph:
     spec = spec_of(None, 1, "algorithm.name=grpo", "reward={rule: gsm8k}", "rollout.engine=transformers", *overrides)
     return with_rollout(make_graph(spec), spec, is_remote=False)
@@ -234,6 +295,20 @@ def test_selection_and_rejection_stand_between_advantages_and_training() -> None
     assert {"kept_mask", "selected_tokens"} <= set(operators["train_actor"].reads)
     assert producers["kept_mask"].name == "rejection"
     assert not {"kept_mask", "selected_tokens"} & graph_of("algorithm.importance={}").producers.keys()
+
+
+def test_what_writes_the_last_mask_reads_the_versions_of_tokens() -> None:
+    """The staleness of a step is that of the tokens that it trains on; without a lag there is none."""
+    apart, limited = ("schedule.lag=1", "sync.every=2"), "algorithm.importance={max_staleness: 1}"
+    for overrides, writer in ((apart, "advantages"), ((*apart, limited), "rejection"), ((limited,), None)):
+        graph = graph_of(*overrides)
+        reading = [operator.name for operator in graph.operators if "policy_version" in operator.reads]
+        assert reading == ([] if writer is None else [writer]), overrides
+        assert ("kept_mask" in graph.producers) == (writer == "rejection")
+    assert graph_of(*apart, "algorithm.importance={max_staleness: 2}").left_out[0] == (
+        "kept_mask",
+        "no token is staler than 2, so algorithm.importance.max_staleness 2 keeps all",
+    )
 
 
 @pytest.mark.parametrize(

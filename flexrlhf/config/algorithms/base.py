@@ -107,7 +107,8 @@ class ImportanceSpec(StrictModel):
     Ratio = pi_old / pi_rollout of each token, or of the whole response; pi_old: the weights that training of
     the step starts from, pi_rollout: the distribution that the response was sampled from. Weight of a loss:
     truncate: min(ratio, cap). mask: the ratio where it is in [floor, cap], else 0 (IcePop, Ling Team 2025; verl's
-    ``rollout_is_threshold: lower_upper``); tokens of weight 0 stay in the loss's denominator.
+    ``rollout_is_threshold: lower_upper``); tokens of weight 0 stay in the loss's denominator. With PPO's ratio to
+    pi_old this is decoupled PPO (Hilton et al. 2022; Fu et al. 2025).
     """
 
     level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a response")
@@ -117,6 +118,12 @@ class ImportanceSpec(StrictModel):
         None, gt=0, le=1, description="smallest weight that is not 0, with outside: mask; null: no such bound"
     )
     reject: RejectionSpec | None = Field(None, description="null: nothing is left out")
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="tokens are left out of the actor's loss and its denominators if more batches than this have been "
+        "trained on since the weights that sampled them; null: none",
+    )
 
     @model_validator(mode="after")
     def _floor_of_a_mask(self) -> Self:
