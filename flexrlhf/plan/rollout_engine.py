@@ -265,19 +265,20 @@ def _corrected(operator: Operator) -> Operator:
 
 
 def _after_late_forwards(graph: Graph, is_alone: bool) -> Graph:
-    """Return ``graph`` with combines on the trained copy if they read its forwards' columns, a step later with a lag.
+    """Return ``graph`` with combines on the trained copy if they need its forwards' columns, a step later with a lag.
 
     ``is_alone``: no other copy than the trained one can forward.
     """
     role = _role_of(graph)
     forwards = [o for o in graph.operators if (o.kind, o.role) == ("forward", role) and (is_alone or o.on_trained)]
     late = {column for operator in forwards for column in operator.writes}
-
-    def moved(operator: Operator) -> Operator:
-        waits = operator.kind == "combine" and late & set(operator.reads)
-        return replace(operator, on_trained=True) if waits else operator
-
-    return replace(graph, operators=tuple(moved(operator) for operator in graph.operators))
+    operators = []
+    for operator in graph.operators:
+        if operator.kind == "combine" and late & set(operator.reads):
+            late |= set(operator.writes)
+            operator = replace(operator, on_trained=True)
+        operators.append(operator)
+    return replace(graph, operators=tuple(operators))
 
 
 def _role_of(graph: Graph) -> str:

@@ -282,6 +282,13 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
         pytest.param(lambda: ppo_plan(SIX, 8, rollout=HALVES, sync_every=3), id="six-rollout-every-3"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=CHILD, importance={}), id="six-rollout-lag-1"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, sync_every=2, importance={}), id="six-importance-lag-1"),
+        # the advantages wait for the trained copy, and so does the rejection behind them
+        pytest.param(
+            lambda: ppo_plan(
+                SIX[:5], 4, {"lag": 1}, sync_every=2, rollout=VLLM, models=SHARED, importance={"max_staleness": 1}
+            ),
+            id="six-merged-too-stale",
+        ),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 2, evaluation={}), id="evaluated"),
         pytest.param(lambda: ppo_plan(None, 2, models={"reward": {"tp": 2}}, evaluation={}), id="evaluated-gathered"),
         pytest.param(lambda: ppo_plan(SIX, 4, STREAM, evaluation=PAIR), id="six-evaluated"),
