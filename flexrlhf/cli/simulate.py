@@ -23,6 +23,14 @@ Lengths = Annotated[
 MeanResponse = Annotated[
     float | None, typer.Option(min=1, help="mean response length instead; lengths spread around it, as in `advise`")
 ]
+Lags = Annotated[
+    str | None,
+    typer.Option(metavar="K,K", help="compare runs with these values of schedule.lag, such as 0,1,2,4, in one table"),
+]
+SegmentLengths = Annotated[
+    str | None,
+    typer.Option("--segments", metavar="T,T", help="the same, with responses generated in segments of T tokens"),
+]
 Against = Annotated[Path | None, typer.Option(help="timeline.json of a run to compare with")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the timeline as a Chrome trace")]
 Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
@@ -33,6 +41,8 @@ def simulate(
     runs: RunOptions,
     lengths: Lengths = None,
     mean_response: MeanResponse = None,
+    lags: Lags = None,
+    segments: SegmentLengths = None,
     profile: Profile = None,
     against: Against = None,
     output: Output = None,
@@ -42,6 +52,8 @@ def simulate(
 
     And what the step consists of. Starts nothing.
     """
+    from flexrlhf.guideline.simulation.asynchrony import compare_lags, read_lags, read_segments
+    from flexrlhf.guideline.simulation.asynchrony_text import format_asynchrony
     from flexrlhf.guideline.simulation.compare import compare, read_run
     from flexrlhf.guideline.simulation.inputs import costs_for
     from flexrlhf.guideline.simulation.lengths import read_lengths
@@ -50,13 +62,20 @@ def simulate(
 
     if output is not None:
         check_output(output, "--output", "trace.json", is_simulated, (*runs.paths, profile, against))
+    variants = lags is not None or segments is not None
+    if variants and (against or output):
+        raise UserError(f"{'--against' if against else '--output'}: goes with one run, and --lags compares several")
     measured = read_run(against) if against is not None else None
     plans = plan_runs(runs.specs())
     if len(plans) > 1 and (against or output):
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     for plan in plans:
-        source = costs_for(plan.spec, profile)
-        simulation = simulate(plan, source.costs, read_lengths(lengths, plan, mean_response))
+        source, expected = costs_for(plan.spec, profile), read_lengths(lengths, plan, mean_response)
+        if variants:
+            compared = compare_lags(plan.spec, source.costs, expected, read_lags(lags), read_segments(segments))
+            typer.echo(format_asynchrony(compared, source) + "\n")
+            continue
+        simulation = simulate(plan, source.costs, expected)
         typer.echo(format_simulation(simulation, source) + "\n")
         if measured is not None:
             typer.echo(format_comparison(compare(simulation, measured), against) + "\n")

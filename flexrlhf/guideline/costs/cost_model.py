@@ -173,6 +173,7 @@ class Call:
     rows:               rows of the fullest replica
     prompt:             mean tokens of a prompt
     responses:          tokens of responses, a sample of the rows' distribution (one number: all of that length)
+    is_exact:           whether they are the lengths of these very rows
     width:              tokens of a row in forward and training passes (padded where the engine pads)
     updates:            optimizer steps
     micro_rows:         rows of one pass
@@ -203,6 +204,7 @@ class Call:
     passes: MeanPass | None = None
     prompt_samples: int = 1
     adapters_apart: int = 0
+    is_exact: bool = False
 
     @property
     def prompts(self) -> int:

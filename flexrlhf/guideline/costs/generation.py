@@ -1,8 +1,9 @@
 """Time of generation: prefill, then decoding steps with as many rows as are live.
 
-Lengths are a sample of a distribution. A batch of ``rows`` has, after as many steps as a share ``alive`` of the sample
-survives, ``rows * alive`` live rows on the average, and any at all with probability ``1 - (1 - alive) ** most``, where
-``most`` rows could have been as long. Steps are not simulated one by one: the sample is divided into few bins.
+Lengths are those of the rows, or a sample of their distribution: then a batch of ``rows`` has, after as many steps as a
+share ``alive`` of the sample survives, ``rows * alive`` live rows on the average, and any at all with probability
+``1 - (1 - alive) ** most``, where ``most`` rows could have been as long. Steps are not simulated one by one: lengths
+are divided into few bins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EVEN_BINS, TAIL_BINS = 14, 6
 
 def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the time of ``call.rows`` prompts and their responses on one replica."""
-    phases = decode_phases(profile.batching, call.rows, call.decode_rows, call.responses)
+    phases = decode_phases(profile.batching, call.rows, call.decode_rows, call.responses, call.is_exact)
     prefill = {"prefill": prefill_cost(call, mesh, profile).seconds}
     return Cost(prefill | _Step.of(call, mesh, profile).through(phases, call.prompt))
 
@@ -227,10 +228,16 @@ def _counts(total: int) -> list[int]:
     return [high - low for low, high in zip(bounds, bounds[1:], strict=False)] + [1] * TAIL_BINS
 
 
-def decode_phases(batching: Batching, rows: int, together: int, responses: tuple[float, ...]) -> Iterator[DecodePhase]:
-    """Yield the phases of decoding ``rows`` rows, at most ``together`` of them at once."""
+def decode_phases(
+    batching: Batching, rows: int, together: int, responses: tuple[float, ...], is_exact: bool = False
+) -> Iterator[DecodePhase]:
+    """Yield the phases of decoding ``rows`` rows, at most ``together`` at once. ``is_exact``: as of ``Call``."""
     together = max(1, min(rows, together))
     bins = length_bins(responses)
+    if is_exact and rows == together:
+        stays = batching == "static"
+        yield from (DecodePhase(each.steps, rows * (1 if stays else each.alive), each.age) for each in bins)
+        return
     if batching == "refill":
         yield from _full(rows, together, bins)
         yield from _shrinking(1, together, rows, bins)

@@ -13,6 +13,7 @@ from random import Random
 from statistics import NormalDist
 from typing import Any
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline.simulation.inputs import USUAL_SHARE, TextLengths, lengths_for, lengths_in_data, truncated
 from flexrlhf.plan.plan import Plan
@@ -29,24 +30,28 @@ KEYS = ("length", "response_length", "output_lens")
 
 
 def read_lengths(text: str | None, plan: Plan, mean_response: float | None = None) -> TextLengths:
+    """Return the lengths of ``expected_lengths``; without ``text`` and mean those in the plan's data, or the longest
+    where it has none."""
+    if text is None and mean_response is None:
+        return lengths_in_data(plan)
+    return expected_lengths(plan.spec, text, mean_response)
+
+
+def expected_lengths(spec: Spec, text: str | None, mean_response: float | None = None) -> TextLengths:
     """Return response lengths from ``text``: a number of tokens, ``heavy-tail:MEAN``, a file with lengths, or the
-    directory or metrics of a run. With ``mean_response`` those of ``lengths_for``, as in ``advise``; without both those
-    in the plan's data, or the longest where it has none.
+    directory or metrics of a run; without it those of ``lengths_for``.
 
     Raises UserError for lengths that no responses can have.
     """
-    if mean_response is not None:
-        if text is not None:
-            raise UserError(f"--mean-response {mean_response:g}: not together with --lengths {text}; give one of them")
-        return lengths_for(plan.spec, mean_response)
     if text is None:
-        return lengths_in_data(plan)
-    longest = plan.lengths.response
-    return TextLengths(plan.lengths.prompt, named_lengths(text, longest, plan.spec.name))
+        return lengths_for(spec, mean_response)
+    if mean_response is not None:
+        raise UserError(f"--mean-response {mean_response:g}: not together with --lengths {text}; give one of them")
+    return TextLengths(spec.lengths.prompt, named_lengths(text, spec.lengths.response, spec.name))
 
 
 def named_lengths(text: str, longest: int, name: str) -> tuple[float, ...]:
-    """Return a sample of the response lengths that ``text`` names, as of ``read_lengths``.
+    """Return a sample of the response lengths that ``text`` names, as of ``expected_lengths``.
 
     longest:  the most tokens of a response of the run ``name``.
     """

@@ -108,7 +108,8 @@ class Pricer:
         return self._figures[device]
 
     @cached_property
-    def _maker(self) -> CallMaker:
+    def maker(self) -> CallMaker:
+        """Maker of the plan's model calls."""
         plan = self.plan
         return CallMaker(plan.batch, plan.lengths, self.lengths, plan.spec.algorithm.epochs)
 
@@ -123,17 +124,22 @@ class Pricer:
         """Yield the call and mesh of a Run for each device class among the replicas that have rows."""
         model = self.plan.placement[run.model]
         rows = replica_rows(self.plan.batch, model.layout, run.mini_batches)
-        by_class: dict[DeviceClass, list[int]] = {}
-        for replica, ranks in enumerate(model.layout.replica_sets):
-            if any(rows[replica]):
-                slowest = min((self.device(rank) for rank in ranks), key=lambda device: device.tflops)
-                by_class.setdefault(slowest, []).append(replica)
-        for device, replicas in by_class.items():
-            class_rows = [rows[replica] for replica in replicas]
+        for device, replicas in self.replicas_by_class(model).items():
+            class_rows = [rows[replica] for replica in replicas if any(rows[replica])]
+            if not class_rows:
+                continue
             kind, texts, compares = run.operator.call, texts_per_row(run.operator), run.operator.compares_responses
             assert kind is not None, f"{run.operator.name} is no model call"
-            call = self._maker.call(kind, model, self.shape(model), class_rows, texts, compares)
+            call = self.maker.call(kind, model, self.shape(model), class_rows, texts, compares)
             yield call, self.mesh(model, device)
+
+    def replicas_by_class(self, model: PlacedModel) -> dict[DeviceClass, list[int]]:
+        """Return the replicas of ``model`` by the class of their slowest device."""
+        by_class: dict[DeviceClass, list[int]] = {}
+        for replica, ranks in enumerate(model.layout.replica_sets):
+            slowest = min((self.device(rank) for rank in ranks), key=lambda device: device.tflops)
+            by_class.setdefault(slowest, []).append(replica)
+        return by_class
 
     def mesh(self, model: PlacedModel, device: DeviceClass) -> Mesh:
         """Return the mesh of ``model``, with all replicas on devices of one class.

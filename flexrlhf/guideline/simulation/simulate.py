@@ -246,7 +246,9 @@ def _timed(
             return replace(plain, blocking=False)
         case Sync(overlaps=True):
             trained = [index for index, run in runs if run.model == it.source and run.operator.kind == "train"]
-            return replace(plain, fills=copies.index(it.destination), after=tuple(trained[-1:]))
+            senders = {block_of[rank] for rank in pricer.plan.placement[it.source].ranks}
+            copy = copies.index(it.destination)
+            return replace(plain, fills=copy, after=tuple(trained[-1:]), sends=tuple(sorted(senders)))
         case Sync():
             return replace(plain, together=not it.is_in_place or bool(it.gathers))
         case Offload() | Release() | Reload():

@@ -1,8 +1,9 @@
 """The trainer's loop on a clock: when every instruction begins and ends, if each takes a given time.
 
 Ranks with the same models do the same at the same time, so they are one *block*. The simulator walks the instructions
-of a plan, the search the calls of a candidate. Not simulated is back-pressure: that a sender waits before the third
-Move on an edge whose first has not arrived.
+of a plan, the search the calls of a candidate. A copy has memory for one transfer of weights in the background: it
+begins once those before it are stored, and their source sends the next ones once it has ended. Not simulated is that a
+sender of rows waits before the third Move on an edge whose first has not arrived.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class TimedInstruction:
     delays:    seconds that the result of each of ``after`` takes to arrive; empty: none
     fills:     number of a copy whose weights it brings while its blocks go on; -1: of none
     uses:      copies by number, whose weights must have come before it begins
+    sends:     blocks that send the weights that it brings, and wait for the end of the transfer before
     """
 
     blocks: tuple[int, ...]
@@ -77,6 +79,7 @@ class TimedInstruction:
     delays: tuple[float, ...] = ()
     fills: int = -1
     uses: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +114,30 @@ class WalkResult:
 
 Due = Callable[[int, int], bool]
 """Whether the instruction at a position is due for a batch (its step may be outside the run)."""
+Durations = Callable[[int, int], float]
+"""Time of the instruction at a position for a batch."""
 
 
 @dataclass
 class _Clock:
     """State of a walk.
 
+    seconds: time of each instruction
     free:    when each block has ended its last instruction
     done:    when results of (step, position) are there
     filled:  when the newest weights of each copy are there that come in the background
     link:    when the last weights have come so; they share a link
+    stored:  when a copy that the last weights have come to was used first, which stores them
     visits:  visits so far
     """
 
     instructions: Sequence[TimedInstruction]
+    seconds: Durations
     free: list[float]
     done: dict[tuple[int, int], float] = field(default_factory=dict)
     filled: dict[int, float] = field(default_factory=dict)
     link: float = 0.0
+    stored: dict[int, float] = field(default_factory=dict)
     visits: list[Visit] = field(default_factory=list)
 
     def execute(self, index: int, step: int) -> float:
@@ -146,7 +155,8 @@ class _Clock:
     def _jointly(self, index: int, instruction: TimedInstruction, step: int) -> float:
         ready = self._ready(instruction, step)
         start = max(ready, *(self.free[block] for block in instruction.blocks))
-        end = start + instruction.seconds
+        end = start + self.seconds(index, step)
+        self._store(instruction, start)
         for block in instruction.blocks:
             self.visits.append(Visit(index, step, block, start, end, self.free[block], ready))
             if instruction.blocking:
@@ -154,8 +164,11 @@ class _Clock:
         return end
 
     def _in_background(self, index: int, instruction: TimedInstruction, step: int) -> float:
-        end = max(self._ready(instruction, step), self.link) + instruction.seconds
-        self.link = self.filled[instruction.fills] = end
+        copy = instruction.fills
+        for block in instruction.sends:
+            self.free[block] = max(self.free[block], self.filled.get(copy, 0.0))
+        begin = max(self._ready(instruction, step), self.link, self.stored.pop(copy, 0.0))
+        self.link = self.filled[copy] = end = begin + self.seconds(index, step)
         for block in instruction.blocks:
             now = self.free[block]
             self.visits.append(Visit(index, step, block, now, now, now, now))
@@ -164,9 +177,15 @@ class _Clock:
     def _alone(self, index: int, instruction: TimedInstruction, step: int, block: int) -> float:
         arrived, ready = self.free[block], self._ready(instruction, step)
         start = max(arrived, ready)
-        self.free[block] = end = start + instruction.seconds
+        self.free[block] = end = start + self.seconds(index, step)
+        self._store(instruction, start)
         self.visits.append(Visit(index, step, block, start, end, arrived, ready))
         return end
+
+    def _store(self, instruction: TimedInstruction, start: float) -> None:
+        """Note that ``instruction`` has stored the weights of the copies that it uses."""
+        for copy in instruction.uses:
+            self.stored.setdefault(copy, start)
 
     def _ready(self, instruction: TimedInstruction, step: int) -> float:
         """Return when all that ``instruction`` reads is there."""
@@ -191,10 +210,19 @@ def due_after(every: Sequence[int], steps: int) -> Due:
 
 
 def walk_steps(
-    instructions: Sequence[TimedInstruction], num_blocks: int, steps: int, due: Due | None = None
+    instructions: Sequence[TimedInstruction],
+    num_blocks: int,
+    steps: int,
+    due: Due | None = None,
+    seconds: Durations | None = None,
 ) -> WalkResult:
-    """Walk ``steps`` batches. ``due``: when instructions are due, if not all as their ``every`` says."""
-    clock, ends = _Clock(instructions, [0.0] * num_blocks), [0.0] * steps
+    """Walk ``steps`` batches.
+
+    due:      when instructions are due, if not all as their ``every`` says.
+    seconds:  their time for each batch, if it is not always the same.
+    """
+    seconds = seconds or (lambda index, step: instructions[index].seconds)
+    clock, ends = _Clock(instructions, seconds, [0.0] * num_blocks), [0.0] * steps
     lags = [instruction.lag for instruction in instructions]
     due = due or due_after([instruction.every for instruction in instructions], steps)
     for index, step in executions(lags, steps, due):

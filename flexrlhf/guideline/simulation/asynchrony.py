@@ -1,0 +1,122 @@
+"""Comparison of a run's lags and segments, with a co-located run and with training in the order of completion."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.costs.cost_model import CostModel
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.variants import Variant, Variants
+from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.strategy import DISAGGREGATED
+
+LEAST_GAIN = 0.02
+"""Share of the samples per second below which a larger lag counts as no gain: its batches are older."""
+MOST_LAG = 16
+
+
+@dataclass(frozen=True)
+class AsynchronyTable:
+    """Variants of a run to compare.
+
+    plan:        the plan with the first of the lags
+    lengths:     response lengths
+    steps:       number of measured steps
+    variants:    one for each lag, then those with segments
+    co_located:  the same models on all devices, without a lag; or why there is no such plan
+    completion:  time of a step in completion order, by lag
+    """
+
+    plan: Plan
+    lengths: TextLengths
+    steps: int
+    variants: tuple[Variant, ...]
+    co_located: Variant | str
+    completion: Mapping[int, float]
+
+    @property
+    def by_lag(self) -> tuple[Variant, ...]:
+        """Variants without segments, by ascending lag."""
+        return tuple(each for each in self.variants if each.tokens is None)
+
+    @property
+    def enough(self) -> Variant:
+        """The variant without segments with the least lag that none with a larger one exceeds by more than
+        ``LEAST_GAIN``."""
+        best = max(each.samples for each in self.by_lag)
+        return next(each for each in self.by_lag if best <= (1 + LEAST_GAIN) * each.samples)
+
+
+def compare_lags(
+    spec: Spec,
+    costs: CostModel,
+    lengths: TextLengths,
+    lags: Sequence[int],
+    segments: Sequence[int] = (),
+    are_joined: bool = True,
+) -> AsynchronyTable:
+    """Return the variants of ``spec`` with ``lags``, and with each of them segments of so many tokens.
+
+    Raises UserError for a placement whose ranks both generate and train, and an algorithm that generates nothing.
+    """
+    variants = Variants(spec, costs, lengths, max(lags), are_joined)
+    plan = variants.plan(0)
+    _check(plan)
+    found = [variants.simulate(lag, tokens) for tokens in (None, *segments) for lag in lags]
+    # without a lag the order makes no difference, so there the two models are set equal
+    scale = (found[0] if lags[0] == 0 else variants.simulate(0)).seconds / variants.in_completion_order(0)
+    completion = {lag: scale * variants.in_completion_order(lag) for lag in lags if lag}
+    return AsynchronyTable(plan, lengths, len(variants.measured()), tuple(found), _co_located(variants), completion)
+
+
+def _check(plan: Plan) -> None:
+    name, generated = plan.spec.name, plan.graph.generated
+    if generated is None:
+        raise UserError(f"--lags: {plan.spec.algorithm.name} of {name} generates nothing, so nothing can be behind it")
+    if plan.strategy != DISAGGREGATED:
+        copy = f"{generated}.{'rollout' if plan.spec.rollout.has_copy else 'shadow'}"
+        raise UserError(
+            f"--lags: {name} is {plan.strategy}, and training can only be behind a generation on other ranks; give "
+            f"{copy} devices of its own, such as --set 'placement={{{copy}: 0.5, {generated}: 0.5, ...}}'"
+        )
+
+
+def read_lags(text: str | None) -> list[int]:
+    """Return the lags of ``--lags``; without it, 0 and 1. Raises UserError."""
+    return _numbers("0,1" if text is None else text, "--lags", 0, MOST_LAG)
+
+
+def read_segments(text: str | None) -> list[int]:
+    """Return the tokens of ``--segments``, without it none. Raises UserError."""
+    return [] if text is None else _numbers(text, "--segments", 1, sys.maxsize)
+
+
+def _numbers(text: str, option: str, least: int, most: int) -> list[int]:
+    """Return ascending whole numbers that are separated by commas."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UserError(f"{option} {text}: expected whole numbers such as {option} 1,2,4") from None
+    for number in numbers:
+        if not least <= number <= most:
+            bound = f"below {least}" if number < least else f"above {most}"
+            raise UserError(f"{option} {text}: {number} is {bound}")
+    return numbers
+
+
+def _co_located(variants: Variants) -> Variant | str:
+    """Return the run without copies, with every model on all devices; or why it has no plan."""
+    roles = len(make_graph(variants.spec).roles)
+    schedule = variants.spec.schedule.model_copy(update={"lag": 0, "strategy": None, "num_chunks": 1})
+    try:
+        plan = make_plan(variants.spec.model_copy(update={"placement": (Fraction(1),) * roles, "schedule": schedule}))
+        return variants.simulate(0, plan=plan)
+    except UserError as error:
+        return str(error)

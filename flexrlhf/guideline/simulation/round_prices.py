@@ -1,0 +1,156 @@
+"""Times of a plan's calls in rounds whose rows have lengths of their own, on the slowest replica of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
+from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, texts_per_row
+from flexrlhf.guideline.simulation.completion_order import StepSeconds, between
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.pricing import Pricer
+from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.strategies.instructions import Run
+
+Row = TypeVar("Row")
+FIRST_TOKEN = (1.0,)
+"""Lengths of responses that end with the pass over their prompt."""
+DECODED = 64
+"""Decoding steps by which the time of one is found."""
+
+
+@dataclass(frozen=True)
+class RoundPricer:
+    """Times of calls in ``rounds``.
+
+    pricer:      prices of instructions whose time does not depend on the rows
+    rounds:      rows of each round
+    every:       rounds after which generation has new weights, by which texts of continued rows are read again
+    are_joined:  whether all samples of a prompt are trained in the same round
+    """
+
+    pricer: Pricer
+    rounds: Sequence[Round]
+    every: int = 1
+    are_joined: bool = True
+
+    def seconds(self, run: Run, number: int) -> float:
+        """Return the time of a model call in round ``number``."""
+        costs = self._generate(run, number) if run.operator.call == "generate" else self._passes(run, number)
+        return max((cost.seconds for cost in costs), default=0.0)
+
+    def _generate(self, run: Run, number: int) -> list[Cost]:
+        """Return the costs on the replicas with most tokens and with the longest piece, of each device class."""
+        model, generated = self.pricer.plan.placement[run.model], self.rounds[number].generated
+        costs = []
+        for device, replicas in self.pricer.replicas_by_class(model).items():
+            mesh = self.pricer.mesh(model, device)
+            rows = [rows for each in replicas if (rows := _of(generated, self._prompts(run, model, each)))]
+            if rows:
+                fullest = max(rows, key=lambda pieces: sum(piece.tokens for piece in pieces))
+                longest = max(rows, key=lambda pieces: max((piece.tokens, len(pieces)) for piece in pieces))
+                costs += [self._decode(run, model, mesh, pieces, number) for pieces in (fullest, longest)]
+        return costs
+
+    def _decode(self, run: Run, model: PlacedModel, mesh: Mesh, pieces: list[Segment], number: int) -> Cost:
+        """Return the cost of ``pieces``: passes over prompts, and over texts so far if the weights are new, then
+        decoding."""
+        prompt, costs = self.pricer.lengths.prompt, self.pricer.costs
+        tokens = sum(piece.tokens for piece in pieces)
+        context = prompt + sum(piece.tokens * piece.start for piece in pieces) / tokens
+        whole = self._call(run, model, [[len(pieces)]], context, tuple(sorted(piece.tokens for piece in pieces)))
+        carried = [prompt + piece.start for piece in pieces if piece.start]
+        if not carried:
+            return costs.call(whole, mesh)
+        parts = {**costs.call(whole, mesh).parts, "prefill": 0.0}
+        if new := len(pieces) - len(carried):
+            first = replace(whole, rows=new, prompt=prompt, responses=FIRST_TOKEN)
+            parts["prefill"] = costs.call(first, mesh).parts.get("prefill", 0.0)
+        if number % self.every == 0:
+            # attention in these passes grows with the square of a text's length
+            width = sum(length**2 for length in carried) / sum(carried)
+            rows = max(1, round(sum(carried) / width))
+            again = replace(whole, rows=rows, prompt=width, prompt_samples=1, responses=FIRST_TOKEN)
+            parts["read again"] = costs.call(again, mesh).parts.get("prefill", 0.0)
+        return Cost(parts)
+
+    def _passes(self, run: Run, number: int) -> list[Cost]:
+        """Return the cost on the fullest replica of each device class: of training that of each mini-batch, since
+        replicas wait for each other at every update."""
+        model, trained = self.pricer.plan.placement[run.model], self.rounds[number].trained
+        costs, trains = [], run.operator.call == "train"
+        for device, replicas in self.pricer.replicas_by_class(model).items():
+            rows = [[_of(trained, (part,)) for part in self._prompts(run, model, each)] for each in replicas]
+            if trains:
+                fullest = [max(parts, key=_tokens) for parts in zip(*rows, strict=True)]
+            else:
+                fullest = max(rows, key=lambda parts: sum(map(_tokens, parts)))
+            parts = [tuple(float(row.tokens) for row in part) for part in fullest if part]
+            if parts:
+                # each mini-batch has passes of its own
+                prompt = self.pricer.lengths.prompt
+                calls = [self._call(run, model, [[len(part)]], prompt, part) for part in parts]
+                passes = all_passes((1, call.passes) for call in calls if call.passes is not None)
+                whole = self._call(run, model, [list(map(len, fullest))], prompt, sum(parts, ()))
+                costs.append(self.pricer.costs.call(replace(whole, passes=passes), self.pricer.mesh(model, device)))
+        return costs
+
+    def _call(
+        self, run: Run, model: PlacedModel, rows: Sequence[Sequence[int]], prompt: float, responses: tuple[float, ...]
+    ) -> Call:
+        kind = run.operator.call
+        assert kind is not None, f"{run.operator.name} is no model call"
+        lengths = TextLengths(prompt, responses, self.pricer.lengths.prompts)
+        maker = self.pricer.maker if kind == "generate" else self._maker
+        maker, shape = replace(maker, lengths=lengths), self.pricer.shape(model)
+        call = maker.call(kind, model, shape, rows, texts_per_row(run.operator), run.operator.compares_responses)
+        return replace(call, is_exact=True)
+
+    @cached_property
+    def _maker(self) -> CallMaker:
+        """Maker of calls, for rows in one block; samples that are trained apart have a copy of their prompt each."""
+        maker, batch = self.pricer.maker, replace(self.pricer.maker.batch, num_blocks=1)
+        if not self.are_joined:
+            batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1)
+        return replace(maker, batch=batch)
+
+    def _prompts(self, run: Run, model: PlacedModel, replica: int) -> tuple[range, ...]:
+        """Return the prompts of a replica in each mini-batch of ``run``."""
+        batch = self.pricer.plan.batch
+        return tuple(batch.part(model.layout, replica, mini_batch) for mini_batch in run.mini_batches)
+
+
+def _tokens(rows: Sequence[EndedRow]) -> int:
+    return sum(row.tokens for row in rows)
+
+
+def _of(rows: Mapping[Prompt, list[Row]], parts: Sequence[range]) -> list[Row]:
+    """Return the rows of the prompts in ``parts``."""
+    return [row for part in parts for prompt in part for row in rows.get(prompt, ())]
+
+
+def decoding_speeds(pricer: Pricer, run: Run) -> tuple[StepSeconds, int, float]:
+    """Return the time of a decoding step by the number of rows, on all replicas of the slowest class; the most rows;
+    and the time of a row's pass over its prompt."""
+    model, lengths, dp = pricer.plan.placement[run.model], pricer.lengths, pricer.plan.placement[run.model].layout.dp
+    # a row's tokens have half of its length before them
+    context = lengths.prompt + sum(each**2 for each in lengths.responses) / sum(lengths.responses) / 2
+    device = min(pricer.replicas_by_class(model), key=lambda device: device.memory_gb_s)
+    mesh, shape = pricer.mesh(model, device), pricer.shape(model)
+
+    def call(rows: int, prompt: float, tokens: int) -> Call:
+        maker = replace(pricer.maker, lengths=TextLengths(prompt, (float(tokens),)))
+        return replace(maker.call("generate", model, shape, [[rows]]), is_exact=True)
+
+    at_once = call(-(-pricer.plan.batch.num_rows // dp), context, 1).decode_rows
+    points = []
+    for rows in sorted({at_once, *(2**power for power in range(at_once.bit_length()))}):
+        parts = pricer.costs.call(call(rows, context, DECODED + 1), mesh).parts
+        decode = sum(seconds for name, seconds in parts.items() if name != "prefill")
+        points.append((float(rows * dp), decode / DECODED))
+    first = pricer.costs.call(call(at_once, lengths.prompt, 1), mesh).parts.get("prefill", 0.0)
+    return between(points), at_once * dp, first / (at_once * dp)

@@ -1,0 +1,248 @@
+"""Runs of one plan with several lags and segments, in steps whose rows have lengths of their own.
+
+Every variant walks the list of its own plan with the same lengths, as the trainer would: a call takes as long as on the
+slowest replica of its round. Measured are steps after the pipeline has filled and before it drains.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.guideline.costs.cost_model import CostModel
+from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.lengths import step_lengths
+from flexrlhf.guideline.simulation.pricing import Pricer
+from flexrlhf.guideline.simulation.round_prices import RoundPricer, decoding_speeds
+from flexrlhf.guideline.simulation.rounds import Round, Segments, make_rounds
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.guideline.simulation.walk import PERIODS, Due, Durations, walk_steps
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Run
+
+ROWS = 200_000
+"""Rows of all measured steps together, but for the bounds of ``NUM_STEPS``."""
+NUM_STEPS = (24, 256)
+"""Fewest and most measured steps."""
+Side = Literal["inference", "training"]
+
+
+@dataclass(frozen=True)
+class SideUse:
+    """Devices of one side of a run.
+
+    idle:    share of the time in which they neither run models nor exchange weights
+    memory:  bytes of the fullest of them
+    """
+
+    idle: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class BusyRanks:
+    """Ranks that wait least: their models, and the idle share of their time."""
+
+    models: str
+    idle: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A simulated run.
+
+    lag:        batches by which training is behind
+    tokens:     tokens of a segment; None: rows are generated whole
+    seconds:    mean time of a step
+    samples:    responses that a second trains on
+    sides:      their use, by name
+    staleness:  batches between a token's weights and those that train on it, mean over tokens
+    generation: mean time of generation in a step
+    training:   mean time of training in a step, on the ranks where it is longest
+    busiest:    the ranks that wait least
+    """
+
+    lag: int
+    tokens: int | None
+    seconds: float
+    samples: float
+    sides: Mapping[Side, SideUse]
+    staleness: float
+    generation: float
+    training: float
+    busiest: BusyRanks
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """One variant, priced in every round.
+
+    simulation:  its plan with the expected lengths
+    rounds:      rows of each round
+    seconds:     time of an instruction, by position and number of its round
+    """
+
+    simulation: Simulation
+    rounds: Sequence[Round]
+    seconds: Durations
+
+    def variant(self, lag: int, tokens: int | None, measured: range) -> Variant:
+        """Return the steps ``measured`` of a run with ``lag`` and segments of ``tokens``."""
+        priced, blocks = self.simulation.priced, self.simulation.blocks
+        steps = measured.stop + lag
+        walk = walk_steps(self.simulation.instructions, len(blocks), steps, self._due(steps), self.seconds)
+        first, last = walk.ends[measured.start - 1], walk.ends[measured.stop - 1]
+        busy = [0.0] * len(blocks)
+        for visit in walk.visits:
+            if not priced[visit.index].instruction.proceeds_in_background:
+                busy[visit.block] += max(0.0, min(last, visit.end) - max(first, visit.start))
+        waited, trained = map(sum, zip(*(self.rounds[step].staleness() for step in measured), strict=True))
+        return Variant(
+            lag=lag,
+            tokens=tokens,
+            seconds=(last - first) / len(measured),
+            samples=sum(self.rounds[step].num_trained for step in measured) / (last - first),
+            sides=self._sides([1 - each / (last - first) for each in busy]),
+            staleness=lag + (self.simulation.plan.spec.sync.every - 1) / 2 + waited / trained,
+            generation=self.mean(measured, _generates),
+            training=self.mean(measured, _trains),
+            busiest=self._busiest(busy, last - first),
+        )
+
+    def _due(self, steps: int) -> Due:
+        priced = self.simulation.priced
+        return lambda index, step: not priced[index].is_rare and priced[index].instruction.due(step, steps)
+
+    def _sides(self, idle: Sequence[float]) -> dict[Side, SideUse]:
+        """Return the use of each side, from the idle share of each block."""
+        plan, members = self.simulation.plan, dict[Side, list[tuple[int, float]]]()
+        for ranks, share in zip(self.simulation.blocks, idle, strict=True):
+            trains = any(model.trained for model in plan.placement.on_rank(ranks[0]))
+            members.setdefault("training" if trains else "inference", []).extend((rank, share) for rank in ranks)
+        return {
+            side: SideUse(
+                sum(share for _, share in ranks) / len(ranks), max(plan.memories[rank].peak_bytes for rank, _ in ranks)
+            )
+            for side, ranks in members.items()
+        }
+
+    def mean(self, measured: range, counts: Callable[[Run], bool], rank: int | None = None) -> float:
+        """Return the mean time in a step of the calls that count, on ``rank`` or on the ranks where it is longest."""
+        by_block: dict[int, float] = defaultdict(float)
+        for index, (item, timed) in enumerate(zip(self.simulation.priced, self.simulation.instructions, strict=True)):
+            if not item.is_rare and isinstance(item.instruction, Run) and counts(item.instruction):
+                seconds = sum(self.seconds(index, step) for step in measured) / len(measured)
+                for block in timed.blocks:
+                    by_block[block] += seconds
+        blocks = self.simulation.blocks
+        return max((time for block, time in by_block.items() if rank is None or rank in blocks[block]), default=0.0)
+
+    def _busiest(self, busy: Sequence[float], seconds: float) -> BusyRanks:
+        """Return the ranks that wait least. ``busy``: time of each block in ``seconds``."""
+        block = max(range(len(busy)), key=lambda block: busy[block])
+        ranks = self.simulation.blocks[block]
+        models = [model.name for model in self.simulation.plan.placement.on_rank(ranks[0])]
+        return BusyRanks(", ".join(models), 1 - busy[block] / seconds)
+
+
+@dataclass
+class Variants:
+    """Variants of a run, all with the same lengths.
+
+    spec:        the run; its lag is ignored
+    costs:       times of calls and transfers
+    lengths:     response lengths, from which those of every row are sampled
+    most_lag:    largest lag, after whose batches the pipeline is full
+    are_joined:  whether all samples of a prompt are trained in the same round
+    """
+
+    spec: Spec
+    costs: CostModel
+    lengths: TextLengths
+    most_lag: int = 1
+    are_joined: bool = True
+    _rounds: dict[int | None, list[Round]] = field(default_factory=dict)
+    _seconds: dict[Hashable, float] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that a step begins."""
+        return self.spec.algorithm.num_prompts * self.spec.algorithm.samples_per_prompt
+
+    def plan(self, lag: int) -> Plan:
+        """Return the plan with ``lag``. Raises UserError for a lag that the placement does not allow."""
+        schedule = self.spec.schedule.model_copy(update={"lag": lag})
+        return make_plan(self.spec.model_copy(update={"schedule": schedule}))
+
+    def simulate(self, lag: int, tokens: int | None = None, plan: Plan | None = None) -> Variant:
+        """Return the run with ``lag`` and segments of ``tokens``. ``plan``: in place of ``plan(lag)``."""
+        timing = self.timing(plan or self.plan(lag), tokens)
+        return timing.variant(lag, tokens, self.measured(tokens))
+
+    def measured(self, tokens: int | None = None) -> range:
+        """Return the measured steps."""
+        least, most = NUM_STEPS
+        begin = PERIODS + self.most_lag + self._segments(tokens).rounds_of(round(max(self.lengths.responses)))
+        return range(begin, begin + max(least, min(most, ROWS // self.num_rows)))
+
+    def timing(self, plan: Plan, tokens: int | None = None) -> RoundTimes:
+        """Return the times of ``plan``, with segments of ``tokens``."""
+        segments, samples = self._segments(tokens), self.spec.algorithm.samples_per_prompt
+        if tokens not in self._rounds:
+            steps = self.measured(tokens).stop + self.most_lag
+            self._rounds[tokens] = make_rounds(self.batches(steps), samples, segments)
+        rounds, simulation = self._rounds[tokens], simulate(plan, self.costs, self.lengths)
+        pricer = RoundPricer(Pricer(plan, self.costs, self.lengths), rounds, plan.spec.sync.every, self.are_joined)
+        priced = simulation.priced
+
+        def seconds(index: int, step: int) -> float:
+            item = priced[index]
+            run = item.instruction
+            if not isinstance(run, Run) or run.operator.call is None:
+                return item.cost.seconds
+            # plans differ by their lag, not by the time of a call
+            key = (run.operator.name, plan.placement[run.model], run.mini_batches, tokens, step)
+            if key not in self._seconds:
+                self._seconds[key] = pricer.seconds(run, step)
+            return self._seconds[key]
+
+        return RoundTimes(simulation, rounds, seconds)
+
+    def batches(self, number: int) -> Iterator[list[int]]:
+        """Yield the response length of each row of ``number`` batches."""
+        for step in range(number):
+            yield step_lengths(self.lengths.responses, self.spec.seed, step, self.num_rows)
+
+    def in_completion_order(self, lag: int) -> float:
+        """Return the mean time of a step by the model of ``completion_order``, which knows no instructions."""
+        plan, samples, measured = self.plan(lag), self.spec.algorithm.samples_per_prompt, self.measured()
+        timing, pricer = self.timing(plan), Pricer(plan, self.costs, self.lengths)
+        batches = list(self.batches(measured.stop + lag + 1))
+        tokens = sum(sum(batches[step]) for step in measured) / len(measured)
+        training, scoring = timing.mean(measured, _trains), timing.mean(measured, _scores)
+        generation = next(each for each in plan.schedule.instructions if isinstance(each, Run) and _generates(each))
+        pause = timing.mean(measured, _scores, generation.ranks[0]) / (scoring or 1.0)
+        step, at_once, prompt = decoding_speeds(pricer, generation)
+        speeds = Speeds(step, at_once, prompt, scoring, pause, lambda trained: training * trained / tokens)
+        return completion_order_seconds(batches, samples, lag, speeds, measured)
+
+    def _segments(self, tokens: int | None) -> Segments:
+        return Segments(tokens, are_joined=self.are_joined)
+
+
+def _generates(run: Run) -> bool:
+    return run.operator.call == "generate"
+
+
+def _trains(run: Run) -> bool:
+    return run.operator.call == "train"
+
+
+def _scores(run: Run) -> bool:
+    """Whether ``run`` is a forward pass of the inference side."""
+    return run.operator.call == "forward" and not run.lag

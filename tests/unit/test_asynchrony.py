@@ -1,0 +1,188 @@
+"""Lags and segments with rows of several lengths: laws, cases by hand, and the printed table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from small_runs import PPO, spec_of
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.generation import decode_phases
+from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.lengths import heavy_tail
+from flexrlhf.guideline.simulation.variants import Variants
+from flexrlhf.guideline.simulation.walk import TimedInstruction, walk_steps
+
+HALVES = [0.5] * 6
+NODES = "cluster.nodes=[{count: 1, devices: 4, class: A100-80G}]"
+LONG = "data.max_response_tokens=64"
+
+
+class ByLength(AnalyticCosts):
+    """A decoding step of any rows takes a second, a trained token ``trained``; all else takes no time."""
+
+    trained = 0.1
+
+    def call(self, call: Call, mesh: Mesh) -> Cost:
+        if call.kind == "generate":
+            return Cost({"decode": call.longest_response - 1})
+        passes = call.passes
+        assert passes is not None
+        return Cost({"compute": self.trained * passes.responses * passes.count if call.kind == "train" else 0.0})
+
+    def combine(self, rows: int, width: float) -> Cost:
+        return Cost()
+
+    def move(self, primitive: str, traffic: Traffic, links: Links) -> Cost:
+        return Cost()
+
+    def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
+        return Cost()
+
+
+def variants_of(responses: tuple[float, ...], *settings: str, costs: AnalyticCosts | None = None) -> Variants:
+    spec = spec_of(HALVES, 4, NODES, LONG, *settings)
+    return Variants(spec, costs or ByLength(), TextLengths(4, responses), most_lag=8)
+
+
+def test_with_one_length_every_lag_is_as_fast_as_the_slower_side() -> None:
+    variants = variants_of((21.0,))
+    alone, *lagging = [variants.simulate(lag) for lag in (0, 1, 2, 4, 8)]
+    # two replicas of four rows each: 84 tokens, which actor and critic train on the same ranks
+    assert alone.generation == 20 and alone.training == pytest.approx(2 * 8.4)
+    assert [each.seconds for each in lagging] == pytest.approx([20.0] * 4)
+    assert alone.seconds == pytest.approx(20 + 2 * 8.4)
+    assert [each.staleness for each in (alone, *lagging)] == [0, 1, 2, 4, 8]
+    assert [each.samples * each.seconds for each in lagging] == pytest.approx([8.0] * 4)
+    assert lagging[0].sides["training"].idle == pytest.approx(1 - 16.8 / 20)
+    assert lagging[0].sides["inference"].idle == pytest.approx(0)
+
+
+def test_a_step_takes_what_its_rows_take() -> None:
+    """The mean over steps is that of the longest rows and of all tokens, not that of the mean length."""
+    variants = variants_of((1.0, 41.0))
+    found = variants.simulate(0)
+    batches = list(variants.batches(variants.measured().stop))[variants.measured().start :]
+    assert found.generation == pytest.approx(sum(max(rows) - 1 for rows in batches) / len(batches))
+    # two replicas, of which the longer counts
+    halves = [max(sum(rows[:4]), sum(rows[4:])) for rows in batches]
+    assert found.training == pytest.approx(2 * 0.1 * sum(halves) / len(batches))
+    assert found.samples == pytest.approx(8 / found.seconds)
+
+
+def test_segments_as_long_as_responses_change_nothing() -> None:
+    variants = variants_of(heavy_tail(12, 64, "test"), costs=AnalyticCosts())
+    for lag in (0, 2):
+        assert variants.simulate(lag, 64) == replace(variants.simulate(lag), tokens=64)
+
+
+def test_segments_hold_up_no_round() -> None:
+    """A round takes as long as a segment, and a token waits for those of its row that follow."""
+    whole, cut = (variants_of((8.0,) * 7 + (64.0,)).simulate(1, tokens) for tokens in (None, 8))
+    assert whole.generation > 35 and cut.generation == pytest.approx(7)
+    assert cut.seconds < 0.5 * whole.seconds and cut.samples > 2 * whole.samples
+    # an eighth of the rows has 64 of 120 tokens, which wait 3.5 rounds on the average
+    assert cut.staleness == pytest.approx(1 + 3.5 * 64 / 120, rel=0.15)
+
+
+def test_texts_of_carried_rows_are_read_again_with_new_weights() -> None:
+    often, rarely = (
+        variants_of((64.0,), f"sync.every={every}", costs=AnalyticCosts()).simulate(1, 8) for every in (1, 4)
+    )
+    assert rarely.generation < often.generation
+    assert rarely.staleness == pytest.approx(often.staleness + 1.5)
+
+
+def test_weights_are_sent_once_those_before_are_stored() -> None:
+    """Generation takes 1, 1, 10, 1, ... seconds: two batches that are trained early cannot send their weights."""
+    nodes = [
+        TimedInstruction((0,), 1, uses=(0,)),
+        TimedInstruction((1,), 1, after=(0,), lag=4),
+        TimedInstruction((0, 1), 1, after=(1,), lag=4, fills=0, sends=(1,)),
+    ]
+    slow = lambda index, step: 20.0 if (index, step) == (0, 6) else 1.0  # noqa: E731
+    visits = {(each.index, each.step): each for each in walk_steps(nodes, 2, 9, seconds=slow).visits if each.block == 1}
+    # the weights of batch 2 are for batch 7; until its generation begins those of batch 3 cannot be sent, nor 4 packed
+    begun = next(
+        each.start for each in walk_steps(nodes, 2, 9, seconds=slow).visits if (each.index, each.step) == (0, 7)
+    )
+    assert visits[1, 3].end < begun < visits[1, 5].start
+
+
+def test_rows_are_decoded_until_each_has_ended() -> None:
+    """Of rows whose lengths are known the longest has ended after its own steps, with a probability of 1."""
+    phases = list(decode_phases("refill", 3, 8, (2.0, 4.0, 11.0), is_exact=True))
+    assert [(each.steps, each.rows) for each in phases] == [(1, 3), (2, pytest.approx(2)), (7, pytest.approx(1))]
+    static = list(decode_phases("static", 3, 8, (2.0, 4.0, 11.0), is_exact=True))
+    assert [(each.steps, each.rows) for each in static] == [(1, 3), (2, 3), (7, 3)]
+
+
+# --- the order of completion
+
+
+def completed(lag: int, batches: list[list[int]], training: float = 0.0, forwards: float = 0.0) -> float:
+    speeds = Speeds(lambda rows: 1.0, 100, 0.0, forwards, 1.0, lambda tokens: training)
+    return completion_order_seconds(batches, 1, lag, speeds, range(2, len(batches) - lag - 1))
+
+
+def test_in_the_order_of_completion_short_responses_overtake() -> None:
+    same = [[5, 5]] * 12
+    assert completed(0, same, training=3, forwards=1) == pytest.approx(9)
+    # two batches at a time, since rows do not slow each other down here
+    assert completed(1, same, training=3) == pytest.approx((5 + 3) / 2, rel=0.05)
+    # a long response of every fourth batch: in the order of submission such a step takes 41 seconds
+    tail = [[1, 41] if step % 4 == 0 else [1, 1] for step in range(40)]
+    assert completed(0, tail) == pytest.approx(11, rel=0.1)
+    assert completed(4, tail) < 0.6 * completed(0, tail)
+
+
+# --- the command
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    monkeypatch.chdir(tmp_path)
+    raw = PPO | {"placement": HALVES, "cluster": {"nodes": [{"count": 1, "devices": 4, "class": "A100-80G"}]}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(raw))
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(raw | {"placement": [1, 1, 1, 1]}))
+    return partial(CliRunner().invoke, app)
+
+
+def test_the_table_names_what_pays(invoke: Invoke) -> None:
+    result = invoke(["simulate", "a.yaml", "--lengths", "heavy-tail:3", "--lags", "1,0", "--segments", "2"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("test: lags and segments on 4 devices (A100-80G), by figures")
+    rows = [line.split()[:2] for line in lines if line.strip()[:2] in ("0 ", "1 ", "co")]
+    assert rows == [["0", "-"], ["1", "-"], ["0", "2"], ["1", "2"], ["co-located", "-"]]
+    for words in ("lag", "segments", "order of submission with lag 1"):
+        assert any(line.startswith(f"  {words}") for line in lines[8:]), result.stdout
+    assert max(map(len, lines)) <= 120, max(lines, key=len)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("one.yaml", "--lags", "0,1"), ("--lags: test is co-located", "actor.rollout devices of its own")),
+        (("a.yaml", "--lags", "0,17"), ("--lags 0,17: 17 is above 16",)),
+        (("a.yaml", "--lags", "all"), ("--lags all: expected whole numbers such as --lags 1,2,4",)),
+        (("a.yaml", "--segments", "0"), ("--segments 0: 0 is below 1",)),
+        (("a.yaml", "--lags", "0", "-o", "x.json"), ("--output: goes with one run",)),
+    ],
+)
+def test_bad_variants_are_one_sentence(arguments: tuple[str, ...], words: tuple[str, ...], invoke: Invoke) -> None:
+    result = invoke(["simulate", *arguments])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+    assert all(word in result.stderr for word in words), result.stderr
