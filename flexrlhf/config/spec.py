@@ -29,6 +29,8 @@ LEAST_BLOCKS = 8
 """Blocks of a small mini-batch: as many as devices of a usual node."""
 BLOCK_TOKENS = 16384
 """Padded tokens of a block where a mini-batch has many: enough for passes that are not small."""
+MAX_LAG = 16
+"""Largest lag: systems that report one keep to 8 or fewer, and every batch in flight takes memory."""
 SMALL_BUCKET_MB = 48.0
 """Size on CPUs and on devices of unknown memory."""
 
@@ -50,7 +52,13 @@ class ScheduleSpec(StrictModel):
         "it computes the same bits; null: the largest divisor of the number of devices up to 8, or up to as many as "
         "have 16384 padded tokens",
     )
-    lag: Literal[0, 1] = Field(0, description="1: shadows generate the next step's batch while this one trains")
+    lag: int = Field(
+        0,
+        ge=0,
+        le=MAX_LAG,
+        description="batches that training is behind generation by shadows or a rollout engine on ranks of its own: batch "
+        "b is generated with the weights after sync.every * floor(max(0, b - lag) / sync.every) batches",
+    )
 
 
 class SyncSpec(StrictModel):
@@ -90,7 +98,7 @@ class ParitySpec(StrictModel):
     """
 
     every: int = Field(
-        10, ge=1, description="steps between two comparisons; the first is at step 0, with schedule.lag 1 the only one"
+        10, ge=1, description="steps between two comparisons; the first is at step 0, with a schedule.lag the only one"
     )
     max_difference: float | None = Field(None, gt=0, description="limit of the largest difference (nats)")
     p999_difference: float | None = Field(

@@ -162,7 +162,7 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         return
     if rollout.is_hybrid and spec.schedule.lag:
         raise UserError(
-            f"schedule.lag: 1 needs shadows, and rollout.engine {rollout.engine} generates on the ranks that train the "
+            f"schedule.lag: {spec.schedule.lag} needs shadows, and rollout.engine {rollout.engine} generates on the ranks that train the "
             "actor; use lag 0, or rollout.engine: transformers"
         )
     least = facts_of(rollout.engine).least_temperature

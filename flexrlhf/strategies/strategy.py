@@ -4,8 +4,8 @@
 * Interleaving: some models on parts of the devices, side by side. The order is that of co-located: ranks skip the
   instructions that do not name them, so operators of one wave overlap.
 * Disaggregated: training on the first devices, inference with shadow copies on the others. ``lag: 0``: chunks pipeline
-  through generate → forward → train; the result equals co-located. ``lag: 1``: the next batch is generated while the
-  last one trains; then its rows move to the training side.
+  through generate → forward → train; the result equals co-located. ``lag: k``: the next batches are generated while
+  the one k before the newest trains; the rows of the newest move to the training side after that.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -
 
 def with_shadows(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
     """Return the instructions of one step whose inference is on other ranks than its training."""
-    if spec.schedule.lag == 0:
+    lag = spec.schedule.lag
+    if lag == 0:
         return by_wave(graph, placement, shape, spec)
     builder = Builder(placement, shape)
     trained = [o for o in graph.operators if not builder.model_of(o).follows and o.role in graph.trained]
     inference = make_tasks(graph, placement, shape, [o for o in graph.operators if o not in trained])
     training = make_tasks(graph, placement, shape, trained)
     newest, rows = builder.emit(inference), builder.moves(inference, training)
-    builder.lag = 1
+    builder.lag = lag
     # before the syncs, which would delay them
     instructions = [*newest, *builder.emit(training), *rows]
-    whole = with_syncs(instructions, placement, spec, lag=1, end=closing(graph, placement, shape, spec, lag=1))
+    whole = with_syncs(instructions, placement, spec, lag, end=closing(graph, placement, shape, spec, lag))
     return [*opening(graph, placement, shape, spec), *whole]
 
 
@@ -84,7 +85,7 @@ def choose_strategy(spec: Spec, placement: Placement) -> str:
             f"remove it or change the placement"
         )
     if name != DISAGGREGATED and spec.schedule.lag:
-        raise UserError(f"schedule.lag: 1 needs shadow models (a disaggregated placement), found {name}; use lag 0")
+        raise UserError(f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; use 0")
     if name != DISAGGREGATED and spec.sync.every != 1:
         raise UserError(
             f"sync.every: {spec.sync.every} needs shadow models (a disaggregated placement), found {name}; use 1"
