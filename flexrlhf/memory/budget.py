@@ -1,7 +1,7 @@
 """Memory budget of a rank, computed before a run: states of its placed models, and what their work needs in addition.
 
 ``Sizing`` computes one piece of work; ``rank_memory`` combines a rank's work and finds the peak. Not counted: the
-context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the rows.
+context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the newest batch's rows.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class Copying:
 
 
 Work = Compute | WeightSync | Saving | Copying
+ROWS = "rows in flight"
+"""Part of every phase with a lag."""
 PhaseKind = CallKind | Literal["load", "resume", "update", "sync", "save", "checkpoint"]
 NamedBytes = Mapping[str, int | None]
 """Bytes by name; None where they are known only once the model is loaded."""
@@ -365,12 +367,17 @@ class Start:
 
 
 def rank_memory(
-    sizing: Sizing, rank: int, work: Iterable[tuple[Work, frozenset[ModelName]]], start: Start | None = None
+    sizing: Sizing,
+    rank: int,
+    work: Iterable[tuple[Work, frozenset[ModelName]]],
+    start: Start | None = None,
+    in_flight: int = 0,
 ) -> RankMemory:
     """Return the memory plan of ``rank``.
 
-    work:   in order, each with the models that are offloaded or released.
-    start:  None if nothing is offloaded: all that is loaded then stays on the device.
+    work:       in order, each with the models that are offloaded or released.
+    start:      None if nothing is offloaded: all that is loaded then stays on the device.
+    in_flight:  bytes of rows that are generated and not trained on yet.
     """
     kept = frozenset[ModelName]() if start is None else start.kept
     states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
@@ -379,7 +386,7 @@ def rank_memory(
     works = dict.fromkeys(work)
     # a copy for a checkpoint exists until its files are written, whatever runs meanwhile
     copied = sum(sizing.phases(item, rank)[0].host for item, _ in works if isinstance(item, Copying))
-    under_way = _under_way(sizing, rank, {item for item, _ in works})
+    under_way = {**_under_way(sizing, rank, {item for item, _ in works}), **({ROWS: in_flight} if in_flight else {})}
     for item, absent in works:
         for bare in sizing.phases(item, rank):
             lasting = 0 if isinstance(item, Copying) else copied

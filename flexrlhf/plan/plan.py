@@ -21,7 +21,7 @@ from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
 from flexrlhf.strategies.schedule import Schedule, checkpointed_models, later_chunks
-from flexrlhf.strategies.workload import first_alike, workload
+from flexrlhf.strategies.workload import first_alike, rows_in_flight_bytes, workload
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
@@ -60,7 +60,9 @@ class Plan:
 
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
-        memory = DeviceMemory(self.sizing, self.cluster, self.batch, self.most_communicators)
+        memory = DeviceMemory(
+            self.sizing, self.cluster, self.batch, self.most_communicators, self.row_bytes_in_flight
+        )
         instructions, offloaded = with_residency(self.schedule.instructions, memory)
         return replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
 
@@ -166,8 +168,13 @@ class Plan:
 
     def memory(self, rank: int) -> RankMemory:
         """Return the memory of ``rank`` by model and phase."""
-        mine = self.schedule.for_rank(rank)
-        return rank_memory(self.sizing, rank, workload(mine, self.placement, self.batch, rank), self._start(rank))
+        work = workload(self.schedule.for_rank(rank), self.placement, self.batch, rank)
+        return rank_memory(self.sizing, rank, work, self._start(rank), self.row_bytes_in_flight(rank))
+
+    def row_bytes_in_flight(self, rank: int) -> int:
+        """Return the bytes on ``rank`` of rows that are generated and not trained on yet, without the newest batch."""
+        instructions, inputs = self.schedule.instructions, self.graph.inputs
+        return rows_in_flight_bytes(instructions, self.placement, self.batch, self.lengths, inputs, rank)
 
     @property
     def checkpointed(self) -> tuple[PlacedModel, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexrlhf.memory.budget import Phase, Sizing
@@ -27,12 +27,17 @@ MAX_ROUNDS = 8
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the ranks of a plan. ``communicators``: the most that one of them has."""
+    """Bytes on the ranks of a plan.
+
+    communicators:  the most that one of them has.
+    in_flight:      bytes of a rank's rows that are generated and not trained on yet.
+    """
 
     sizing: Sizing
     cluster: Cluster
     batch: BatchShape
     communicators: int = 0
+    in_flight: Callable[[int], int] = lambda rank: 0
 
     def capacity(self, rank: int) -> int | None:
         """Return the bytes for models that may be offloaded; None for a device of unknown size, where nothing is
@@ -40,9 +45,9 @@ class DeviceMemory:
         """
         size = self.cluster.memory_bytes(rank, self.communicators)
         states = [self.sizing.state(model, rank) for model in self.sizing.placement.on_rank(rank)]
-        return (
-            None if size is None else size - sum(state.resting - state.freed for state in states if state is not None)
-        )
+        if size is None:
+            return None
+        return size - self.in_flight(rank) - sum(state.resting - state.freed for state in states if state is not None)
 
     def state(self, rank: int, model: ModelName) -> int:
         """Return the bytes of a model between instructions that offloading frees."""

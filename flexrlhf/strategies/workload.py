@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
+from flexrlhf.strategies.instructions import (
+    Checkpoint,
+    Eval,
+    Instruction,
+    Move,
+    Offload,
+    Release,
+    Reload,
+    Run,
+    Save,
+    Sync,
+)
 
 
 def workload(
@@ -68,6 +80,33 @@ def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) 
     single = [range(index, index + 1) for index in run.mini_batches]
     calls = single if run.operator.kind == "train" else [run.mini_batches]
     return batch.samples_per_prompt * max(len(batch.prompts_on(layout, rank, call)) for call in calls)
+
+
+def rows_in_flight_bytes(
+    instructions: Sequence[Instruction],
+    placement: Placement,
+    batch: BatchShape,
+    lengths: Lengths,
+    inputs: Collection[str],
+    rank: int,
+) -> int:
+    """Return the bytes of the columns of all batches on ``rank`` but the newest: as many batches as the largest lag.
+
+    inputs:  columns that come from the data set.
+    """
+    lag = max((each.lag for each in instructions), default=0)
+    stored: dict[str, set[int]] = defaultdict(set)
+    for each in instructions if lag else ():
+        if isinstance(each, Run) and rank in each.ranks and not each.is_rare:
+            prompts = batch.prompts_on(placement[each.model].layout, rank, each.mini_batches)
+            for column in (*each.operator.writes, *set(inputs).intersection(each.operator.reads)):
+                stored[column].update(prompts)
+        elif isinstance(each, Move) and rank in each.ranks:
+            for transfer in each.transfers:
+                if transfer.destination == rank:
+                    stored[transfer.column].update(transfer.prompts)
+    sizes = (len(prompts) * lengths.row_bytes(column) for column, prompts in stored.items())
+    return lag * batch.samples_per_prompt * sum(sizes)
 
 
 def _absent_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:

@@ -307,7 +307,14 @@ def test_stale_weights_give_other_results(launches: Launches, shape: str) -> Non
 
 @pytest.mark.parametrize(
     ("lag", "every", "versions"),
-    [(0, 1, [0, 1, 2, 3, 4]), (1, 1, [0, 0, 1, 2, 3]), (0, 3, [0, 0, 0, 3, 3]), (1, 3, [0, 0, 0, 0, 3])],
+    [
+        (0, 1, [0, 1, 2, 3, 4]),
+        (1, 1, [0, 0, 1, 2, 3]),
+        (3, 1, [0, 0, 0, 0, 1]),
+        (0, 3, [0, 0, 0, 3, 3]),
+        (1, 3, [0, 0, 0, 0, 3]),
+        (2, 2, [0, 0, 0, 0, 2]),
+    ],
 )
 def test_versions_follow_the_rule(launches: Launches, lag: int, every: int, versions: list[int]) -> None:
     spec = launches.assets.spec(FOUR)

@@ -117,6 +117,8 @@ def make_spec(rng: Random) -> Raw:
             spec["eval"]["samples_per_prompt"] = rng.choice((None, 1, 2, 3))
             spec["save"]["best"] = rng.choice((None, "eval_reward_mean"))
         spec["eval"]["before"] = spec["eval"]["every"] != 1 and chance(Random(repr(spec)), 0.8)
+    if spec["schedule"]["lag"]:
+        spec["schedule"]["lag"] = Random(repr(spec)).choice((1, 1, 2, 3, 6))
     return spec
 
 
@@ -402,7 +404,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "device classes": [str(len(classes))],
         "row shares": ["unequal" if any(m.layout.row_shares for m in placement.models) else "equal"],
         "replicas without rows": ["some" if _empty_replicas(plan, placement) else "none"],
-        "lag": [str(plan.schedule.lag)],
+        "lag": [str(plan.schedule.lag) if plan.schedule.lag < 2 else "2 to 6"],
         "chunks": [str(plan.batch.num_chunks)],
         "sync every": [str(spec.sync.every) if placement.shadows else "no sync"],
         "whiten": [getattr(algorithm, "whiten", "not ppo")],

@@ -167,7 +167,7 @@ def test_random_specs_cover_the_settings() -> None:
     print(format_table(table))
     required = {
         "strategy": (20, ["co-located", "interleaving", "disaggregated"]),
-        "lag": (50, ["0", "1"]),
+        "lag": (20, ["0", "1", "2 to 6"]),
         "evaluation before training": (20, ["True", "False"]),
         "chunks": (15, ["1", "2", "3", "4"]),
         "sync every": (20, ["1", "2", "3"]),
@@ -255,6 +255,7 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="mini_batch"), id="six-models-streaming"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, sync_every=3), id="six-models-lag-1-every-3"),
         pytest.param(lambda: ppo_plan(SIX, 2, {"lag": 1, "num_chunks": 2}, epochs=2), id="six-models-lag-1-chunked"),
+        pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 3, "num_chunks": 2}, sync_every=2), id="six-models-lag-3-every-2"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, models=SHARDED), id="shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="none", models=CROSSED), id="six-crossed"),
@@ -314,6 +315,7 @@ def test_training_of_a_chunk_waits_for_inference_with_the_same_weights(placement
         (1, 1, [0, 0, 1, 2, 3, 4, 5]),
         (0, 3, [0, 0, 0, 3, 3, 3, 6]),
         (1, 3, [0, 0, 0, 0, 3, 3, 3]),
+        (4, 2, [0, 0, 0, 0, 0, 0, 2]),
     ],
 )
 def test_version_rule_of_the_reference(lag: int, every: int, versions: list[int]) -> None:

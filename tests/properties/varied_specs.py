@@ -296,6 +296,8 @@ def _instructions(rng: Random, raw: Raw, shadows: bool, share: float) -> Raw:
         "sync": random_settings(rng, SyncSpec, EXAMPLES, share),
         "save": random_settings(rng, SaveSpec, EXAMPLES, share),
     }
+    if sections["schedule"]["lag"]:
+        sections["schedule"]["lag"] = Random(repr(sections)).choice((1, 2, 4, 16))
     if chance(rng, share):
         sections["schedule"]["strategy"] = rng.choice(("co-located", "interleaving", "disaggregated"))
     if not shadows:

@@ -183,24 +183,25 @@ def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
 
 @pytest.mark.parametrize(("placement", "devices"), [(SIX, 2), (SIX, 4), (SIX_APART, 4)])
 @pytest.mark.parametrize("chunks", [(), CHUNKS, STREAM])
+@pytest.mark.parametrize("lag", [1, 4])
 def test_with_lag_only_new_rows_and_syncs_join_the_sides(
-    placement: list[float], devices: int, chunks: tuple[str, ...]
+    placement: list[float], devices: int, chunks: tuple[str, ...], lag: int
 ) -> None:
-    plan = whole_plan_of(placement, devices, LAG, *chunks)
+    plan = whole_plan_of(placement, devices, f"schedule.lag={lag}", *chunks)
     training = {rank for name in ("actor", "critic") for rank in plan.placement[name].ranks}
 
     def joins(instruction: Instruction) -> bool:
         return bool(training & set(instruction.ranks)) and bool(set(instruction.ranks) - training)
 
     joining = [x for x in plan.schedule.instructions if joins(x)]
-    assert {(type(x), x.lag) for x in joining} == {(Move, 0), (Sync, 1)}
+    assert {(type(x), x.lag) for x in joining} == {(Move, 0), (Sync, lag)}
     rest = [x for x in plan.schedule.instructions if not joins(x)]
     # rows leave behind all training, so that what trains does not wait for them
     last = max(i for i, x in enumerate(plan.schedule.instructions) if isinstance(x, Run) and x.lag)
     assert all(i > last for i, x in enumerate(plan.schedule.instructions) if isinstance(x, Move) and joins(x))
-    assert {x.lag for x in rest if set(x.ranks) <= training} == {1}
+    assert {x.lag for x in rest if set(x.ranks) <= training} == {lag}
     assert {x.lag for x in rest if not set(x.ranks) & training} == {0}
-    assert plan.schedule.lag == 1
+    assert plan.schedule.lag == lag
 
 
 def test_with_lag_syncs_stand_behind_all_training_unless_they_overlap_it() -> None:

@@ -87,7 +87,7 @@ def test_an_unknown_key_far_from_all_known_ones_gets_the_list() -> None:
         ("algorithm.num_mini_batches=9", ("num_mini_batches 9", "prompts_per_step 8", "at most 8")),
         ("algorithm.truncation=cut", ("algorithm.truncation:", "'none'", "'bootstrap'", "'cut'")),
         ("algorithm.truncation=penalty", ("algorithm.truncation:", "such as {penalty: 1.0}, found 'penalty'")),
-        ("schedule.lag=2", ("schedule.lag", "0 or 1", "found 2")),
+        ("schedule.lag=17", ("schedule.lag", "16", "found 17")),
         ("schedule.strategy=interleaved", ("schedule.strategy", "'interleaving'", "'interleaved'")),
         ("cluster.nodes=[{devices: 1}, {devices: 2}]", ("cluster", "devices 2", "hold 3", "remove")),
         ("models.actor.path=x", ("models.actor", "path", "init", "remove")),
