@@ -56,8 +56,8 @@ class ScheduleSpec(StrictModel):
         0,
         ge=0,
         le=MAX_LAG,
-        description="batches that training is behind generation by shadows or a rollout engine on ranks of its own: batch "
-        "b is generated with the weights after sync.every * floor(max(0, b - lag) / sync.every) batches",
+        description="batches that training is behind generation, by shadows or a rollout engine on ranks of its own: "
+        "batch b is generated with the weights after sync.every * floor(max(0, b - lag) / sync.every) batches",
     )
 
 
@@ -145,6 +145,18 @@ class RolloutSpec(StrictModel):
         description="of an actor with lora: merged: a sync sends the weights that they change, with them added; "
         "separate: it sends the adapters alone, which vLLM adds in every pass, for weights that take long to send",
     )
+    segment_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most tokens by which a step continues a response; one that has not ended goes on in the next "
+        "step, with the weights of that step, and is trained on in the step in which it ends (any engine); null: "
+        "responses are generated whole",
+    )
+    max_segments: int | None = Field(
+        None,
+        ge=1,
+        description="steps after which a response ends as truncated; null: as many as data.max_response_tokens needs",
+    )
     prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")
     sleep: bool = Field(True, description="co-located: free the engine's memory while other models run (torch too)")
@@ -153,6 +165,12 @@ class RolloutSpec(StrictModel):
         ParitySpec(),
         description="null: the engine is not compared with the trainer (torch too; transformers with sync.dtype)",
     )
+
+    @model_validator(mode="after")
+    def _segments_have_tokens(self) -> Self:
+        if self.max_segments is not None and self.segment_tokens is None:
+            raise ValueError(f"max_segments {self.max_segments} counts segments: give segment_tokens, or remove it")
+        return self
 
     @model_validator(mode="after")
     def _settings_of_the_engine(self) -> Self:
@@ -183,7 +201,8 @@ class RolloutSpec(StrictModel):
         """Return the settings that are not their defaults and that ``engine`` does not have."""
         plain, fields = type(self).model_construct(), type(self).model_fields
         has = {"auto": tuple(fields), "transformers": ("parity",)}
-        allowed = ("engine", "logprobs", *has.get(engine, facts_of(engine).rollout_settings))
+        of_all = ("engine", "logprobs", "segment_tokens", "max_segments")
+        allowed = (*of_all, *has.get(engine, facts_of(engine).rollout_settings))
         return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
 
 
@@ -285,10 +304,11 @@ class Spec(StrictModel):
             )
         samples = getattr(self.algorithm, "samples_per_prompt", 1)
         rows = getattr(self.algorithm, "num_prompts", self.algorithm.prompts_per_step) * samples
-        if rows > MAX_ROWS:
+        if rows * self.num_segments > MAX_ROWS:
+            several = f" in {self.num_segments} segments each" if self.num_segments > 1 else ""
             raise ValueError(
-                f"algorithm: {self.algorithm.prompts_per_step} prompts_per_step are {rows} rows a step, more than a "
-                f"plan takes: use at most {MAX_ROWS}"
+                f"algorithm: {self.algorithm.prompts_per_step} prompts_per_step are {rows} rows a step{several}, more "
+                f"than a plan takes: use at most {MAX_ROWS // self.num_segments}"
             )
         return self
 
@@ -335,7 +355,15 @@ class Spec(StrictModel):
     @property
     def most_stale(self) -> int:
         """Most batches that are trained on between the weights that sample a token and the step that trains on it."""
-        return self.schedule.lag + self.sync.every - 1
+        return self.schedule.lag + self.sync.every - 1 + self.num_segments - 1
+
+    @property
+    def num_segments(self) -> int:
+        """Steps over which a response may be generated; 1: responses are generated whole."""
+        tokens, longest = self.rollout.segment_tokens, self.data.max_response_tokens
+        if tokens is None:
+            return 1
+        return min(-(-longest // tokens), self.rollout.max_segments or longest)
 
     @property
     def num_blocks(self) -> int:

@@ -88,6 +88,7 @@ class Sampling:
     num_ids:       sampled tokens are below it; None: any token. Log-probs are of the whole vocabulary, whose further
                    rows are padding.
     stop:          stop strings; they need ``decode``.
+    most_tokens:   tokens that a call adds to a response at most; None: to its end.
     decode:        tokens of a response → its text.
     """
 
@@ -102,6 +103,7 @@ class Sampling:
     num_ids: int | None = None
     stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
+    most_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,9 @@ class Engine(Protocol):
         finished:         uint8 (n,), 1 where an end token or a stop string ended the response, 0 where R did.
         rollout_logprobs: float32 (n, R), log-probs of the tokens under the distribution that they were sampled from; 0
                           outside the response.
+
+        A batch with ``responses`` (n, R) and their ``response_mask`` continues these; ``taken`` int64 (n,) is the step
+        of each row's noise. Log-probs are then of the new tokens alone.
         """
         ...
 

@@ -84,6 +84,28 @@ class _DecodingRows:
         return left
 
 
+class _Contexts:
+    """Tokens that the responses of a batch continue: prompts, and responses as far as they have been generated.
+
+    tokens:  int64 (n, w), left-padded.
+    mask:    int64 (n, w), 1 at tokens.
+    lengths: int64 (n,), tokens of each response so far.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        prompts, mask = batch["prompts"], batch["prompt_mask"]
+        self.lengths = torch.zeros_like(batch.rows)
+        if "responses" in batch.columns:
+            self.lengths = batch["response_mask"].sum(1)
+            longest = int(self.lengths.max()) if len(batch) else 0
+            mask = torch.cat([mask, batch["response_mask"][:, :longest]], 1)
+            # padding of both sides to the left
+            order = mask.argsort(dim=1, stable=True)
+            prompts = torch.cat([prompts, batch["responses"][:, :longest]], 1).gather(1, order)
+            mask = mask.gather(1, order)
+        self.tokens, self.mask = prompts.long(), mask.long()
+
+
 class Decoding:
     """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model.
 
@@ -107,29 +129,48 @@ class Decoding:
         device = batch.rows.device
         self._tokens_between_looks = tokens_between_looks(device)
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(len(batch), max_tokens, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(len(batch), max_tokens, device=device)
-        self._lengths = torch.full((len(batch),), max_tokens, device=device)
+        self._contexts, self._max_tokens = _Contexts(batch), max_tokens
+        self._steps = batch.columns.get("taken")
+        # new tokens of each row, if none ends it before
+        self._limits = (max_tokens - self._contexts.lengths).clamp(max=sampling.most_tokens or max_tokens)
+        most = int(self._limits.max()) if len(batch) else 0
+        self._tokens = torch.zeros(len(batch), most, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(len(batch), most, device=device)
+        self._lengths = self._limits.clone()
         self._finished = torch.zeros(len(batch), dtype=torch.bool, device=device)
-        self._responses: list[list[int]] = [[] for _ in range(len(batch))] if sampling.stop else []
+        self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
+
+    def _given_responses(self) -> list[list[int]]:
+        """Return the tokens that each response has before it is continued."""
+        lengths = self._contexts.lengths.tolist()
+        if "responses" not in self._batch.columns:
+            return [[] for _ in lengths]
+        return [row[:length] for row, length in zip(self._batch["responses"].tolist(), lengths, strict=True)]
 
     def calls(self, num_rows: int) -> Iterator[bool]:
         """Decode at most ``num_rows`` rows at a time, longest prompts first; yield True before each model call."""
-        order = self._batch["prompt_mask"].sum(1).argsort(descending=True, stable=True)
+        order = self._contexts.mask.sum(1).argsort(descending=True, stable=True)
         for places in order.split(num_rows) if len(order) else ():
             yield from self._calls(places)
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns of ``Engine.generate``."""
-        inside = torch.arange(self._tokens.shape[1], device=self._lengths.device) < self._lengths[:, None]
+        places = torch.arange(self._max_tokens, device=self._lengths.device).expand(len(self._batch), -1)
+        first = self._contexts.lengths[:, None]
+        inside, is_new = places < first + self._lengths[:, None], places >= first
+        # which of the new tokens is at each place, any at others
+        index = (places - first).clamp(0, max(self._tokens.shape[1] - 1, 0))
+        responses = self._tokens.gather(1, index) if self._tokens.numel() else torch.zeros_like(places)
+        logprobs = self._logprobs.gather(1, index) if self._tokens.numel() else self._logprobs.new_zeros(places.shape)
+        if "responses" in self._batch.columns:
+            responses = responses.where(is_new, self._batch["responses"].long())
         prompts, prompt_mask = self._batch["prompts"], self._batch["prompt_mask"]
-        responses = self._tokens.where(inside, self._sampling.pad_token_id)
         return {
-            "tokens": torch.cat([prompts, responses], 1).int(),
+            "tokens": torch.cat([prompts, responses.where(inside, self._sampling.pad_token_id)], 1).int(),
             "attention_mask": torch.cat([prompt_mask, inside.to(torch.uint8)], 1),
             "response_mask": inside.to(torch.uint8),
             "finished": self._finished.to(torch.uint8),
-            "rollout_logprobs": self._logprobs.where(inside, 0.0),
+            "rollout_logprobs": logprobs.where(inside & is_new, 0.0),
         }
 
     def _calls(self, places: Tensor) -> Iterator[bool]:
@@ -153,7 +194,7 @@ class Decoding:
 
     def _prefill(self, places: Tensor) -> tuple[Prefill, Tensor | None]:
         """Return the prompts of the rows at ``places``, and which each row has; None: row i has prompt i."""
-        mask, tokens = self._batch["prompt_mask"][places].long(), self._batch["prompts"][places].long()
+        mask, tokens = self._contexts.mask[places], self._contexts.tokens[places]
         # without columns that are padding in all of them
         first, prompts = int(mask.argmax(1).min()), None
         mask, tokens = mask[:, first:], tokens[:, first:]
@@ -172,12 +213,14 @@ class Decoding:
     def _sample(self, rows: _DecodingRows, position: int) -> Tensor:
         """Sample and record the next token (m,) of every row; ``columns`` masks tokens behind an end."""
         places = rows.places
-        tokens, logprobs = sample_tokens(rows.take_logits(), self._sampling, self._batch.rows[places], position)
+        number = self._contexts.lengths[places] + position
+        step = None if self._steps is None else self._steps[places]
+        tokens, logprobs = sample_tokens(rows.take_logits(), self._sampling, self._batch.rows[places], number, step)
         self._tokens[places, position], self._logprobs[places, position] = tokens, logprobs
         ends = (torch.isin(tokens, self._end_tokens) | self._completed_stops(rows, tokens)) & ~rows.ended
         self._lengths[places] = self._lengths[places].where(~ends, position + 1)
         self._finished[places] |= ends
-        rows.ended = rows.ended | ends
+        rows.ended = rows.ended | ends | (position + 1 >= self._limits[places])
         return tokens
 
     def _completed_stops(self, rows: _DecodingRows, tokens: Tensor) -> Tensor:

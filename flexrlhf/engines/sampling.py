@@ -36,21 +36,23 @@ def splitmix(x: Tensor) -> Tensor:
     return shift_right(x, 31).bitwise_xor_(x)
 
 
-def place_hash(seed: int, step: int, rows: Tensor, positions: int | Tensor) -> Tensor:
+def place_hash(seed: int, step: int | Tensor, rows: Tensor, positions: int | Tensor) -> Tensor:
     """Return a hash, int64 of any sign, of each place.
 
+    step:      of all rows, or int64, of each.
     rows:      int64, row numbers.
     positions: of the tokens, of a shape that broadcasts with ``rows``.
     """
     key = torch.full_like(rows, seed)
-    for part in (torch.full_like(rows, step), rows, torch.zeros_like(rows) + positions):
+    for part in (torch.zeros_like(rows) + step, rows, torch.zeros_like(rows) + positions):
         key = splitmix(key * GOLDEN + part + 1)
     return key
 
 
-def gumbel_noise(seed: int, step: int, rows: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
+def gumbel_noise(seed: int, step: int | Tensor, rows: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
     """Return Gumbel noise (n, vocabulary), float64.
 
+    step:     of all rows, or int64 (n,) of each.
     rows:     int64 (n,), row numbers.
     position: decoding position of all rows, or int64 (n,) of each.
     """
@@ -72,7 +74,9 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None and any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))
 
 
-def sample_tokens(logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, sampling: Sampling, rows: Tensor, position: int | Tensor, step: int | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample the next token of every row.
 
     Returns tokens, int64 (n,), and their log-probs, float32 (n,), under the distribution that they are sampled from.
@@ -80,14 +84,16 @@ def sample_tokens(logits: Tensor, sampling: Sampling, rows: Tensor, position: in
     logits:   (n, vocabulary), of any floating type.
     rows:     int64 (n,), row numbers.
     position: number of tokens that the responses have so far: of all rows, or int64 (n,) of each.
+    step:     of the noise, int64 (n,) of each row; None: of ``sampling``.
     """
+    step = sampling.step if step is None else step
     scores = _exclude_early_ends(logits.float(), sampling, position)
     if sampling.temperature == 0:
         tokens = scores[:, : sampling.num_ids].argmax(1)
     else:
         scores = scores.double().div_(sampling.temperature)
         scores = _apply_top_k_top_p(scores, sampling)
-        noise = gumbel_noise(sampling.seed, sampling.step, rows, position, scores.shape[1])
+        noise = gumbel_noise(sampling.seed, step, rows, position, scores.shape[1])
         tokens = noise.add_(scores)[:, : sampling.num_ids].argmax(1)
         del noise  # frees it before logsumexp allocates as much
     sampled = scores.gather(1, tokens[:, None]).squeeze(1)

@@ -41,6 +41,7 @@ COLUMNS = {
         Column("response_mask", "response", "uint8"),
         Column("loss_mask", "response", "uint8"),
         Column("finished", "row", "uint8"),
+        Column("present", "row", "uint8"),
         Column("policy_version", "response", "int32"),
         Column("rollout_logprobs", "response", "float32"),
         Column("logprobs", "response", "float32", "logprobs"),
@@ -63,6 +64,8 @@ COLUMNS = {
 
 TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
+PRESENT = "present"
+"""Column of the rows that a step trains on, where responses are generated in segments."""
 STEP_ENDS = "step_ends"
 """Column of the tokens that end a step."""
 CALLED, GENERATED, MISMATCHED, PTX = "called", "drawn", "mismatched", "ptx"

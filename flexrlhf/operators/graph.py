@@ -56,6 +56,7 @@ class Operator:
     adapters:     False: computed by the base weights alone, without the low-rank adapters that are trained.
     every, also:  it runs at step 0 and every so many steps, and at step ``also``.
     on_trained:   runs on the copy that is trained even where another copy is for inference, before that copy trains.
+    carries:      columns that it also reads as it wrote them in the step before, of rows that are not whole yet.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Operator:
     every: int = 1
     also: int = 0
     on_trained: bool = False
+    carries: tuple[str, ...] = ()
 
     @property
     def call(self) -> CallKind | None:

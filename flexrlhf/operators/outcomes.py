@@ -15,6 +15,9 @@ OUTCOMES = (TRAINED, *FILTERED, *NOT_COUNTED)
 CODES = {name: code for code, name in enumerate(OUTCOMES)}
 """Outcome → its number in the column ``outcome``; 0: to be trained on."""
 IN_FLIGHT = "in_flight"
+CARRIED = "carried"
+"""In place of an outcome: rows that the next step goes on with (``rollout.segment_tokens``), a part of those in flight.
+"""
 UNRECORDED = "unrecorded"
 """In place of an outcome: rows of steps before a checkpoint of an older version."""
 

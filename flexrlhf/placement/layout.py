@@ -130,24 +130,32 @@ def block_start(size: int, blocks: int, block: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Numbers of prompts, samples, mini-batches, chunks, and blocks of a mini-batch, of one step."""
+    """Numbers of prompts, samples, mini-batches, chunks, and blocks of a mini-batch, of one step.
+
+    ``segments``: rounds over which a response may be generated (``rollout.segment_tokens``). A step's batch has a place
+    for each prompt of as many rounds: its prompt ``p`` is number ``p // segments`` of those that the round
+    ``p % segments`` steps before took. Places of one number are never separated, so that rows are carried from step to
+    step on one rank.
+    """
 
     num_prompts: int
     samples_per_prompt: int = 1
     num_mini_batches: int = 1
     num_chunks: int = 1
     num_blocks: int = 1
+    segments: int = 1
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
         """Return the shape of a step of ``spec``."""
-        algorithm = spec.algorithm
+        algorithm, segments = spec.algorithm, spec.num_segments
         return cls(
-            algorithm.num_prompts,
+            algorithm.num_prompts * segments,
             algorithm.samples_per_prompt,
             algorithm.num_mini_batches,
             spec.schedule.num_chunks,
             spec.num_blocks,
+            segments,
         )
 
     @property
@@ -158,10 +166,38 @@ class BatchShape:
     def mini_batches(self) -> range:
         return range(self.num_mini_batches)
 
+    @property
+    def num_new(self) -> int:
+        """Prompts that a step takes from the data."""
+        return self.num_prompts // self.segments
+
+    @property
+    def num_taken(self) -> int:
+        """Rows of the prompts that a step takes from the data."""
+        return self.num_new * self.samples_per_prompt
+
+    def as_taken(self, row: int) -> tuple[int, int]:
+        """Return how many steps ago the prompt of ``row`` was taken, and the row in the batch of that step's prompts."""
+        prompt, sample = divmod(row, self.samples_per_prompt)
+        return prompt % self.segments, prompt // self.segments * self.samples_per_prompt + sample
+
+    def place_of(self, row: int, age: int) -> int:
+        """Return the row of a step's batch that ``as_taken`` returns ``age`` and ``row`` for."""
+        prompt, sample = divmod(row, self.samples_per_prompt)
+        return (prompt * self.segments + age) * self.samples_per_prompt + sample
+
     def prompts(self, mini_batch: int) -> range:
-        """Return the contiguous prompts of one mini-batch; sizes differ by at most one."""
-        start = mini_batch * self.num_prompts // self.num_mini_batches
-        return range(start, (mini_batch + 1) * self.num_prompts // self.num_mini_batches)
+        """Return the contiguous prompts of one mini-batch; sizes differ by at most one (times ``segments``)."""
+        return self._places(self.numbers(mini_batch))
+
+    def numbers(self, mini_batch: int) -> range:
+        """Return the numbers of a mini-batch's prompts among those that one step takes."""
+        start = mini_batch * self.num_new // self.num_mini_batches
+        return range(start, (mini_batch + 1) * self.num_new // self.num_mini_batches)
+
+    def _places(self, numbers: range) -> range:
+        """Return the prompts of a step's batch that have ``numbers`` among those that one step takes."""
+        return range(numbers.start * self.segments, numbers.stop * self.segments)
 
     def chunk(self, index: int) -> range:
         """Return the consecutive whole mini-batches of one chunk."""
@@ -175,25 +211,27 @@ class BatchShape:
 
     def part(self, layout: Layout, replica: int, mini_batch: int) -> range:
         """Return the prompts of one mini-batch that a replica computes."""
-        return layout.slice(self.prompts(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks)
+        return self._places(layout.slice(self.numbers(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks))
 
     def blocks_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[tuple[int, ...], ...]:
         """Return ``prompts_on`` by block. A block that the layout cuts is on several ranks."""
         replica = layout.replica(rank)
         found = []
         for mini_batch in mini_batches:
-            prompts, part = self.prompts(mini_batch), self.part(layout, replica, mini_batch)
+            numbers, part = self.numbers(mini_batch), self.part(layout, replica, mini_batch)
             starts = [
-                prompts.start + block_start(len(prompts), self.num_blocks, block, mini_batch)
+                numbers.start + block_start(len(numbers), self.num_blocks, block, mini_batch)
                 for block in range(self.num_blocks + 1)
             ]
-            found += [common_range(part, range(start, stop)) for start, stop in zip(starts, starts[1:], strict=False)]
+            blocks = (self._places(range(start, stop)) for start, stop in zip(starts, starts[1:], strict=False))
+            found += [common_range(part, block) for block in blocks]
         return tuple(tuple(block) for block in found if block)
 
     @property
     def block_rows(self) -> int:
         """Most rows of a block."""
-        return self.samples_per_prompt * max(-(-len(self.prompts(m)) // self.num_blocks) for m in self.mini_batches)
+        largest = max(-(-len(self.numbers(m)) // self.num_blocks) for m in self.mini_batches)
+        return self.samples_per_prompt * self.segments * largest
 
     def rows(self, prompts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the rows of ``prompts``: all samples of each."""

@@ -98,7 +98,7 @@ def _is_of_trained_weights(graph: Graph, spec: Spec, is_remote: bool) -> bool:
     model = spec.models.of(forward.role)
     assert model is not None, f"{forward.role} is resolved"
     is_exact = model.of_shadow.dtype == model.dtype and spec.sync.dtype in (None, model.dtype)
-    return spec.schedule.lag == 0 and spec.sync.every == 1 and is_exact
+    return spec.schedule.lag == 0 and spec.sync.every == 1 and spec.num_segments == 1 and is_exact
 
 
 def _samples_by_the_same_function(graph: Graph, spec: Spec, is_remote: bool) -> bool:
@@ -111,7 +111,8 @@ def _samples_by_the_same_function(graph: Graph, spec: Spec, is_remote: bool) -> 
     assert model is not None, f"{graph.producers[COLUMN].role} is resolved"
     is_compared = spec.guards.sampled_logprobs == "stop" and spec.debug.replay is None
     dtype = (model.of_shadow if is_remote else model).dtype
-    return not spec.rollout.has_copy and is_compared and dtype == "float32"
+    has_one_version = spec.num_segments == 1
+    return not spec.rollout.has_copy and is_compared and has_one_version and dtype == "float32"
 
 
 def from_generation(graph: Graph, reason: str, spec: Spec) -> Graph:

@@ -38,6 +38,7 @@ from flexrlhf.plan.models import (
 )
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.rollout_engine import with_rollout, with_rollout_engine
+from flexrlhf.plan.segments import with_segments
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.schedule import Schedule
@@ -93,7 +94,7 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
             for each in graph.operators
         )
         graph = replace(graph, operators=tuple(operators))
-    return with_rollout(graph, spec, is_remote=graph.generated in shadowed)
+    return with_segments(with_rollout(graph, spec, is_remote=graph.generated in shadowed), spec)
 
 
 def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:

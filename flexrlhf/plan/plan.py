@@ -60,9 +60,7 @@ class Plan:
 
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
-        memory = DeviceMemory(
-            self.sizing, self.cluster, self.batch, self.most_communicators, self.row_bytes_in_flight
-        )
+        memory = DeviceMemory(self.sizing, self.cluster, self.batch, self.most_communicators, self.row_bytes_in_flight)
         instructions, offloaded = with_residency(self.schedule.instructions, memory)
         return replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
 
@@ -97,7 +95,7 @@ class Plan:
 
     def rows_in_flight(self, next_step: int) -> int:
         """Return the number of rows that are taken from the data and have no outcome before ``next_step``."""
-        return len(self.steps_in_flight(next_step)) * self.batch.num_rows
+        return len(self.steps_in_flight(next_step)) * self.batch.num_taken
 
     def ahead(self, run: Run) -> list[range]:
         """Return the mini-batches of later chunks that the model of a generate ``run`` may start with; else none."""

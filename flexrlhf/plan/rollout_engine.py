@@ -162,8 +162,8 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         return
     if rollout.is_hybrid and spec.schedule.lag:
         raise UserError(
-            f"schedule.lag: {spec.schedule.lag} needs shadows, and rollout.engine {rollout.engine} generates on the ranks that train the "
-            "actor; use lag 0, or rollout.engine: transformers"
+            f"schedule.lag: {spec.schedule.lag} needs shadows, and rollout.engine {rollout.engine} generates on the "
+            "ranks that train the actor; use lag 0, or rollout.engine: transformers"
         )
     least = facts_of(rollout.engine).least_temperature
     if isinstance(algorithm, SampledSpec) and algorithm.temperature < least:
@@ -221,11 +221,12 @@ def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, of_copy: bool) ->
     ``of_copy``: the engine is a copy of the actor in transformers, whose weights are rounded, and ``logprobs`` are its.
 
     The engine generates batch b with the weights after k * floor(max(0, b - lag) / k) batches, k = sync.every. With a
-    lag that is step 0 alone; else also the first step after a sync, which may have gone wrong. Where no forward writes
-    ``logprobs``, the trained copy computes its own for the gate.
+    lag, or in segments, that is step 0 alone; else also the first step after a sync, which may have gone wrong. Where
+    no forward writes ``logprobs``, the trained copy computes its own for the gate.
     """
     role, k = _role_of(graph), spec.sync.every
-    every, also = (spec.steps, 0) if spec.schedule.lag else (lcm(parity.every, k), k)
+    is_stale = spec.schedule.lag > 0 or spec.num_segments > 1
+    every, also = (spec.steps, 0) if is_stale else (lcm(parity.every, k), k)
     operators = list(graph.operators)
     of_engine = "rollout_logprobs" if "rollout_logprobs" in graph.producers else "logprobs"
     compared = (of_engine, "logprobs")

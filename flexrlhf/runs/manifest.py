@@ -46,6 +46,7 @@ class Progress:
     best:         model → best metric of the evaluations so far
     reports:      step in flight → operator → its report, for the metrics and samples of that step
     rows:         outcome → rows that were taken from the data; empty: of an older version
+    carried:      step → rows of the prompts that it took which are carried to the next step
     """
 
     next_step: int
@@ -55,6 +56,7 @@ class Progress:
     best: Mapping[str, float]
     reports: Mapping[str, Mapping[str, Any]]
     rows: Mapping[str, int] = field(default_factory=dict)
+    carried: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

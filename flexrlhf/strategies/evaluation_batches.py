@@ -25,7 +25,7 @@ class EvaluationShape(BatchShape):
 
     places: int = 1
 
-    def prompts(self, mini_batch: int) -> range:
+    def numbers(self, mini_batch: int) -> range:
         start = mini_batch * self.places
         return range(start, min(start + self.places, self.num_prompts))
 

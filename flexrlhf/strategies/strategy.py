@@ -85,7 +85,9 @@ def choose_strategy(spec: Spec, placement: Placement) -> str:
             f"remove it or change the placement"
         )
     if name != DISAGGREGATED and spec.schedule.lag:
-        raise UserError(f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; use 0")
+        raise UserError(
+            f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; use 0"
+        )
     if name != DISAGGREGATED and spec.sync.every != 1:
         raise UserError(
             f"sync.every: {spec.sync.every} needs shadow models (a disaggregated placement), found {name}; use 1"

@@ -169,6 +169,7 @@ class Checkpointer(Observer):
             best=state.recorder.best,
             reports={str(step): of for step, of in state.recorder.reports_from(next_step).items()},
             rows=state.ledger.counts(next_step),
+            carried=state.ledger.carried,
         )
 
     def _publish_written(self, wait: bool) -> None:
@@ -232,6 +233,7 @@ def merged_progress(reports: Sequence[Progress]) -> Progress:
         best=_united(report.best for report in reports),
         reports=in_flight,
         rows=_united(report.rows for report in reports),
+        carried=_united(report.carried for report in reports),
     )
 
 

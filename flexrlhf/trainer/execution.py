@@ -13,6 +13,7 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.metrics import Triple
+from flexrlhf.operators.columns import PRESENT
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.strategies.instructions import Instruction
@@ -50,13 +51,21 @@ class OperatorRun:
         """Rows that the operator works on."""
         return self.rows_of(self.mini_batches)
 
-    def examples_of_rows(self) -> list[Example]:
-        """Return the example of each row."""
-        return [self.examples[row // self.shape.samples_per_prompt] for row in self.rows]
+    def present_rows(self, store: RowStore, mini_batches: range) -> tuple[int, ...]:
+        """Return the rows of ``mini_batches`` that the operator computes for: all, or those that are whole."""
+        rows = self.rows_of(mini_batches)
+        if PRESENT not in self.operator.reads:
+            return rows
+        present = store.get(PRESENT, rows).tolist()
+        return tuple(row for row, is_present in zip(rows, present, strict=True) if is_present)
 
-    def segments(self) -> list[slice]:
-        """Return the slice of each mini-batch's rows in ``rows``."""
-        ends = list(accumulate(len(self.rows_of(range(m, m + 1))) for m in self.mini_batches))
+    def examples_of(self, batch: Batch) -> list[Example]:
+        """Return the example of each row of ``batch``."""
+        return [self.examples[row // self.shape.samples_per_prompt] for row in batch.rows.tolist()]
+
+    def parts(self, store: RowStore) -> list[slice]:
+        """Return the slice of each mini-batch's rows in ``batch``."""
+        ends = list(accumulate(len(self.present_rows(store, range(m, m + 1))) for m in self.mini_batches))
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def batch(
@@ -69,8 +78,8 @@ class OperatorRun:
         """
         operator, suffix = self.operator, self.operator.suffix
         mini_batches = self.mini_batches if mini_batches is None else mini_batches
-        rows, samples = self.rows_of(mini_batches), self.shape.samples_per_prompt
-        names = [name for name in operator.reads if (name in operator.extra_reads) == is_extra]
+        rows, samples = self.present_rows(store, mini_batches), self.shape.samples_per_prompt
+        names = [name for name in operator.reads if (name in operator.extra_reads) == is_extra and name != PRESENT]
         if is_extra:
             suffix = f".{operator.extra_loss}"
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
@@ -80,9 +89,15 @@ class OperatorRun:
             columns,
             torch.tensor(rows, dtype=torch.int64, device=device),
             samples,
-            blocks=tuple(tuple(place[prompt] for prompt in block) for block in blocks),
+            blocks=_places(blocks, place),
             compares=operator.compares_responses and not is_extra,
         )
+
+
+def _places(blocks: Sequence[Sequence[int]], place: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Return the places of the prompts of each block, without prompts that have none."""
+    found = (tuple(place[prompt] for prompt in block if prompt in place) for block in blocks)
+    return tuple(each for each in found if each)
 
 
 @dataclass(eq=False)

@@ -133,7 +133,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     for name in movable.difference(plan.offloaded.get(context.rank, ())):
         context.models[name].reload()
     state.controllers.load(progress.controllers)
-    state.ledger.load(progress.rows, progress.next_step)
+    state.ledger.load(progress.rows, progress.carried, progress.next_step)
     state.recorder.restore(progress.reports, progress.best)
     load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step)
 

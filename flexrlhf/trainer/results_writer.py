@@ -15,7 +15,7 @@ from pathlib import Path
 from flexrlhf.display.events import Send, StepDone
 from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.metrics import Triple, add, evaluate
-from flexrlhf.operators.outcomes import FROZEN, IN_FLIGHT, OUTCOMES, row_metric
+from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, row_metric
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.flight_log import TIMELINE
 from flexrlhf.text import span_of
@@ -61,7 +61,7 @@ class ResultsWriter(Observer):
         self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
         self._last_time = time.time()
-        self._warnings = StepWarnings(self._plan.spec.guards, self._plan.spec.name, self._plan.batch.num_rows)
+        self._warnings = StepWarnings(self._plan.spec.guards, self._plan.spec.name, self._plan.batch.num_taken)
 
     def end(self, _: Execution) -> None:
         """Write, on rank 0, the metrics of all steps that have been published in full, without waiting."""
@@ -100,7 +100,7 @@ class ResultsWriter(Observer):
             append_samples(self._directory, samples)
         add(total, self._account(step, outcomes))
         seconds = now - self._last_time
-        times = time_statistics(self.work.since_last(), seconds, self._plan.batch.num_rows, total)
+        times = time_statistics(self.work.since_last(), seconds, self._plan.batch.num_taken, total)
         row = {"step": step, "seconds": seconds, **evaluate({**total, **times})}
         with (self._directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, **labels}) + "\n")
@@ -114,10 +114,11 @@ class ResultsWriter(Observer):
     def _account(self, step: int, outcomes: Mapping[str, Sequence[int]]) -> dict[str, Triple]:
         """Write the outcomes of the rows of ``step``, and return their statistics. A step without any is frozen."""
         rows = dict(outcomes) or {FROZEN: range(self._plan.batch.num_rows)}
-        spans = {name: span_of(tuple(rows[name])) for name in OUTCOMES if name in rows}
+        spans = {name: span_of(tuple(rows[name])) for name in (*OUTCOMES, CARRIED) if name in rows}
         with (self._directory / ROWS).open("a") as file:
             file.write(json.dumps({"step": step, "prompts": list(self._prompts(step)), "outcomes": spans}) + "\n")
-        counts = {name: len(rows[name]) for name in spans} | {IN_FLIGHT: self._plan.rows_in_flight(step + 1)}
+        counts = {name: len(rows[name]) for name in spans}
+        counts[IN_FLIGHT] = self._plan.rows_in_flight(step + 1) + counts.pop(CARRIED, 0)
         return {row_metric(name): (1.0, float(count), 0.0) for name, count in counts.items()}
 
     def finish(

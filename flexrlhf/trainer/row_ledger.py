@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from flexrlhf.operators.columns import FINAL_OUTCOME
-from flexrlhf.operators.outcomes import FROZEN, IN_FLIGHT, OUTCOMES, UNRECORDED
+from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, UNRECORDED
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import span_of
@@ -29,10 +29,14 @@ class RowLedger(Observer):
         self._first_step = plan.spec.steps if training is None else training.first_step
         self._counts: Counter[str] = Counter()
         self._of_step: list[int] = []
+        # rows without an outcome by the step that took them, as the numbers that they had there
+        self._open: dict[int, set[int]] = {}
 
-    def load(self, counts: Mapping[str, int], next_step: int) -> None:
-        """Go on from the ``counts`` of a checkpoint before ``next_step``; one of an older version has none."""
+    def load(self, counts: Mapping[str, int], carried: Mapping[str, Sequence[int]], next_step: int) -> None:
+        """Go on from the ``counts`` and ``carried`` rows of a checkpoint before ``next_step``; one of an older version
+        has none."""
         self._counts = Counter({name: count for name, count in counts.items() if name not in (FROZEN, IN_FLIGHT)})
+        self._open = {int(step): set(rows) for step, rows in carried.items()}
         if not counts:
             self._counts[UNRECORDED] = self._due(next_step)
         self._check(next_step)
@@ -44,42 +48,65 @@ class RowLedger(Observer):
         """
         if not self._is_accounting:
             return {}
-        num_rows, in_flight = self._plan.batch.num_rows, self._plan.rows_in_flight(next_step)
-        further = {FROZEN: min(next_step, self._first_step) * num_rows, IN_FLIGHT: in_flight}
+        in_flight = self._plan.rows_in_flight(next_step) + sum(map(len, self._open.values()))
+        further = {FROZEN: min(next_step, self._first_step) * self._plan.batch.num_taken, IN_FLIGHT: in_flight}
         return {name: count for name, count in {**self._counts, **further}.items() if count}
+
+    @property
+    def carried(self) -> dict[str, list[int]]:
+        """Rows that are carried to the next step, by the step that took them."""
+        return {str(step): sorted(rows) for step, rows in self._open.items()}
 
     def computed(self, execution: Execution) -> None:
         """Add the outcomes of the rows of a training, of all replicas; the last chunk completes the step."""
         work, plan = execution.work, self._plan
         if execution.inner is not None or work.operator != plan.graph.accounting:
             return
-        codes = execution.store.get(FINAL_OUTCOME, work.rows).long()
-        keys = codes.new_tensor(work.rows) * len(OUTCOMES) + codes
+        rows = work.present_rows(execution.store, work.mini_batches)
+        codes = execution.store.get(FINAL_OUTCOME, rows).long()
+        keys = codes.new_tensor(rows) * len(OUTCOMES) + codes
         execution.outcomes = outcomes_of(work.model.dp.gather(keys).tolist())
         self.add(execution.outcomes)
         if work.mini_batches.stop == plan.batch.num_mini_batches:
-            self.complete(execution.step)
+            carried = self.complete(execution.step)
+            execution.outcomes = {**execution.outcomes, **({CARRIED: carried} if carried else {})}
 
     def add(self, outcomes: Mapping[str, Sequence[int]]) -> None:
         """Add rows of the step that is trained on."""
         self._counts.update({name: len(rows) for name, rows in outcomes.items()})
         self._of_step += [row for rows in outcomes.values() for row in rows]
 
-    def complete(self, step: int) -> None:
-        """Check that each row of ``step`` has one outcome, and that the rows of all steps until now have."""
-        found, self._of_step = Counter(self._of_step), []
-        expected = Counter(range(self._plan.batch.num_rows))
-        wrong = sorted((found - expected).keys() | (expected - found).keys())
-        assert not wrong, f"step {step}: not one outcome each of rows {span_of(tuple(wrong))}"
+    def complete(self, step: int) -> list[int]:
+        """Return the rows of ``step`` that are carried to the next one.
+
+        Check that each other row has one outcome, that none is carried further than it may be, and that the rows of all
+        steps until now have an outcome or are carried.
+        """
+        shape = self._plan.batch
+        found, self._of_step = sorted(self._of_step), []
+        self._open[step] = set(range(shape.num_taken))
+        wrong = []
+        for row in found:
+            age, number = shape.as_taken(row)
+            if number in self._open.get(step - age, ()):
+                self._open[step - age].remove(number)
+            else:
+                wrong.append(row)
+        self._open = {taken: rows for taken, rows in self._open.items() if rows}
+        carried = [shape.place_of(row, step - taken) for taken, rows in self._open.items() for row in rows]
+        # a row at the last place of its prompt has had its last segment
+        wrong += [row for row in carried if shape.as_taken(row)[0] == shape.segments - 1]
+        assert not wrong, f"step {step}: not one outcome each of rows {span_of(tuple(sorted(set(wrong))))}"
         self._check(step + 1)
+        return sorted(carried)
 
     def _check(self, next_step: int) -> None:
-        counted, due = self._counts.total(), self._due(next_step)
+        counted, due = self._counts.total() + sum(map(len, self._open.values())), self._due(next_step)
         assert counted == due, f"{counted} rows have an outcome before step {next_step}, and {due} should"
 
     def _due(self, next_step: int) -> int:
         """Return the rows before ``next_step`` that training accounts for."""
-        return max(next_step - self._first_step, 0) * self._plan.batch.num_rows
+        return max(next_step - self._first_step, 0) * self._plan.batch.num_taken
 
 
 def outcomes_of(keys: list[int]) -> Outcomes:

@@ -21,12 +21,13 @@ from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import check_returned, combine_of, make_loss, settings_of
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.objectives.surrogates import staleness
-from flexrlhf.operators.columns import FINAL_OUTCOME, column_of, plain
+from flexrlhf.operators.columns import FINAL_OUTCOME, PRESENT, column_of, plain
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
 from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.segments import make_round, whole_columns
 from flexrlhf.trainer.text_operators import ExternalScorers, make_text_encoders, retokenized
 
 _SCORES = ("scores", "token_scores")
@@ -99,23 +100,40 @@ def evaluation_sampling(plan: Plan, sampling: Sampling) -> Sampling:
 
 
 def run_operator(
-    run: OperatorRun, store: RowStore, context: OperatorContext, ahead: Sequence[OperatorRun] = ()
+    run: OperatorRun,
+    store: RowStore,
+    context: OperatorContext,
+    ahead: Sequence[OperatorRun] = (),
+    before: RowStore | None = None,
 ) -> Moments:
     """Execute ``run`` and put the columns that it writes into ``store``. Returns the moments of this rank's rows.
 
-    ``ahead``: what this rank will generate next with the same weights.
+    ahead:   what this rank will generate next with the same weights.
+    before:  rows of the step before, of which some are carried.
     """
     if run.operator.kind == "train":
         return _train(run, store, context)
     batch = run.batch(store, context.device)
-    columns, statistics = _computed(run, batch, context, [each.batch(store, context.device) for each in ahead])
+    if run.operator.kind == "generate":
+        columns, statistics = _generate(run, store, context, ahead, before)
+    else:
+        columns, statistics = _computed(run, batch, store, context)
     written = {name: columns[name.removesuffix(run.operator.suffix)] for name in run.operator.writes}
     _check_finite(run, written, batch.rows, context)
     if context.check is not None and context.sampling.step == 0:
         context.check.after(run.operator, run.model, store, batch, columns)
     for name, values in written.items():
-        store.put(name, run.rows, values)
+        store.put(name, run.rows, _of_all_rows(run, batch, values))
     return statistics
+
+
+def _of_all_rows(run: OperatorRun, batch: Batch, values: Tensor) -> Tensor:
+    """Return ``values`` (n, ...) of the rows of ``batch`` with zeros for the operator's other rows."""
+    if len(batch) == len(run.rows):
+        return values
+    place = {row: index for index, row in enumerate(run.rows)}
+    places = torch.tensor([place[row] for row in batch.rows.tolist()], dtype=torch.int64, device=values.device)
+    return values.new_zeros(len(run.rows), *values.shape[1:]).index_copy_(0, places, values)
 
 
 def _check_finite(run: OperatorRun, columns: Columns, rows: Tensor, context: OperatorContext) -> None:
@@ -133,49 +151,61 @@ def _where(run: OperatorRun, context: OperatorContext) -> str:
     return f"{f'step {step}' if step >= 0 else 'evaluation'}, {run.operator.name} on {run.model.placed.name}"
 
 
-def _computed(
-    run: OperatorRun, batch: Batch, context: OperatorContext, ahead: Sequence[Batch]
-) -> tuple[Columns, Moments]:
+def _computed(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> tuple[Columns, Moments]:
     """Return the columns that ``run`` writes, named without its suffix, and the moments of their statistics."""
     operator = run.operator
     match operator.kind:
-        case "generate":
-            return _generate(run, batch, context.sampling, ahead)
         case "forward":
             written = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
             return run.model.engine.forward(batch, written, operator.adapters), {}
         case "score":
-            return context.scorers.score(operator, batch, run.examples_of_rows(), run.model.replica)
+            return context.scorers.score(operator, batch, run.examples_of(batch), run.model.replica)
         case "retokenize":
             encoder, decode = context.encoders[operator.function], context.decode
-            return retokenized(operator, batch, run.examples_of_rows(), encoder, decode)
+            return retokenized(operator, batch, run.examples_of(batch), encoder, decode)
         case "combine":
-            return _combine(run, batch, context)
-        case "train":
-            raise AssertionError("a train writes no columns")
+            return _combine(run, batch, store, context)
+    raise AssertionError(f"{operator.name} is no operator that computes columns of rows")
 
 
-def _generate(run: OperatorRun, batch: Batch, sampling: Sampling, ahead: Sequence[Batch]) -> tuple[Columns, Moments]:
-    """Return responses with the weights version of their policy, and how many the engine reports."""
-    engine = run.model.engine
-    before = engine.num_requests
+def _generate(
+    run: OperatorRun,
+    store: RowStore,
+    context: OperatorContext,
+    ahead: Sequence[OperatorRun],
+    before: RowStore | None,
+) -> tuple[Columns, Moments]:
+    """Return responses with the weights version of their tokens, and how many the engine reports."""
+    engine, sampling = run.model.engine, context.sampling
+    num_requests = engine.num_requests
     if run.operator.is_greedy:
         sampling = replace(sampling, temperature=0.0)
-    columns = engine.generate(batch, sampling, ahead)
-    columns["policy_version"] = columns["response_mask"].int() * run.model.version
-    # without a pass of the trained model, an engine's log-probs serve as the policy's
-    columns["logprobs"] = columns["rollout_logprobs"]
+    batches = [each.batch(store, context.device) for each in (run, *ahead)]
+    if run.operator.carries:
+        sampling = replace(sampling, most_tokens=context.spec.rollout.segment_tokens)
+        rounds = [
+            make_round(each, batch, before, sampling.step, context.spec.lengths)
+            for each, batch in zip((run, *ahead), batches, strict=True)
+        ]
+        first, *later = rounds
+        generated = engine.generate(first.continued, sampling, [each.continued for each in later])
+        columns = whole_columns(run, first, generated, run.model.version)
+    else:
+        columns = engine.generate(batches[0], sampling, batches[1:])
+        columns["policy_version"] = columns["response_mask"].int() * run.model.version
+        # without a pass of the trained model, an engine's log-probs serve as the policy's
+        columns["logprobs"] = columns["rollout_logprobs"]
     if sampling.step < 0:
         return columns, {}  # an evaluation
-    requests = columns["rollout_logprobs"].new_tensor(engine.num_requests - before)
+    requests = columns["rollout_logprobs"].new_tensor(engine.num_requests - num_requests)
     return columns, {"rollout_requests": moments(requests)}
 
 
-def _combine(run: OperatorRun, batch: Batch, context: OperatorContext) -> tuple[Columns, Moments]:
+def _combine(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> tuple[Columns, Moments]:
     """Return the columns and statistics of a function of ``objectives/``."""
     function = run.operator.function
     combine_context = CombineContext(
-        run.segments(), run.model.dp, run.state, context.sampling.step, context.sampling.seed
+        run.parts(store), run.model.dp, run.state, context.sampling.step, context.sampling.seed
     )
     with naming_tokens(context.decode, context.sampling.step):
         computed = combine_of(function)(settings_of(function, context.spec), batch, combine_context)
@@ -200,6 +230,9 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
         for mini_batch in run.mini_batches:
             rows = range(mini_batch, mini_batch + 1)
             parts: list[tuple[Batch, Loss]] = [(run.batch(store, device, rows), loss)]
+            if PRESENT in operator.reads and not _has_rows(run, parts[0][0]):
+                outcomes[mini_batch] = _outcomes(parts[0][0])
+                continue
             if extra_loss is not None:
                 parts.append((run.batch(store, device, rows, is_extra=True), extra_loss))
             name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
@@ -212,15 +245,21 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
         each if mini_batch in updated else each.where(each > 0, CODES["skipped"])
         for mini_batch, each in outcomes.items()
     ]
-    store.put(FINAL_OUTCOME, run.rows, torch.cat(final))
+    store.put(FINAL_OUTCOME, run.present_rows(store, run.mini_batches), torch.cat(final))
     return statistics
 
 
 def _outcomes(batch: Batch) -> Tensor:
     """Return uint8 (n,): codes of the outcomes of rows if the optimizer step on them is made."""
     outcomes = batch.columns.get("outcome", torch.zeros_like(batch.rows, dtype=torch.uint8))
-    rejected = torch.where(batch.sampled_mask.any(1), CODES["rejected"], CODES["no_tokens"]).to(outcomes.dtype)
-    return outcomes.where((outcomes > 0) | batch.mask.any(1), rejected)
+    rejected = torch.where(batch.sampled_mask.bool().any(1), CODES["rejected"], CODES["no_tokens"]).to(outcomes.dtype)
+    return outcomes.where((outcomes > 0) | batch.mask.bool().any(1), rejected)
+
+
+def _has_rows(run: OperatorRun, batch: Batch) -> bool:
+    """Whether any data-parallel rank has rows of a mini-batch, of which ``batch`` are this rank's."""
+    number = torch.tensor(float(len(batch)), dtype=torch.float64, device=batch.rows.device)
+    return bool(run.model.dp.sum(number) > 0)
 
 
 def _optimizer_step(

@@ -26,6 +26,8 @@ class StepRows:
 
     def __init__(self, rank: RankContext) -> None:
         self._plan, self._data, self._groups = rank.plan, rank.data, rank.groups
+        carries = any(operator.carries for operator in rank.plan.graph.operators)
+        self._num_kept = max(rank.plan.schedule.lag, int(carries))
         self.device = rank.world.device
         self._stores: dict[int, RowStore] = {}
         self._input_rows = rows_with_inputs(rank.plan, rank.rank)
@@ -34,11 +36,15 @@ class StepRows:
     def at(self, step: int) -> RowStore:
         """Return the rows of a step; steps that no instruction works on any more are dropped."""
         if step not in self._stores:
-            for old in [s for s in self._stores if s < step - self._plan.schedule.lag]:
+            for old in [s for s in self._stores if s < step - self._num_kept]:
                 self._stores.pop(old).finish()
             store = self._stores[step] = RowStore(self._plan.lengths, self.device)
             self._put_inputs(step, store)
         return self._stores[step]
+
+    def carried_to(self, step: int) -> RowStore | None:
+        """Return the rows of the step before, of which some are carried to ``step``; None for the first step."""
+        return self._stores.get(step - 1)
 
     def move(self, move: Move, step: int) -> int:
         """Start a move of columns and return the bytes sent; its rows are awaited when they are read."""
@@ -81,8 +87,12 @@ class StepRows:
 
 
 def prompt_numbers(plan: Plan, data: RunData, step: int) -> list[int]:
-    """Return the number of each prompt of a step in the examples of the data."""
-    return mixed_indices(plan.spec.seed, step, plan.batch.num_prompts, data.shares)
+    """Return the number of each prompt of a step in the examples of the data; where it has none, any."""
+    shape = plan.batch
+    taken = [
+        mixed_indices(plan.spec.seed, max(0, step - age), shape.num_new, data.shares) for age in range(shape.segments)
+    ]
+    return [taken[prompt % shape.segments][prompt // shape.segments] for prompt in range(shape.num_prompts)]
 
 
 def mismatched_examples(examples: Sequence[Example], mini_batches: Sequence[range]) -> list[Example]:

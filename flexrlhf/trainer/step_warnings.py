@@ -104,7 +104,8 @@ class StepWarnings:
 
 def _equal_scores(row: Mapping[str, float], num_rows: int) -> str:
     """Return in words which scores of a step are all the same; an empty text if some differ, or there is one."""
-    if num_rows > 1 and row.get("reward_std", 1.0) <= EQUAL * max(abs(row.get("reward_mean", 0.0)), EQUAL):
+    several = min(num_rows, row.get("rows_trained", num_rows)) > 1
+    if several and row.get("reward_std", 1.0) <= EQUAL * max(abs(row.get("reward_mean", 0.0)), EQUAL):
         meaning = "no gradient follows from it" if "group_alike" in row else "none is better than another"
         return f"all responses have the same score {row.get('reward_mean', 0.0):.4g}, so that {meaning}"
     if row.get("group_alike") == 1:

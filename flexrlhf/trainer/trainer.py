@@ -159,7 +159,8 @@ class Trainer:
         for observer in self._observers:
             observer.arrived(execution)
         ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
-        execution.moments = run_operator(work, store, self._operators.at(step), ahead)
+        before = self._rows.carried_to(step) if run.operator.carries else None
+        execution.moments = run_operator(work, store, self._operators.at(step), ahead, before)
         if run.operator.kind == "train":
             model.version = step + 1
         for observer in self._observers:

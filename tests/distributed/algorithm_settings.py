@@ -188,6 +188,8 @@ ALGORITHMS: dict[str, Raw] = {
         num_mini_batches=4,
     ),
     "grpo-shared": _of("grpo", {"models": SHARED_REF}),
+    # an end token after a few tokens, so that a group waits for its last response
+    "grpo-segments": _of("grpo", {"rollout": {"segment_tokens": 2}, "steps": 6}, importance={"cap": 1.1}),
     "grpo-corrected": _of("grpo", importance={"level": "sequence", "cap": 1.1}, kl=None),
     "grpo-ptx": _of("grpo", ptx={**PRETRAINING, "coefficient": 0.3}, freeze_actor_steps=1),
     "rloo": _of("rloo"),

@@ -112,6 +112,13 @@ SETTINGS: dict[str, Raw] = {
         **_ppo(num_mini_batches=2),
         "models": {role: {"micro_batch_tokens": 20} for role in ("actor", "critic", "ref", "reward")},
     },
+    # a response may take three steps, the last with two tokens; the second stays below what a response needs
+    "segments": {**_ppo(num_mini_batches=2), "rollout": {"segment_tokens": 3}, "steps": 6},
+    "segments-corrected": {
+        **_ppo(num_mini_batches=4, prompts_per_step=8, importance={"cap": 1.05}),
+        "rollout": {"segment_tokens": 2, "max_segments": 3},
+        "steps": 6,
+    },
     # responses of one token have no bigrams
     "short": {**_ppo(num_mini_batches=2), "data": {"max_response_tokens": 1}},
     # caps that bind for stale weights; with fresh ones every importance weight is 1, so rounding never crosses the cap
@@ -254,7 +261,7 @@ SHAPES: dict[str, Raw] = {
     # five steps, since the version by the rule of sync.every 3 changes first at the fourth
     "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},
     "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"overlap": False}},
-    "lag-2": {"placement": SIX, "schedule": {"lag": 2}, "steps": 5},
+    "lag-2": {"placement": SIX, "schedule": {"lag": 2}, "steps": 6},
     "lag-4-every-2": {
         "placement": SIX,
         "schedule": {"lag": 4, "num_chunks": 2},
@@ -585,6 +592,14 @@ DEFAULT = [
     Case("nucleus", "co-located", 2),
     Case("stopped", "co-located", 2),
     Case("ends", "co-located", 2, rollout="torch"),
+    Case("segments", "co-located", 1),
+    Case("segments", "lag-2", 2),
+    Case("segments-corrected", "halves", 2),
+    Case("grpo-segments", "lag-4-every-2", 2),
+    Case("segments", "lag-2", 2, rollout="vllm-child"),
+    Case("segments-corrected", "co-located", 2, rollout="vllm"),
+    Case("segments", "halves", 2, "torch-3", "torch"),
+    Case("grpo-segments", "co-located", 4, "deepspeed-3"),
     Case("sft", "half", 2),
     Case("reward", "all", 2),
     Case("reward-ends", "all", 2),
@@ -852,7 +867,7 @@ class Assets:
         name = "wide-actor" if case.has_vllm and role == "actor" else role
         if role == "actor" and algorithm_of(case.setting) == "ac-share":
             name = f"{name}-with-values"
-        if role == "actor" and case.setting == "ends":
+        if role == "actor" and (case.setting == "ends" or "segments" in case.setting):
             name = f"{name}-with-ends"
         return {"path": self.model(name), **({"optimizer": optimizer} if trained else {})}
 

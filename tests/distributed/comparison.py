@@ -87,8 +87,9 @@ def reference_of(spec: Spec) -> Result:
     }
     run = spec.model_dump(mode="json", include={*OF_RUN, "steps"})
     # values of a shared trunk come from the copy that computes them
-    values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) else None
-    key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of])
+    values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) or spec.num_segments > 1 else None
+    segments = [spec.rollout.segment_tokens, spec.rollout.max_segments]
+    key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of, segments])
     if key not in _REFERENCES:
         is_sampled = isinstance(spec.algorithm, PolicySpec)
         _REFERENCES[key] = Reference(spec).run() if is_sampled else Supervised(spec).run()
@@ -113,7 +114,8 @@ def _after_ties(outcome: Outcome, reference: Result) -> Result:
     columns = [outcome.columns(step) for step in range(len(reference.steps))]
     sampled = [{name: step[name] for name in ("tokens", "tokens.greedy") if name in step} for step in columns]
     for number, (step, tokens) in enumerate(zip(reference.steps, sampled, strict=True)):
-        differing = {name: (step.columns[name] != column).nonzero() for name, column in tokens.items()}
+        whole = {name: _of_places(step, column) for name, column in tokens.items() if name in step.columns}
+        differing = {name: (step.columns[name] != column).nonzero() for name, column in whole.items()}
         name = next((name for name, places in differing.items() if len(places)), None)
         if name is None:
             continue
@@ -134,9 +136,19 @@ def _response(response: Response, column: str) -> Response:
     return response.greedy if column == "tokens.greedy" and response.greedy is not None else response
 
 
+def _of_places(step: Step, column: Tensor) -> Tensor:
+    """The rows of a recorded column that the reference has."""
+    return column if step.places is None else column[step.places]
+
+
 def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Deviation]:
     columns = outcome.columns(number)
-    _check_written(outcome, set(columns), set(step.columns))
+    if step.places is not None:
+        found = columns.pop("present").nonzero().flatten().tolist()
+        yield Deviation(number, "present", float(len(set(found).symmetric_difference(step.places))), 0.0)
+        columns = {name: _of_places(step, column) for name, column in columns.items()}
+    if step.columns:
+        _check_written(outcome, set(columns), set(step.columns))
     for name, expected in step.columns.items():
         if name not in columns:
             continue

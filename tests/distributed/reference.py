@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec, SafeRlhfSpec
 from flexrlhf.config.algorithms.reinforce import RemaxSpec
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import step_indices
@@ -61,6 +62,8 @@ class Reference:
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
         self.pretraining = self._pretraining_rows()
         self.controls = first_controls(self.policy)
+        # responses to a prompt by the step that took it and its number there, if they are generated in segments
+        self.under_way: dict[tuple[int, int], list[Response]] = {}
 
     def run(self) -> Result:
         steps = [self._step(step) for step in range(self.spec.steps)]
@@ -92,6 +95,7 @@ class Reference:
             model.model.load_state_dict(weights[role], strict=False)
         terms = Terms()
         responses = self._experience(step)
+        self.places = [response.place for response in responses]
         ruled = shape_scores(self.spec, responses, self.controls, terms)
         if isinstance(self.policy, RemaxSpec):
             greedy = [response.greedy for response in responses if response.greedy is not None]
@@ -106,9 +110,17 @@ class Reference:
         for responses_to_prompt in describe_responses(self.spec, self.actor, self.tokenizer, terms):
             self._score_evaluation(responses_to_prompt, terms)
         sampled = sum(1 if response.greedy is None else 2 for response in responses)
-        metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)} | row_metrics(self.spec, step, responses)
+        if self.spec.rollout.segment_tokens is not None:
+            sampled = self.requests
+        carried = sum(map(len, self.under_way.values()))
+        rows = row_metrics(self.spec, step, responses, carried)
+        metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)} | rows
+        if not responses:
+            return Step({}, metrics, [], [])
         columns = pad_columns(self.spec, responses, self.tokenizer.pad_token_id)
-        return Step(columns | {"outcome": outcome_column(self.policy, responses)}, metrics, responses)
+        columns["outcome"] = outcome_column(self.policy, responses)
+        is_whole = self.spec.rollout.segment_tokens is None
+        return Step(columns, metrics, responses, None if is_whole else self.places)
 
     def _score_evaluation(self, responses: list[Response], terms: Terms) -> None:
         """Scores of the responses to one evaluation prompt, and whether of k of them one is right."""
@@ -130,16 +142,35 @@ class Reference:
 
     def _mini_batches(self) -> list[range]:
         """Rows of the contiguous prompts of every mini-batch, of sizes that differ by at most one."""
+        if self.spec.rollout.segment_tokens is not None:
+            return self._whole_in_mini_batches()
         policy = self.policy
         prompts, count, samples = policy.num_prompts, policy.num_mini_batches, policy.samples_per_prompt
         return [range(i * prompts // count * samples, (i + 1) * prompts // count * samples) for i in range(count)]
+
+    def _whole_in_mini_batches(self) -> list[range]:
+        """The same of the prompts that a step takes, of which each has places for all its segments."""
+        policy, first = self.policy, 0
+        prompts, count = policy.num_prompts, policy.num_mini_batches
+        found = []
+        for index in range(count):
+            stop = (index + 1) * prompts // count * self.segments * policy.samples_per_prompt
+            last = first + sum(place < stop for place in self.places[first:])
+            found.append(range(first, last))
+            first = last
+        return found
 
     @torch.no_grad()
     def _experience(self, step: int) -> list[Response]:
         indices = step_indices(self.spec.seed, step, self.policy.num_prompts, len(self.examples))
         rows = [self.examples[i] for i in indices for _ in range(self.policy.samples_per_prompt)]
-        responses = [self._sampled(step, row, example) for row, example in enumerate(rows)]
-        for response in responses:
+        if self.spec.rollout.segment_tokens is None:
+            responses = [self._sampled(step, row, example) for row, example in enumerate(rows)]
+        else:
+            responses = self._continued(step, rows)
+        for place, response in enumerate(responses):
+            if self.spec.rollout.segment_tokens is None:
+                response.place = place
             self._look_at(response)
         return responses
 
@@ -154,8 +185,46 @@ class Reference:
         width = self.spec.data.max_prompt_tokens
         forced = None if self.forced is None else self.forced[step][column][row, width:]
         response = sampler.response(self.old_actor, list(example.prompt), step, row, forced)
-        response.version, response.example = self.version(step), example
+        response.versions, response.example = [self.version(step)] * len(response.tokens), example
         return response
+
+    @property
+    def _has_engine_apart(self) -> bool:
+        """Whether a rollout engine is on other ranks than the trained actor."""
+        placement, roles = self.spec.placement, [role for role, model in self.spec.models if model is not None]
+        entries = placement.models if isinstance(placement, PlacementMap) else placement or ()
+        return self.spec.rollout.engine == "vllm" and len(entries) > len(roles)
+
+    @property
+    def segments(self) -> int:
+        """Steps over which a response may be generated."""
+        rollout, longest = self.spec.rollout, self.spec.data.max_response_tokens
+        needed = math.ceil(longest / (rollout.segment_tokens or longest))
+        return min(needed, rollout.max_segments or needed)
+
+    def _continued(self, step: int, taken: list[Example]) -> list[Response]:
+        """The responses that are whole after a further segment of each that has not ended, by their places."""
+        samples, most = self.policy.samples_per_prompt, self.spec.rollout.segment_tokens
+        assert most is not None
+        for row, example in enumerate(taken):
+            group = self.under_way.setdefault((step, row // samples), [])
+            group.append(Response(list(example.prompt), [], [], False, example=example))
+        whole, self.requests = [], 0
+        for (of_step, number), group in list(self.under_way.items()):
+            age = step - of_step
+            for sample, response in enumerate(group):
+                response.place = (number * self.segments + age) * samples + sample
+                if response.finished or len(response.tokens) == self.sampler.longest:
+                    continue
+                forced = None if self.forced is None else self.forced[step]["tokens"][response.place]
+                forced = None if forced is None else forced[self.spec.data.max_prompt_tokens :]
+                row = number * samples + sample
+                self.sampler.continued(self.old_actor, response, of_step, row, most, forced)
+                self.requests += 1
+                response.versions += [self.version(step)] * (len(response.tokens) - len(response.versions))
+            if age == self.segments - 1 or all(r.finished or len(r.tokens) == self.sampler.longest for r in group):
+                whole += self.under_way.pop((of_step, number))
+        return sorted(whole, key=lambda response: response.place)
 
     def _look_at(self, response: Response) -> None:
         """Scores of a sampled response by models and other sources."""
@@ -163,6 +232,9 @@ class Reference:
         # the correction for stale weights begins with the weights at the start of training
         policy = self.old_actor if self.policy.importance is None else self.actor
         response.logprobs = policy.logprobs(*text)[0].tolist()
+        if self._has_engine_apart and self.policy.importance is None:
+            # nothing but the engine has the weights that sampled: its own log-probs serve, of every segment's weights
+            response.logprobs = response.rollout_logprobs
         if self.policy.kl is not None:
             response.ref_logprobs = self._ref_logprobs(*text)
         response.values = {role: critic.everywhere(*text).tolist() for role, critic in self.old_critics.items()}
@@ -189,6 +261,8 @@ class Reference:
                 continue
             for _ in range(self.policy.epochs):
                 for rows in self._mini_batches():
+                    if not rows:
+                        continue
                     trained = [responses[row] for row in rows if responses[row].is_trained]
                     trainee.update(self._loss(role, step, rows, trained, terms), terms)
 

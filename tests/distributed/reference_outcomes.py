@@ -30,8 +30,9 @@ def _by_scores(policy: PolicySpec, response: Response) -> str:
     return "trained" if response.is_taken else response.reason
 
 
-def row_metrics(spec: Spec, step: int, responses: list[Response]) -> dict[str, Metric]:
-    """Rows by outcome, and the length of responses that a choice takes over the length of all."""
+def row_metrics(spec: Spec, step: int, responses: list[Response], carried: int) -> dict[str, Metric]:
+    """Rows by outcome, and the length of responses that a choice takes over the length of all. ``carried``: rows that
+    are not whole yet."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
     outcomes = [_by_scores(policy, response) for response in responses]
@@ -40,7 +41,7 @@ def row_metrics(spec: Spec, step: int, responses: list[Response]) -> dict[str, M
             outcomes[number] = "frozen"
         elif outcomes[number] == "trained" and response.kept and not any(response.kept):
             outcomes[number] = "rejected"
-    metrics = counted(spec, step, outcomes)
+    metrics = counted(spec, step, outcomes, policy.num_prompts * policy.samples_per_prompt, carried)
     taken = [len(response.tokens) for response in responses if response.is_taken]
     if taken and any(response.reason for response in responses):
         all_of_them = [len(response.tokens) for response in responses]
@@ -49,8 +50,8 @@ def row_metrics(spec: Spec, step: int, responses: list[Response]) -> dict[str, M
     return metrics
 
 
-def counted(spec: Spec, step: int, outcomes: list[str]) -> dict[str, Metric]:
-    """Rows by outcome, and rows of later steps that are generated."""
-    in_flight = min(spec.schedule.lag, spec.steps - 1 - step) * len(outcomes)
+def counted(spec: Spec, step: int, outcomes: list[str], taken: int, carried: int = 0) -> dict[str, Metric]:
+    """Rows by outcome, and rows of later steps that are generated, of which each has ``taken``."""
+    in_flight = min(spec.schedule.lag, spec.steps - 1 - step) * taken + carried
     counts = {**Counter(outcomes), "in_flight": in_flight}
     return {f"rows_{name}": Metric(count, 1.0) for name, count in counts.items()}

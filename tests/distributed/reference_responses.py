@@ -20,7 +20,8 @@ NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo",
 
 @dataclass
 class Response:
-    """One row of a step. ``margins``: by how much each token won over the second best.
+    """One row of a step. ``margins``: by how much each token won over the second best. ``versions``: of the weights
+    that sampled each token. ``place``: row of the step's batch, also of rows that are not whole yet.
 
     ``rollout_logprobs``: of the tokens when they were sampled; ``logprobs``: under the policy that the loss takes its
     ratio to. ``by_source``: scores of each of several sources, by column; ``scores``, ``token_scores``: their sums, by
@@ -36,8 +37,9 @@ class Response:
     tokens: list[int]
     margins: list[float]
     finished: bool
-    version: int = 0
+    versions: list[int] = field(default_factory=list)
     example: Example | None = None
+    place: int = 0
     rollout_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)
@@ -66,11 +68,13 @@ class Response:
 
 @dataclass
 class Step:
-    """``columns``: as the package records them, one row per response, padded."""
+    """``columns``: as the package records them, one row per response, padded. ``places``: of these in the step's
+    batch; None: they are all of it."""
 
     columns: dict[str, Tensor]
     metrics: dict[str, Metric]
     responses: list[Response] = field(default_factory=list)
+    places: list[int] | None = None
 
 
 @dataclass
@@ -108,7 +112,7 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
         return padded(parts, width, 0.0)
 
     columns = sampled_columns(spec, responses, pad)
-    columns["policy_version"] = padded([[a.version] * len(a.tokens) for a in responses], behind, 0)
+    columns["policy_version"] = padded([a.versions for a in responses], behind, 0)
     columns["rollout_logprobs"] = right([a.rollout_logprobs for a in responses])
     columns["logprobs"] = right([a.logprobs for a in responses])
     if first.ref_logprobs:

@@ -74,8 +74,15 @@ class Sampler:
     ) -> Response:
         """Token by token, until one ends the response or there are R of them. ``forced`` (R,): tokens to take at
         ties."""
-        response = Response(prompt, [], [], False)
-        while len(response.tokens) < self.longest and not response.finished:
+        return self.continued(policy, Response(prompt, [], [], False), step, row, self.longest, forced)
+
+    @torch.no_grad()
+    def continued(
+        self, policy: Policy, response: Response, step: int, row: int, most: int, forced: Tensor | None = None
+    ) -> Response:
+        """The response with at most ``most`` further tokens."""
+        longest, prompt = min(self.longest, len(response.tokens) + most), response.prompt
+        while len(response.tokens) < longest and not response.finished:
             position = len(response.tokens)
             scores = self.scores(policy.next_logits(prompt + response.tokens), position)
             token, margin = self._choose(self.perturbed(scores, step, row, position), step, row, position, forced)

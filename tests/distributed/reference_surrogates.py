@@ -96,9 +96,12 @@ def reject(spec: Spec, step: int, responses: Sequence[Response], terms: Terms) -
     """Fill in which tokens are kept, and describe the staleness of those that are trained on."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
-    settings, is_stale = policy.importance, spec.schedule.lag > 0 or spec.sync.every > 1
+    settings, stalest = policy.importance, spec.schedule.lag + spec.sync.every - 1
+    if spec.rollout.segment_tokens is not None:
+        needed = math.ceil(spec.data.max_response_tokens / spec.rollout.segment_tokens)
+        stalest += min(needed, spec.rollout.max_segments or needed) - 1
     for response in responses:
-        kept, age = [True] * len(response.tokens), step - response.version
+        kept, ages = [True] * len(response.tokens), [step - version for version in response.versions]
         if settings is not None and settings.reject is not None:
             ratios = importance_ratios(settings.reject.level, response)
             inside = [settings.reject.lower <= ratio <= settings.reject.upper for ratio in ratios]
@@ -107,15 +110,15 @@ def reject(spec: Spec, step: int, responses: Sequence[Response], terms: Terms) -
                 terms.add("importance_rejected", [float(not each) for each in kept])
         # a bound that no token can exceed leaves the column out
         limit = None if settings is None else settings.max_staleness
-        is_bound = limit is not None and limit < spec.schedule.lag + spec.sync.every - 1
+        is_bound = limit is not None and limit < stalest
         if is_bound and response.is_trained:
-            terms.add("staleness_dropped", [float(age > limit)] * len(kept))
-        if is_bound and age > limit:
-            kept = [False] * len(kept)
+            terms.add("staleness_dropped", [float(age > limit) for age in ages])
+        if is_bound:
+            kept = [each and age <= limit for each, age in zip(kept, ages, strict=True)]
         if is_bound or (settings is not None and settings.reject is not None):
             response.kept = kept
-        if is_stale and response.is_trained and any(kept):
-            terms.add("staleness_mean", [float(age)] * sum(kept))
+        if stalest and response.is_trained:
+            terms.add("staleness_mean", [float(age) for age, counts in zip(ages, kept, strict=True) if counts])
     describe_staleness(terms)
 
 

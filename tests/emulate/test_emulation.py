@@ -255,7 +255,9 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="mini_batch"), id="six-models-streaming"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, sync_every=3), id="six-models-lag-1-every-3"),
         pytest.param(lambda: ppo_plan(SIX, 2, {"lag": 1, "num_chunks": 2}, epochs=2), id="six-models-lag-1-chunked"),
-        pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 3, "num_chunks": 2}, sync_every=2), id="six-models-lag-3-every-2"),
+        pytest.param(
+            lambda: ppo_plan(SIX, 4, {"lag": 3, "num_chunks": 2}, sync_every=2), id="six-models-lag-3-every-2"
+        ),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, models=SHARDED), id="shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="none", models=CROSSED), id="six-crossed"),

@@ -36,17 +36,17 @@ def test_a_row_without_an_outcome_or_with_two_ends_a_run(rows: range, wrong: str
 
 def test_a_resumed_ledger_goes_on_and_a_wrong_one_ends_the_run() -> None:
     ledger = ledger_of()
-    ledger.load({"trained": 10, "truncated": 6}, 2)
+    ledger.load({"trained": 10, "truncated": 6}, {}, 2)
     ledger.add({"trained": range(8)})
     ledger.complete(2)
     assert ledger.counts(3) == {"trained": 18, "truncated": 6}
     with pytest.raises(AssertionError, match="15 rows have an outcome before step 2, and 16 should"):
-        ledger.load({"trained": 15}, 2)
+        ledger.load({"trained": 15}, {}, 2)
 
 
 def test_a_checkpoint_of_an_older_version_has_rows_without_record() -> None:
     ledger = ledger_of()
-    ledger.load({}, 2)
+    ledger.load({}, {}, 2)
     assert ledger.counts(2) == {"unrecorded": 16}
 
 
@@ -56,7 +56,7 @@ def test_rows_of_frozen_steps_and_in_flight_are_part_of_the_account() -> None:
     (rank,) = lagging.placement["actor"].ranks
     ledger = RowLedger(lagging, rank)
     assert ledger.counts(1) == {"frozen": 8, "in_flight": 8}
-    ledger.load({"frozen": 8, "in_flight": 8}, 1)
+    ledger.load({"frozen": 8, "in_flight": 8}, {}, 1)
     ledger.add({"trained": range(8)})
     ledger.complete(1)
     assert ledger.counts(2) == {"frozen": 8, "trained": 8, "in_flight": 8}

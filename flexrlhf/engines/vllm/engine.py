@@ -25,7 +25,7 @@ from flexrlhf.engines.vllm.requests import (
     PartialResponse,
     RequestKey,
     add_output,
-    new_prompts,
+    new_requests,
     request_keys,
     response_columns,
     sampling_params,
@@ -156,11 +156,11 @@ class VllmEngine(Engine):
 
     def _submit(self, batch: Batch, sampling: Sampling) -> None:
         """Add the rows of ``batch`` that are not submitted yet to vLLM's requests."""
-        for key, prompt in new_prompts(batch, sampling, self._responses).items():
-            name = str(self.num_requests + len(self._running))
-            self._responses[key] = PartialResponse(sampling)
-            params = sampling_params(key, self._lengths, self.config.vocab_size, self._is_exact)
-            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for key, request in new_requests(batch, sampling, self._responses).items():
+            name, first = str(self.num_requests + len(self._running)), len(request.response)
+            self._responses[key] = PartialResponse(sampling, list(request.response), [0.0] * first)
+            params = sampling_params(key, first, self._lengths, self.config.vocab_size, self._is_exact)
+            self._engine.add_request(name, {"prompt_token_ids": request.prompt + request.response}, params)
             self._running[name] = key
 
     def _step(self) -> None:

@@ -18,13 +18,25 @@ RequestKey = tuple[Sampling, int]
 """Sampling and row number of a request: the same row of another step is another request."""
 
 
+@dataclass(frozen=True)
+class NewRequest:
+    """Tokens that a request continues.
+
+    prompt:   without padding.
+    response: tokens of it so far.
+    """
+
+    prompt: list[int]
+    response: list[int]
+
+
 @dataclass
 class PartialResponse:
     """Response of one row, as far as vLLM has generated it.
 
     sampling: of the request.
     tokens:   response tokens so far.
-    logprobs: their log-probs.
+    logprobs: their log-probs; 0 of tokens that the request continues.
     finished: whether an end token or a stop string ended it.
     done:     whether it has ended, also at the largest length.
     """
@@ -37,26 +49,33 @@ class PartialResponse:
 
 
 def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
-    """Return the key of each row."""
-    hashable = replace(sampling, decode=None)
-    return [(hashable, row) for row in batch.rows.tolist()]
+    """Return the key of each row; its sampling has the step of the row's own noise."""
+    rows = batch.rows.tolist()
+    steps = batch.columns["taken"].tolist() if "taken" in batch.columns else [sampling.step] * len(rows)
+    hashable = {step: replace(sampling, decode=None, step=step) for step in set(steps)}
+    return [(hashable[step], row) for step, row in zip(steps, rows, strict=True)]
 
 
-def new_prompts(batch: Batch, sampling: Sampling, submitted: Container[RequestKey]) -> dict[RequestKey, list[int]]:
-    """Return the prompts, without padding, of the rows of ``batch`` that are not in ``submitted``."""
-    prompts, masks = batch["prompts"].tolist(), batch["prompt_mask"].tolist()
-    rows = zip(request_keys(batch, sampling), prompts, masks, strict=True)
-    return {
-        key: [token for token, real in zip(prompt, mask, strict=True) if real]
-        for key, prompt, mask in rows
-        if key not in submitted
-    }
+def new_requests(batch: Batch, sampling: Sampling, submitted: Container[RequestKey]) -> dict[RequestKey, NewRequest]:
+    """Return the tokens of the rows of ``batch`` that are not in ``submitted``."""
+    prompts = _without_padding(batch["prompts"], batch["prompt_mask"])
+    responses: list[list[int]] = [[] for _ in prompts]
+    if "responses" in batch.columns:
+        responses = _without_padding(batch["responses"], batch["response_mask"])
+    rows = zip(request_keys(batch, sampling), prompts, responses, strict=True)
+    return {key: NewRequest(prompt, response) for key, prompt, response in rows if key not in submitted}
 
 
-def sampling_params(key: RequestKey, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
+def _without_padding(tokens: Tensor, masks: Tensor) -> list[list[int]]:
+    rows = zip(tokens.tolist(), masks.tolist(), strict=True)
+    return [[token for token, real in zip(row, mask, strict=True) if real] for row, mask in rows]
+
+
+def sampling_params(key: RequestKey, first: int, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
     """Return vLLM's SamplingParams of one request. Its end tokens are the run's, never the model directory's.
 
-    ``is_exact``: whether ``RolloutSampler`` adds the noise (engines/sampling.py) instead of vLLM.
+    first:    response tokens that the request continues.
+    is_exact: whether ``RolloutSampler`` adds the noise (engines/sampling.py) instead of vLLM.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -66,17 +85,23 @@ def sampling_params(key: RequestKey, lengths: Lengths, vocabulary: int, is_exact
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_tokens=sampling.min_tokens,
-        max_tokens=lengths.response,
+        min_tokens=max(0, sampling.min_tokens - first),
+        max_tokens=min(lengths.response - first, sampling.most_tokens or lengths.response),
         ignore_eos=True,
         # a tokenizer may have more tokens than the model
         stop_token_ids=[token for token in sampling.eos_token_ids if token < vocabulary],
         logprobs=0,
         detokenize=False,
-        seed=None if is_exact else _seed(sampling.seed, sampling.step, row),
+        seed=None if is_exact else _seed(sampling.seed, sampling.step, row, *([first] if first else [])),
         # vLLM's own noise is added before anything of ours can exclude a token
         allowed_token_ids=None if is_exact or sampling.num_ids is None else list(range(sampling.num_ids)),
-        extra_args={"seed": sampling.seed, "step": sampling.step, "row": row, "ids": sampling.num_ids},
+        extra_args={
+            "seed": sampling.seed,
+            "step": sampling.step,
+            "row": row,
+            "first": first,
+            "ids": sampling.num_ids,
+        },
         # stop strings are searched after every token
         output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )

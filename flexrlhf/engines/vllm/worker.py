@@ -228,7 +228,7 @@ class NoiseSampler(torch.nn.Module):
         for slot, name in enumerate(self._runner.input_batch.req_ids):
             request = self._runner.requests[name]
             arguments = request.sampling_params.extra_args
-            entry = (slot, arguments["row"], len(request.output_token_ids))
+            entry = (slot, arguments["row"], arguments["first"] + len(request.output_token_ids))
             requests.setdefault((arguments["seed"], arguments["step"]), []).append(entry)
         return requests
 

@@ -151,7 +151,7 @@ class Sketch:
         """Instructions of a usual step as the strategy orders them for the sketch, with a prompt in each mini-batch."""
         strategy = next(each for each in STRATEGIES.values() if each.matches(self.placement))
         batch = BatchShape.of(self.spec)
-        batch = replace(batch, num_prompts=batch.num_mini_batches, samples_per_prompt=1)
+        batch = replace(batch, num_prompts=batch.num_mini_batches, samples_per_prompt=1, segments=1)
         ordered = strategy.order(self.whole_graph, self.placement, batch, self.spec)
         return tuple(each for each in ordered if not each.is_rare)
 

@@ -1,0 +1,76 @@
+"""Responses that are generated in segments (``rollout.segment_tokens``): the graph rewritten for them.
+
+A round generates at most so many tokens of a response. Rows that have not ended are carried to the next round, in which
+they go on with the weights of that round; a prompt's responses are trained on in the round in which the last of them
+ends. So a step's batch has a place for each prompt that may be under way (``BatchShape.segments``), and the column
+``present`` says which of them the step trains on; every other operator computes for these alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexrlhf.config.algorithms.grpo import GroupSpec
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.graph import Graph, Operator
+
+_RECOMPUTED = ("attention_mask",)
+"""Columns of a generate that follow from the carried ones."""
+
+
+def with_segments(graph: Graph, spec: Spec) -> Graph:
+    """Return ``graph`` with responses in segments, if ``spec`` has them.
+
+    Raises UserError for algorithms whose responses cannot be generated in segments.
+    """
+    _check(graph, spec)
+    if spec.num_segments == 1:
+        return graph
+    return replace(graph, operators=tuple(map(_segmented, graph.operators)))
+
+
+def _segmented(operator: Operator) -> Operator:
+    if operator.samples_responses:
+        written = (*operator.writes, PRESENT)
+        return replace(operator, writes=written, carries=tuple(name for name in written if name not in _RECOMPUTED))
+    return replace(operator, reads=(*operator.reads, PRESENT))
+
+
+def _check(graph: Graph, spec: Spec) -> None:
+    algorithm, tokens = spec.algorithm, spec.rollout.segment_tokens
+    if tokens is None:
+        return
+    key = f"rollout.segment_tokens: {tokens}"
+    if graph.generated is None:
+        raise UserError(
+            f"{key} has nothing to cut, since {algorithm.name} trains on responses of the data set; use null"
+        )
+    generating = [operator.name for operator in graph.operators if operator.kind == "generate"]
+    if len(generating) > 1:
+        raise UserError(
+            f"{key} cuts one response to a prompt, and {algorithm.name} generates several ({', '.join(generating)}); "
+            f"use null"
+        )
+    if isinstance(algorithm, PolicySpec) and algorithm.freeze_actor_steps:
+        raise UserError(
+            f"{key} goes on with a response in the next step, and algorithm.freeze_actor_steps "
+            f"{algorithm.freeze_actor_steps} leaves steps out; use null, or freeze_actor_steps: 0"
+        )
+    if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
+        raise UserError(
+            f"{key} trains on as many prompts as end in a step, and algorithm.dynamic_sampling chooses among as many as "
+            f"a step takes; use null, or dynamic_sampling: null"
+        )
+    if isinstance(algorithm, PolicySpec) and algorithm.ptx is not None:
+        raise UserError(
+            f"{key} trains on as many responses as end in a step, and algorithm.ptx on as many texts as a step takes "
+            f"prompts; use null, or ptx: null"
+        )
+    if tokens > spec.data.max_response_tokens:
+        raise UserError(
+            f"{key} exceeds data.max_response_tokens {spec.data.max_response_tokens}, so nothing is cut; use less, or "
+            f"null"
+        )

@@ -1,0 +1,112 @@
+"""Rounds of responses that are generated in segments: what a round goes on with, and what the step trains on.
+
+Place ``p`` of a step's batch has prompt ``p // segments`` of the round ``p % segments`` steps before. In the next step
+that prompt is one place further, on the same rank. Sampling noise is that of the step and row in which a row was taken,
+so a segment's border changes no token unless the weights change there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.engines.base import Batch
+from flexrlhf.objectives.context import Columns
+from flexrlhf.operators.columns import PRESENT, Lengths
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.trainer.execution import OperatorRun
+
+
+@dataclass(frozen=True)
+class Round:
+    """Rows of one rank in a round of generation; n rows of the step's batch, k of which are generated.
+
+    batch:      all of them.
+    carried:    columns as the step before left them, zeros where nothing is carried.
+    exists:     bool (n,), rows of prompts that are under way.
+    places:     int64 (k,), rows that have not ended.
+    continued:  the batch of these, for an engine, with their response so far.
+    """
+
+    batch: Batch
+    carried: Columns
+    exists: Tensor
+    places: Tensor
+    continued: Batch
+
+
+def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: int, lengths: Lengths) -> Round:
+    """Return the rows of ``run`` in the round of ``step``. ``before``: rows of the step before; None in the first."""
+    shape, rows = run.shape, batch.rows
+    ages = rows // shape.samples_per_prompt % shape.segments
+    carried = _carried(run, batch, ages > 0, before, lengths)
+    exists = (ages == 0) | (carried["response_mask"].any(1) & (carried[PRESENT] == 0))
+    has_ended = (carried["finished"] == 1) | carried["response_mask"].all(1)
+    places = (exists & ~has_ended).nonzero().squeeze(1)
+    taken = _rows_as_taken(shape, rows)
+    columns = {
+        **{name: batch[name][places] for name in ("prompts", "prompt_mask")},
+        "responses": carried["tokens"][places, -carried["response_mask"].shape[1] :],
+        "response_mask": carried["response_mask"][places],
+        "taken": (step - ages)[places],
+    }
+    return Round(batch, carried, exists, places, Batch(columns, taken[places], batch.samples_per_prompt))
+
+
+def _carried(run: OperatorRun, batch: Batch, continues: Tensor, before: RowStore | None, lengths: Lengths) -> Columns:
+    """Return the columns that ``run`` carries (n, ...), of the same prompts in the step before.
+
+    ``continues``: bool (n,), rows that the step before may have left.
+    """
+    columns, empty = Columns(), RowStore(lengths, batch.rows.device)
+    earlier = (batch.rows[continues] - run.shape.samples_per_prompt).tolist()
+    for name in run.operator.carries:
+        none = empty.get(name, ())
+        columns[name] = none.new_zeros(len(batch), *none.shape[1:])
+        if before is not None and earlier:
+            columns[name][continues] = before.get(name, earlier)
+    return columns
+
+
+def _rows_as_taken(shape: BatchShape, rows: Tensor) -> Tensor:
+    """Return the rows in the batch of prompts that their step took: their prompts' numbers, without places."""
+    samples = shape.samples_per_prompt
+    return rows // (samples * shape.segments) * samples + rows % samples
+
+
+def whole_columns(run: OperatorRun, made: Round, generated: Columns, version: int) -> Columns:
+    """Return the columns of all rows of a round after its segment, with ``present``.
+
+    ``generated``: columns of the rows at ``made.places``, with whole responses, and log-probs of the new tokens.
+    ``version``: of the weights.
+    """
+    mask = made.carried["response_mask"].clone()
+    old = mask[made.places]
+    mask[made.places] = generated["response_mask"]
+    columns = {**made.carried, "response_mask": mask}
+    is_new = (generated["response_mask"] > 0) & (old == 0)
+    new = torch.zeros(mask.shape, device=mask.device)
+    new[made.places] = generated["rollout_logprobs"] * is_new
+    # without a pass of the trained model, an engine's log-probs serve as the policy's
+    for name in ("rollout_logprobs", "logprobs"):
+        columns[name] = columns.get(name, 0) + new
+    columns["policy_version"][made.places] += is_new.int() * version
+    for name in ("tokens", "finished"):
+        columns[name][made.places] = generated[name]
+    prompts = made.batch["prompt_mask"] * made.exists[:, None]
+    # a row that is trained on is not carried, so its place is empty in the next step
+    columns = {name: values * made.exists.view(-1, *[1] * (values.dim() - 1)) for name, values in columns.items()}
+    columns["attention_mask"] = torch.cat([prompts, columns["response_mask"]], 1)
+    return {**columns, PRESENT: _present(run.shape, made, columns)}
+
+
+def _present(shape: BatchShape, made: Round, columns: Columns) -> Tensor:
+    """Return uint8 (n,): rows of prompts whose responses have all ended, or had their last segment."""
+    samples = shape.samples_per_prompt
+    is_last = made.batch.rows // samples % shape.segments == shape.segments - 1
+    has_ended = (columns["finished"] == 1) | columns["response_mask"].all(1) | is_last
+    whole = (made.exists & has_ended).view(-1, samples).all(1)
+    return whole.repeat_interleave(samples).to(torch.uint8)
