@@ -177,7 +177,7 @@ class BatchShape:
         return self.num_new * self.samples_per_prompt
 
     def as_taken(self, row: int) -> tuple[int, int]:
-        """Return how many steps ago the prompt of ``row`` was taken, and the row in the batch of that step's prompts."""
+        """Return how many steps ago the prompt of ``row`` was taken, and the row in the batch that step took."""
         prompt, sample = divmod(row, self.samples_per_prompt)
         return prompt % self.segments, prompt // self.segments * self.samples_per_prompt + sample
 

@@ -61,8 +61,8 @@ def _check(graph: Graph, spec: Spec) -> None:
         )
     if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
         raise UserError(
-            f"{key} trains on as many prompts as end in a step, and algorithm.dynamic_sampling chooses among as many as "
-            f"a step takes; use null, or dynamic_sampling: null"
+            f"{key} trains on as many prompts as end in a step, and algorithm.dynamic_sampling chooses among as many "
+            f"as a step takes; use null, or dynamic_sampling: null"
         )
     if isinstance(algorithm, PolicySpec) and algorithm.ptx is not None:
         raise UserError(

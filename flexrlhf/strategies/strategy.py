@@ -86,7 +86,8 @@ def choose_strategy(spec: Spec, placement: Placement) -> str:
         )
     if name != DISAGGREGATED and spec.schedule.lag:
         raise UserError(
-            f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; use 0"
+            f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; "
+            f"use lag 0"
         )
     if name != DISAGGREGATED and spec.sync.every != 1:
         raise UserError(
