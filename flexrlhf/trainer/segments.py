@@ -21,7 +21,7 @@ from flexrlhf.trainer.execution import OperatorRun
 
 
 @dataclass(frozen=True)
-class Round:
+class SegmentRows:
     """Rows of one rank in a round of generation; n rows of the step's batch, k of which are generated.
 
     batch:      all of them.
@@ -38,7 +38,7 @@ class Round:
     continued: Batch
 
 
-def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: int, lengths: Lengths) -> Round:
+def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: int, lengths: Lengths) -> SegmentRows:
     """Return the rows of ``run`` in the round of ``step``. ``before``: rows of the step before; None in the first."""
     shape, rows = run.shape, batch.rows
     ages = rows // shape.samples_per_prompt % shape.segments
@@ -53,7 +53,7 @@ def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: in
         "response_mask": carried["response_mask"][places],
         "taken": (step - ages)[places],
     }
-    return Round(batch, carried, exists, places, Batch(columns, taken[places], batch.samples_per_prompt))
+    return SegmentRows(batch, carried, exists, places, Batch(columns, taken[places], batch.samples_per_prompt))
 
 
 def _carried(run: OperatorRun, batch: Batch, continues: Tensor, before: RowStore | None, lengths: Lengths) -> Columns:
@@ -77,7 +77,7 @@ def _rows_as_taken(shape: BatchShape, rows: Tensor) -> Tensor:
     return rows // (samples * shape.segments) * samples + rows % samples
 
 
-def whole_columns(run: OperatorRun, made: Round, generated: Columns, version: int) -> Columns:
+def whole_columns(run: OperatorRun, made: SegmentRows, generated: Columns, version: int) -> Columns:
     """Return the columns of all rows of a round after its segment, with ``present``.
 
     ``generated``: columns of the rows at ``made.places``, with whole responses, and log-probs of the new tokens.
@@ -103,7 +103,7 @@ def whole_columns(run: OperatorRun, made: Round, generated: Columns, version: in
     return {**columns, PRESENT: _present(run.shape, made, columns)}
 
 
-def _present(shape: BatchShape, made: Round, columns: Columns) -> Tensor:
+def _present(shape: BatchShape, made: SegmentRows, columns: Columns) -> Tensor:
     """Return uint8 (n,): rows of prompts whose responses have all ended, or had their last segment."""
     samples = shape.samples_per_prompt
     is_last = made.batch.rows // samples % shape.segments == shape.segments - 1
