@@ -82,7 +82,6 @@ METRICS = (
         "share of texts whose beginning is cut off at models.ROLE.max_text_tokens",
         is_problem=True,
     ),
-    Metric("not_counted", "not_counted", "share of responses that are left out of all losses"),
     Metric(
         "kl",
         "kl",
@@ -110,7 +109,6 @@ METRICS = (
     ),
     Metric("greedy_score", "greedy_score", "score of the greedy responses, which is the baseline"),
     Metric("group_alike", "group_alike", "share of responses in groups whose scores are all the same"),
-    Metric("group_taken", "group_taken", "share of the sampled responses that are in groups that are trained on"),
     Metric(
         "kept_length_ratio",
         "taken_length",

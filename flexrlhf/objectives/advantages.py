@@ -69,7 +69,6 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
     statistics = {
         **shaped.statistics,
         **kl,
-        "not_counted": moments((~(shaped.counts & finite)).float()),
         "cost": moments(costs, finite),
         "lagrange": moments(costs.new_full((len(batch),), multiplier)),
         "advantage": moments(advantages, mask),
@@ -171,13 +170,11 @@ def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> 
         name.removesuffix(".greedy"): column for name, column in batch.columns.items() if name.endswith(".greedy")
     }
     greedy = shape_rewards(spec, replace(batch, columns=greedy_columns), context)
-    counts = shaped.counts & greedy.counts
-    mask = shaped.mask * counts[:, None].to(shaped.mask.dtype)
+    outcomes = shaped.outcomes.where(shaped.outcomes > 0, greedy.outcomes)
+    mask = shaped.mask * (outcomes == 0)[:, None].to(shaped.mask.dtype)
     penalty, kl = kl_penalty(spec, batch, mask, context.state)
     columns, statistics = returns_over_baseline(spec, shaped.rewards - penalty, greedy.scores, mask, context)
     statistics["greedy_score"] = greedy.statistics["reward"]
-    statistics["not_counted"] = moments((~counts).float())
-    outcomes = shaped.outcomes.where(shaped.outcomes > 0, greedy.outcomes)
     return {**columns, "outcome": outcomes}, {**shaped.statistics, **kl, **statistics}
 
 

@@ -76,9 +76,8 @@ def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tupl
 
 
 def _taken(batch: Batch, selected: Tensor) -> Moments:
-    """Return the statistics of the responses that a choice has taken: their share and their length."""
-    lengths = batch["response_mask"].float().sum(1)
-    return {"group_taken": moments(selected.float()), "taken_length": moments(lengths, selected)}
+    """Return the length of the responses that a choice has taken."""
+    return {"taken_length": moments(batch["response_mask"].float().sum(1), selected)}
 
 
 def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str) -> tuple[Tensor, Tensor]:

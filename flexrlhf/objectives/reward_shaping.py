@@ -25,8 +25,7 @@ from flexrlhf.operators.outcomes import CODES
 class ShapedRewards:
     """Rewards of the tokens of a batch, before the KL penalty.
 
-    counts:     bool (n,), responses that are trained on.
-    outcomes:   uint8 (n,), codes of why the others are not.
+    outcomes:   uint8 (n,), codes of why responses are left out.
     mask:       uint8 (n, R), 1 on response tokens of these.
     raw_scores: (n,), scores before shaping; 0 for one that is not finite.
     scores:     (n,), scores after shaping; 0 for a response without one.
@@ -34,13 +33,17 @@ class ShapedRewards:
     statistics: of scores and lengths.
     """
 
-    counts: Tensor
     outcomes: Tensor
     mask: Tensor
     raw_scores: Tensor
     scores: Tensor
     rewards: Tensor
     statistics: Moments
+
+    @property
+    def counts(self) -> Tensor:
+        """Bool (n,): responses that are trained on."""
+        return self.outcomes == 0
 
 
 def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> ShapedRewards:
@@ -51,9 +54,9 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     """
     finite = finite_scores(spec, batch, batch["scores"], context)
     truncated = 1 - batch["finished"].float()
-    counts = finite & (truncated == 0) if spec.truncation == "mask" else finite
-    outcomes = (~counts).to(torch.uint8) * CODES["truncated"]
-    outcomes = outcomes.masked_fill(~finite, CODES["invalid_score"])
+    is_masked = truncated.bool() & (spec.truncation == "mask")
+    outcomes = (is_masked.to(torch.uint8) * CODES["truncated"]).masked_fill(~finite, CODES["invalid_score"])
+    counts = outcomes == 0
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
     # with bootstrap the critic's value replaces the score of a truncated response
     scored = counts & (truncated == 0) if spec.truncation == "bootstrap" else counts
@@ -69,13 +72,12 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
         "reward": moments(raw_scores, finite),
         "shaped_score": moments(penalised, scored),
         "score_invalid": moments((~finite).float()),
-        "not_counted": moments((~counts).float()),
         "response_length": moments(batch["response_mask"].float().sum(1)),
         "truncated": moments(truncated),
     }
     if spec.reward_clip is not None:
         statistics["reward_clipped"] = moments((normalised.abs() > spec.reward_clip).float(), scored)
-    return ShapedRewards(counts, outcomes, mask, raw_scores, scores, token_rewards(scores, batch, mask), statistics)
+    return ShapedRewards(outcomes, mask, raw_scores, scores, token_rewards(scores, batch, mask), statistics)
 
 
 def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, context: CombineContext) -> Tensor:

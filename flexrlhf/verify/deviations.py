@@ -15,6 +15,7 @@ from typing import Literal
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.metrics import TIMES
 from flexrlhf.operators.columns import column_of
+from flexrlhf.operators.outcomes import IN_FLIGHT, OUTCOMES, row_metric
 from flexrlhf.placement.placed import PlacedModel
 
 Kind = Literal["column", "move", "metric", "weights"]
@@ -48,7 +49,8 @@ BITWISE = Limits("bitwise", numbers=0.0, weights=0.0, shares=0.0, tie=0.0)
 
 COUNTED = frozenset(
     {
-        *("response_length", "truncated", "score_invalid", "score_failed", "not_counted", "group_taken"),
+        *("response_length", "truncated", "score_invalid", "score_failed", "kept_length_ratio"),
+        *map(row_metric, (*OUTCOMES, IN_FLIGHT)),
         *("staleness_max", "staleness_dropped"),
         *("rollout_requests", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
         *("eval_score_failed", "text_cut", "eval_text_cut"),

@@ -45,7 +45,7 @@ COUNTED = (
         "response_length",
         "pair_accuracy",
     ),
-    *("score_invalid", "score_failed", "text_cut", "eval_text_cut", "not_counted", "group_alike", "group_taken"),
+    *("score_invalid", "score_failed", "text_cut", "eval_text_cut", "group_alike"),
     "kept_length_ratio",
     *("eval_accuracy", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
     *("eval_pass_at_1", "eval_pass_at_k", "eval_score_failed"),

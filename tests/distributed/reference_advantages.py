@@ -108,7 +108,6 @@ def grouped(
     if spec.dynamic_sampling is not None:
         for rows in mini_batches:
             leave_out(spec, responses, rows)
-        terms.add("group_taken", [float(response.is_taken) for response in responses])
 
 
 def by_steps(spec: GroupSpec, group: list[Response], controls: Controls, terms: Terms) -> None:
@@ -179,7 +178,6 @@ def best_taken(spec: RaftSpec, responses: list[Response], controls: Controls, te
         for number, response in enumerate(group):
             response.is_taken, response.reason = number == totals.index(max(totals)), "not_best"
             response.advantages = [float(response.is_taken and response.counts)] * len(response.tokens)
-    terms.add("group_taken", [float(response.is_taken) for response in responses])
 
 
 def with_baseline(spec: ReturnsSpec, responses: list[Response], controls: Controls, terms: Terms) -> None:

@@ -183,7 +183,6 @@ def describe(spec: Spec, responses: list[Response], controls: Controls, terms: T
             terms.add("score_failed", [float(failed) for failed in each.has_failed.values()] if each else [])
         if response.greedy is not None and math.isfinite(response.greedy.scores["reward"]):
             terms.add("greedy_score", [response.greedy.scores["reward"]])
-        terms.add("not_counted", [float(not response.counts)])
         terms.add("response_length", [len(response.tokens)])
         terms.add("truncated", [float(not response.finished)])
         if policy.kl is not None:

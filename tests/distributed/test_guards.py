@@ -120,6 +120,7 @@ def check_skipped(left: Printed, compute: str) -> None:
     """Weights, optimizer and schedule continue as if the step had not existed, bitwise as in a run without it."""
     rows, clean = left.metrics(f"{compute}-poisoned"), left.metrics(f"{compute}-clean")
     assert [row["actor_skipped"] for row in rows] == [0, 1, 0]
+    assert [row.get("rows_skipped", 0) for row in rows] == [0, rows[0]["rows_trained"], 0]
     assert "nll" not in rows[BAD_STEP] and "actor_grad_norm" not in rows[BAD_STEP]
     compared = ("nll", "actor_grad_norm", "actor_learning_rate")
     assert [[row[name] for name in compared] for row in (rows[0], rows[2])] == [

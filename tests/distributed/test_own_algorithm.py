@@ -70,7 +70,13 @@ def metrics(runs: Path, name: str) -> list[dict[str, Any]]:
 def test_placements_give_the_same_results(runs: Path, name: str) -> None:
     """The same for a loop of the same file that doubles advantages of half the size."""
     for expected, found in zip(metrics(runs, "co-located"), metrics(runs, name), strict=True):
-        for key in ("reward_mean", "actor_grad_norm", "advantages/disagreement", "train_actor/policy_ratio"):
+        for key in (
+            "reward_mean",
+            "actor_grad_norm",
+            "advantages/disagreement",
+            "train_actor/policy_ratio",
+            "rows_trained",
+        ):
             assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
     expected, found = (load_file(runs / each / "actor" / "model.safetensors") for each in ("co-located", name))
     for key in expected:
@@ -82,6 +88,7 @@ def test_it_trains_by_its_own_functions(runs: Path) -> None:
     assert all(row["advantages/disagreement"] > 0 for row in rows), "the second model scores otherwise"
     assert [row["train_actor/policy_ratio"] for row in rows] == pytest.approx([1.0] * 3, abs=1e-4)
     assert rows[0]["actor_grad_norm"] > 0
+    assert [row["rows_trained"] for row in rows] == [16] * 3
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def weights_of(directory: Path) -> dict[str, Tensor]:
 def test_a_faulty_service_costs_the_responses_of_failed_requests(left: Left) -> None:
     rows = left.metrics("service")
     assert [row["score_failed"] for row in rows] == [LOST.get(fault, 0.0) for fault in FAULTS]
-    for name in ("score_invalid", "not_counted"):
-        assert [row[name] for row in rows] == [INVALID.get(fault, 0.0) for fault in FAULTS]
+    assert [row["score_invalid"] for row in rows] == [INVALID.get(fault, 0.0) for fault in FAULTS]
+    assert all(row.get("rows_invalid_score", 0) == row["score_invalid"] * ROWS for row in rows)
     # a step without a score has no mean reward
     assert [row.get("reward_mean") for row in rows] == [None if fault in LOST else 1.0 for fault in FAULTS]
 
@@ -125,8 +125,8 @@ def test_ranks_with_the_same_rows_ask_once(left: Left) -> None:
 def test_a_function_that_hangs_or_crashes_costs_its_calls(left: Left) -> None:
     rows = left.metrics("function")
     assert sum(row["score_failed"] for row in rows) * ROWS == (ACTIONS.count("hang") + ACTIONS.count("crash")) * SAMPLES
-    for name in ("score_invalid", "not_counted"):
-        assert sum(row[name] for row in rows) * ROWS == (len(ACTIONS) - ACTIONS.count("fine")) * SAMPLES
+    assert sum(row["score_invalid"] for row in rows) * ROWS == (len(ACTIONS) - ACTIONS.count("fine")) * SAMPLES
+    assert all(row.get("rows_invalid_score", 0) == row["score_invalid"] * ROWS for row in rows)
     assert all(row["reward_mean"] == 1 for row in rows)
     assert "took longer than 2 s" in left.output and "ended its process, exit code 7" in left.output
 

@@ -84,7 +84,7 @@ def test_statistics_of_an_experience_are_defined(settings: dict[str, Any]) -> No
     spec = PpoSpec.model_validate(settings)
     batch = scored_batch(mask_of("11", "10"), [1.0, 2.0])
     reported = COMBINES["ppo_advantages"](spec, batch, context_of(spec, batch))[1]
-    assert {"reward", "score_invalid", "not_counted", "advantage", "return"} <= set(reported)
+    assert {"reward", "score_invalid", "advantage", "return"} <= set(reported)
     for statistic in reported:
         assert statistic_name("advantages", statistic) == statistic
 

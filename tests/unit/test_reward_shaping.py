@@ -196,7 +196,7 @@ def test_truncated_responses_may_be_left_out() -> None:
     assert columns["loss_mask"].tolist() == [[1, 1], [0, 0], [1, 0]]
     assert columns["loss_mask"].dtype == torch.uint8
     assert columns["advantages"][1].tolist() == columns["returns"][1].tolist() == [0.0, 0.0]
-    assert sums["not_counted"].tolist()[:2] == [3.0, 1.0]
+    assert columns["outcome"].tolist() == [0, CODES["truncated"], 0]
     assert sums["shaped_score"].tolist()[:2] == [2.0, 8.0]
     assert sums["reward"].tolist()[:2] == [3.0, 12.0], "the mean of raw scores includes all of them"
     assert sums["kl"].tolist()[0] == 2.0
@@ -211,7 +211,7 @@ def test_a_bootstrapped_response_has_no_score_and_no_part_in_those_of_others(nor
     expected = {"none": [5.0, 0.0, 5.0, 5.0], "running": [0.5, 0.0, 1.0, 1.5], "batch": [-1.0, 0.0, 0.0, 1.0]}
     assert scores_of(spec, batch, **state) == pytest.approx(expected[normalise])
     columns, sums = advantages_of(spec, batch, **state)
-    assert columns["loss_mask"].tolist() == [[1]] * 4 and sums["not_counted"].tolist()[1] == 0.0
+    assert columns["loss_mask"].tolist() == [[1]] * 4 and not columns["outcome"].any()
     assert sums["shaped_score"].tolist()[:2] == [3.0, 36.0]
     assert sums["reward_clipped"].tolist()[:2] == [3.0, 3.0 * (normalise == "none")]
 
@@ -268,7 +268,7 @@ def test_without_two_scores_before_it_a_step_is_left_as_it_is(count: float) -> N
 # --- scores that are no numbers
 
 INVALID = [math.nan, math.inf, -math.inf]
-OF_ALL_RESPONSES = {"score_invalid", "not_counted", "response_length", "truncated", "kl_coefficient"}
+OF_ALL_RESPONSES = {"score_invalid", "response_length", "truncated", "kl_coefficient"}
 
 
 @pytest.mark.parametrize("normalise", ["none", "running", "batch"])
@@ -301,7 +301,7 @@ def test_a_response_without_a_score_changes_nothing_of_the_others(wrong: float, 
     assert set(sums) == set(its_sums)
     for name in set(sums) - OF_ALL_RESPONSES:
         assert sums[name].tolist() == pytest.approx(its_sums[name].tolist(), abs=1e-5), name
-    assert sums["score_invalid"].tolist()[:2] == sums["not_counted"].tolist()[:2] == [12.0, 3.0]
+    assert sums["score_invalid"].tolist()[:2] == [12.0, 3.0]
     assert sums["response_length"].tolist()[0] == 12.0
     fresh, its_fresh = (next_state(spec, first_state(spec), triples(each)) for each in (sums, its_sums))
     assert fresh == pytest.approx(its_fresh, rel=1e-6)

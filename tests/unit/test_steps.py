@@ -168,7 +168,7 @@ def test_a_response_without_steps_is_one_step_and_one_that_does_not_count_has_no
         scale="none",
     )
     assert advantages.tolist() == [[-2, -2, -2], [2, 2, 0], [0, 0, 0], [0, 0, 0]]
-    assert metrics["response_steps"] == 1 and metrics["not_counted"] == 0.25
+    assert metrics["response_steps"] == 1 and metrics["score_invalid"] == 0.25
 
 
 # --- graphs and settings
