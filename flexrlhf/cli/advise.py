@@ -36,6 +36,8 @@ ClusterFile = Annotated[Path | None, typer.Option(help="YAML with a list of node
 PromptTokens = Annotated[Count, typer.Option(min=1, help="maximum prompt length; default: 1024")]
 ResponseTokens = Annotated[Count, typer.Option(min=1, help="maximum response length; default: 1024")]
 MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response length; default: the maximum")]
+Lengths = Annotated[Text, typer.Option(metavar="WHAT", help="response lengths instead, as of `simulate`")]
+MaxLag = Annotated[int, typer.Option(min=0, max=16, help="largest schedule.lag that is tried and shown")]
 Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
 MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
@@ -74,6 +76,7 @@ def advise(
     prompt_tokens: PromptTokens = None,
     response_tokens: ResponseTokens = None,
     mean_response: MeanResponse = None,
+    lengths: Lengths = None,
     prompts: Prompts = None,
     samples: Samples = None,
     mini_batches: MiniBatches = None,
@@ -85,6 +88,7 @@ def advise(
     seconds: Seconds = 15.0,
     tie: Tie = None,
     per_operator: PerOperator = False,
+    max_lag: MaxLag = 1,
     output: Output = None,
 ) -> None:
     """Recommend a placement, with reasons and alternatives.
@@ -101,7 +105,8 @@ def advise(
     from flexrlhf.guideline.advice.advise import advise
     from flexrlhf.guideline.advice.operator_space import advise_operators
     from flexrlhf.guideline.advice.request import AdviceOptions
-    from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
+    from flexrlhf.guideline.simulation.inputs import costs_for
+    from flexrlhf.guideline.simulation.lengths import expected_lengths
 
     if per_operator and tie is not None:
         raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
@@ -127,17 +132,17 @@ def advise(
     if output is not None:
         check_output(output, "--output", "advised.yaml", is_advised, (config, cluster, profile))
     spec = options.spec(config, tuple(set_ or ()))
-    source = costs_for(spec, profile)
+    source, expected = costs_for(spec, profile), expected_lengths(spec, lengths, mean_response)
     if per_operator:
         with working("searching for a placement of each operator"):
-            operators = advise_operators(spec, source.costs, lengths_for(spec, mean_response), seconds)
+            operators = advise_operators(spec, source.costs, expected, seconds)
         typer.echo(format_operator_advice(operators, source))
         if output is not None:
             write_operator_advice(operators, output)
     else:
         with working("searching for a placement"):
             margin = source.accuracy.tie if tie is None else tie
-            advice = advise(spec, source.costs, lengths_for(spec, mean_response), seconds, margin)
+            advice = advise(spec, source.costs, expected, seconds, margin, max_lag=max_lag)
         typer.echo(format_advice(advice, source))
         if output is not None:
             write_advised(advice.best, output)

@@ -43,7 +43,7 @@ from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
 from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for
-from flexrlhf.guideline.simulation.lengths import read_lengths
+from flexrlhf.guideline.simulation.lengths import expected_lengths, read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.changes import enlarged
@@ -234,6 +234,20 @@ def test_an_advised_placement_can_be_planned_and_fits(changes: dict[str, object]
         check_fits(plan)
         assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(item.seconds, rel=1e-12)
         assert 0 < item.share <= 1
+
+
+def test_larger_lags_are_shown_and_not_chosen(tmp_path: Path) -> None:
+    """Only steps that vary gain by them, which a search with equal steps cannot find."""
+    spec = spec_for(4, "qwen2.5-1.5b", prompts=32, response_tokens=512)
+    lengths = expected_lengths(spec, "heavy-tail:64")
+    found = advise(spec, AnalyticCosts(), lengths, seconds_limit=2.0, max_lag=3)
+    by_lag = {item.lag: item for item in found.feasible if item.candidate.name.startswith("with shadows")}
+    assert by_lag.keys() == {0, 1, 2, 3} and found.best.lag == 0
+    assert by_lag[3].candidate.name == "with shadows, lag 3" and by_lag[3].plan.schedule.lag == 3
+    assert by_lag[3].seconds == pytest.approx(by_lag[1].seconds, rel=0.1)
+    none = advise(spec, AnalyticCosts(), lengths, seconds_limit=2.0, max_lag=0)
+    assert {item.lag for item in none.feasible} == {0}
+    assert "a lag above 1 gains where steps vary" in run("--gpus", 2, "--max-lag", 2, "--seconds", 1).output
 
 
 def megatron(*overrides: str) -> Spec:

@@ -50,6 +50,12 @@ class ByLength(AnalyticCosts):
         return Cost()
 
 
+class Balanced(ByLength):
+    """Training that takes as long as generation with responses of ``heavy_tail(12, 64)``."""
+
+    trained = 0.2
+
+
 def variants_of(responses: tuple[float, ...], *settings: str, costs: AnalyticCosts | None = None) -> Variants:
     spec = spec_of(HALVES, 4, NODES, LONG, *settings)
     return Variants(spec, costs or ByLength(), TextLengths(4, responses), most_lag=8)
@@ -66,6 +72,17 @@ def test_with_one_length_every_lag_is_as_fast_as_the_slower_side() -> None:
     assert [each.samples * each.seconds for each in lagging] == pytest.approx([8.0] * 4)
     assert lagging[0].sides["training"].idle == pytest.approx(1 - 16.8 / 20)
     assert lagging[0].sides["inference"].idle == pytest.approx(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_lag_is_not_slower_where_lengths_vary(seed: int) -> None:
+    """Long and short steps alternate by chance: with a lag of 1 each is as long as the longer of two calls."""
+    responses = heavy_tail(12, 64, "test")
+    variants = variants_of(responses, f"seed={seed}", costs=Balanced())
+    seconds = [variants.simulate(lag).seconds for lag in (0, 1, 2, 4)]
+    assert seconds[0] > 1.1 * seconds[1] and seconds[1] > 1.01 * seconds[2]
+    # a copy receives the weights of one batch at a time, so training cannot be more batches in advance
+    assert seconds[3] == pytest.approx(seconds[2], rel=0.04) and seconds[3] < seconds[1]
 
 
 def test_a_step_takes_what_its_rows_take() -> None:

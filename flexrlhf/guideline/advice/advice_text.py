@@ -172,6 +172,8 @@ def _reasons(advice: Advice) -> Iterator[str]:
     yield f"devices run {best.simulation.utilisation:.0%} of the time"
     if 0 < best.share < FULL_SHARE:
         yield f"memory is filled to {best.share:.0%}: fewer devices would reach about the same throughput per device"
+    if advice.max_lag > 1 and len(set(best.candidate.space.lengths.responses)) == 1:
+        yield "a lag above 1 gains where steps vary: responses of one length have no need of it (--lengths: others)"
     others = sorted((item for item in advice.feasible if item is not best), key=lambda item: item.seconds)
     for method in dict.fromkeys(item.candidate.method for item in others):
         other = next(item for item in others if item.candidate.method == method)

@@ -27,6 +27,7 @@ from flexrlhf.guideline.advice.candidates import (
     offloaded_spaces,
     ranked,
 )
+from flexrlhf.guideline.advice.lags import with_larger_lags
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
 from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
 from flexrlhf.guideline.advice.refusal import last_resort, refusal_text
@@ -61,6 +62,7 @@ class Advice:
     seconds:   of all searches.
     margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
     refusal:   sentence on changes that would help, if nothing fits.
+    max_lag:   the largest lag that was tried.
     """
 
     feasible: tuple[FeasibleCandidate, ...]
@@ -70,6 +72,7 @@ class Advice:
     seconds: float
     margin: float
     refusal: str = ""
+    max_lag: int = 1
 
     @property
     def comparable(self) -> tuple[FeasibleCandidate, ...]:
@@ -172,6 +175,7 @@ def advise(
     pending: Mapping[Path, ModelSpec] | None = None,
     obstacle: str = "",
     explains: bool = True,
+    max_lag: int = 1,
 ) -> Advice:
     """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.
 
@@ -186,6 +190,7 @@ def advise(
     pending:        as of ``make_plan``.
     obstacle:       as of ``make_plan``.
     explains:       whether to search for changes that would help if nothing fits.
+    max_lag:        the largest lag of placements with shadows, where the YAML sets none.
 
     Raises UserError if nothing fits, or the costs of a device are not known.
     """
@@ -196,13 +201,17 @@ def advise(
     margin = FROM_FIGURES.tie if margin is None else margin
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle)
     compared = PlacementComparison(base, seconds_limit)
-    by_rules = _compare(compared, margin)
+    by_rules = _compare(compared, margin, max_lag)
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
+    if max_lag > 1:
+        lagging, short = with_larger_lags(feasible, max_lag)
+        feasible = tuple(sorted((*feasible, *lagging), key=lambda item: item.seconds))
+        rejected = (*rejected, *short)
     if not feasible and (last := last_resort(base)) is not None:
         feasible, _ = ranked([last])
     if not feasible and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
         try:
-            found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, explains=False)
+            found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, False, max_lag)
         except UserError:
             # settings that are written, such as tp, which this engine has not
             pass
@@ -210,7 +219,8 @@ def advise(
             if found.feasible:
                 return found
     refusal = refusal_text(base, rejected) if explains and not feasible else ""
-    advice = Advice(feasible, rejected, by_rules.rules, compared.searches, perf_counter() - began, margin, refusal)
+    seconds = perf_counter() - began
+    advice = Advice(feasible, rejected, by_rules.rules, compared.searches, seconds, margin, refusal, max_lag)
     return _with_checked_choice(advice)
 
 
@@ -227,10 +237,10 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
     return spec.with_models(changed)
 
 
-def _compare(compared: PlacementComparison, margin: float) -> GuidelineResult:
+def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> GuidelineResult:
     """Collect the candidates of all methods. Returns the guideline's result."""
     base = compared.base
-    plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base))
+    plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base, max_lag))
     shadowed = [space for _, space in spaces if space.has_shadows]
     by_rules = guideline(plain, shadowed[0] if shadowed else None)
     ruled = Candidate("guideline", by_rules.strategy, by_rules.space, by_rules.assignment, TOO_LARGE)
@@ -279,16 +289,16 @@ def _with_checked_choice(advice: Advice) -> Advice:
     return advice
 
 
-def _spaces(base: Space) -> Iterator[tuple[str, Space]]:
+def _spaces(base: Space, max_lag: int) -> Iterator[tuple[str, Space]]:
     """Yield (label, space) of each search: with the lag that the YAML sets, else without and with one."""
     schedule, is_set = base.spec.schedule, "lag" in base.fixed_schedule
     if not base.must_have_shadows:
         yield "without shadows", with_schedule(base, schedule.num_chunks, 0)
     if base.may_have_shadows:
         shadowed = replace(base, has_shadows=True)
-        for lag, label in ((0, "with shadows"), (1, "with shadows, lag 1")):
-            if not is_set or lag == schedule.lag:
-                yield label, with_schedule(shadowed, schedule.num_chunks, lag)
+        for lag in [schedule.lag] if is_set else range(min(max_lag, 1) + 1):
+            label = f"with shadows, lag {lag}" if lag else "with shadows"
+            yield label, with_schedule(shadowed, schedule.num_chunks, lag)
 
 
 def _is_found(result: SearchResult) -> bool:
