@@ -54,8 +54,8 @@ class RowLedger(Observer):
 
     @property
     def carried(self) -> dict[str, list[int]]:
-        """Rows that are carried to the next step, by the step that took them."""
-        return {str(step): sorted(rows) for step, rows in self._open.items()}
+        """Rows that are carried to the next step, by the step that took them; none where ``counts`` are none."""
+        return {str(step): sorted(rows) for step, rows in self._open.items()} if self._is_accounting else {}
 
     def computed(self, execution: Execution) -> None:
         """Add the outcomes of the rows of a training, of all replicas; the last chunk completes the step."""

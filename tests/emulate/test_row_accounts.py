@@ -26,7 +26,7 @@ NUM_RUNS, BY_DEFAULT = 2000, 300
 """Numbers of random runs, in total and in `make test`."""
 GENERATED = ("ppo", "grpo", "raft", "remax", "safe-rlhf", "ac-share")
 Row = tuple[int, int]
-"""Step and row."""
+"""Step that took a row from the data, and its number there."""
 
 
 def random_plan(random: Random) -> Plan | None:
@@ -43,19 +43,21 @@ def random_plan(random: Random) -> Plan | None:
         algorithm["dynamic_sampling"] = {"rounds": random.randint(2, 3)}
     shadowed = {"ppo": 6, "grpo": 4, "raft": 3, "remax": 4, "ac-share": 4}.get(name)
     is_apart = shadowed is not None and random.random() < 0.6
+    tokens = random.choice((None, None, 2, 3)) if name in ("ppo", "grpo", "raft", "ac-share") else None
     raw = {
         "name": "rows",
         "steps": random.randint(1, 8),
         "algorithm": algorithm,
         "models": {role: {"init": INIT} for role in ("actor", "reward", "cost")},
-        "data": {"path": "rows.jsonl"},
+        "data": {"path": "rows.jsonl", "max_response_tokens": 8},
         "cluster": {"devices": 2 * random.randint(1, 2)},
         "placement": ["1/2"] * (shadowed or 0) if is_apart else None,
         "schedule": {
-            "lag": random.choice((0, 1, 1, 2, 4)) if is_apart else 0,
+            "lag": random.choice((0, 1, 1, 2, 4, 8)) if is_apart else 0,
             "num_chunks": random.choice([n for n in (1, 2, 4) if mini_batches % n == 0]),
         },
         "sync": {"every": random.choice((1, 2, 3)) if is_apart else 1},
+        "rollout": {"segment_tokens": tokens, "max_segments": random.choice((None, 2)) if tokens else None},
     }
     for role in ("reward", "cost"):
         if name in ("sft", "dpo") or (role == "cost" and name != "safe-rlhf"):
@@ -67,13 +69,18 @@ def random_plan(random: Random) -> Plan | None:
 
 
 class EmulatedRun:
-    """Ledgers of all ranks, which walk the list until a stop; ``begun``: rows that a rank has generated or read."""
+    """Ledgers of all ranks, which walk the list until a stop.
 
-    def __init__(self, plan: Plan, random: Random) -> None:
+    begun:  rows that have been generated, or read where nothing is generated.
+    ended:  rows with an outcome.
+    """
+
+    def __init__(self, plan: Plan, random: Random, before: EmulatedRun | None = None) -> None:
+        """``before``: the process that wrote the checkpoint which this one goes on from."""
         self.plan, self.random = plan, random
         self.ledgers = [RowLedger(plan, rank) for rank in range(plan.placement.num_ranks)]
-        self.begun: set[Row] = set()
-        self.ended: dict[Row, str] = {}
+        self.begun: set[Row] = set() if before is None else before.begun
+        self.ended: dict[Row, str] = {} if before is None else before.ended
 
     def walk(self, turn: int) -> None:
         """Execute a round of the list."""
@@ -87,22 +94,31 @@ class EmulatedRun:
         }
         for _, step, run in sorted(items, key=lambda item: item[0]):
             if run.operator == first:
-                fresh = [(step, row) for row in self.rows_of(run)]
+                fresh = [(step, number) for age, number in map(self.plan.batch.as_taken, self.rows_of(run)) if not age]
                 assert self.begun.isdisjoint(fresh), "a row is generated twice"
                 self.begun.update(fresh)
             if run.operator == graph.accounting:
                 self.train(step, run)
 
     def train(self, step: int, run: Run) -> None:
-        """Draw outcomes, which are the same on all ranks of the model."""
-        drawn = {row: self.random.choice([name for name in OUTCOMES if name != FROZEN]) for row in self.rows_of(run)}
-        keys = [row * len(OUTCOMES) + CODES[name] for row, name in drawn.items()]
-        assert self.begun.issuperset((step, row) for row in drawn), "a row is trained on before it is generated"
-        self.ended |= {(step, row): name for row, name in drawn.items()}
+        """Draw outcomes of the rows that the step trains on, the same on all ranks of the model."""
+        keys = []
+        for row in self.rows_of(run):
+            age, number = self.plan.batch.as_taken(row)
+            if self.last_age(step - age, number) == age:
+                name = self.random.choice([name for name in OUTCOMES if name != FROZEN])
+                assert (step - age, number) in self.begun - self.ended.keys(), "a row is trained on twice, or too early"
+                self.ended[step - age, number] = name
+                keys.append(row * len(OUTCOMES) + CODES[name])
         for rank in run.ranks:
             self.ledgers[rank].add(outcomes_of(keys))
             if run.mini_batches.stop == self.plan.batch.num_mini_batches:
                 self.ledgers[rank].complete(step)
+
+    def last_age(self, taken: int, number: int) -> int | None:
+        """Steps over which the responses of a row's prompt are generated, after the first one; None before the run."""
+        prompt = number // self.plan.batch.samples_per_prompt
+        return Random(f"{taken} {prompt}").randrange(self.plan.batch.segments) if taken >= 0 else None
 
     def rows_of(self, run: Run) -> Sequence[int]:
         """Rows that all replicas of a Run work on."""
@@ -110,31 +126,29 @@ class EmulatedRun:
         ranks = [rank for rank in run.ranks if layout.is_first_of_replica(rank)]
         return [row for rank in ranks for row in batch.rows(batch.prompts_on(layout, rank, run.mini_batches))]
 
-    def account(self, next_step: int) -> dict[str, int]:
-        """Rows in a checkpoint before ``next_step``: reports of the ranks, which agree."""
-        counts = [found for ledger in self.ledgers if (found := ledger.counts(next_step))]
-        assert counts and all(each == counts[0] for each in counts)
-        return counts[0]
+    def account(self, next_step: int) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """Rows, and those carried, in a checkpoint before ``next_step``: reports of the ranks, which agree."""
+        reports = [(counts, ledger.carried) for ledger in self.ledgers if (counts := ledger.counts(next_step))]
+        assert reports and all(each == reports[0] for each in reports)
+        return reports[0]
 
     def check(self, next_step: int) -> None:
         """Compare the account with the rows that were generated and trained on."""
-        account, num_rows = self.account(next_step), self.plan.batch.num_rows
-        training = self.plan.graph.accounting
+        shape, training = self.plan.batch, self.plan.graph.accounting
         assert training is not None
         frozen = min(next_step, training.first_step)
-        in_flight = {(step, row) for step, row in self.begun - self.ended.keys() if step >= frozen}
-        expected = Counter(self.ended.values()) + Counter({FROZEN: frozen * num_rows, IN_FLIGHT: len(in_flight)})
-        assert account == expected
-        assert {step for step, _ in in_flight} <= set(range(next_step, next_step + self.plan.schedule.lag))
+        in_flight = {(taken, number) for taken, number in self.begun - self.ended.keys() if taken >= frozen}
+        rows = {FROZEN: frozen * shape.num_taken, IN_FLIGHT: len(in_flight)}
+        assert self.account(next_step)[0] == Counter(self.ended.values()) + Counter(rows)
+        oldest, newest = next_step - (shape.segments - 1), next_step + self.plan.schedule.lag - 1
+        assert all(oldest <= taken <= newest for taken, _ in in_flight)
 
 
 def resumed(before: EmulatedRun, next_step: int) -> EmulatedRun:
-    """Another process that goes on from a checkpoint: rows in flight are in it, rows of later steps are not."""
-    run = EmulatedRun(before.plan, before.random)
+    """Another process that goes on from a checkpoint."""
+    run = EmulatedRun(before.plan, before.random, before)
     for ledger in run.ledgers:
-        ledger.load(before.account(next_step), next_step)
-    run.begun = {(step, row) for step, row in before.begun if step < next_step + before.plan.schedule.lag}
-    run.ended = {(step, row): name for (step, row), name in before.ended.items() if step < next_step}
+        ledger.load(*before.account(next_step), next_step)
     return run
 
 
@@ -145,9 +159,7 @@ def test_every_row_has_one_outcome_or_is_in_flight(index: int) -> None:
     """A hundred runs each."""
     for number in range(100):
         random = Random(f"rows {index} {number}")
-        plan = random_plan(random)
-        if plan is None:
-            continue
+        plan = next(plan for _ in range(100) if (plan := random_plan(random)) is not None)
         run, next_step = EmulatedRun(plan, random), 0
         steps, lag = plan.spec.steps, plan.schedule.lag
         while next_step < steps:
@@ -159,5 +171,4 @@ def test_every_row_has_one_outcome_or_is_in_flight(index: int) -> None:
                 if 0 < next_step < steps and random.random() < 0.2:
                     run = resumed(run, next_step)
                     break
-        everything = {(step, row) for step in range(steps) for row in range(plan.batch.num_rows)}
-        assert run.begun == everything
+        assert run.begun == {(step, number) for step in range(steps) for number in range(plan.batch.num_taken)}

@@ -61,7 +61,9 @@ def test_rows_of_frozen_steps_and_in_flight_are_part_of_the_account() -> None:
     ledger.complete(1)
     assert ledger.counts(2) == {"frozen": 8, "trained": 8, "in_flight": 8}
     # ranks that do not train the actor would report what they do not see
-    assert RowLedger(lagging, 1 - rank).counts(2) == {}
+    other = RowLedger(lagging, 1 - rank)
+    other.load({"frozen": 8, "trained": 7, "in_flight": 9}, {"1": [3]}, 2)
+    assert other.counts(2) == other.carried == {}
 
 
 def test_outcomes_follow_from_keys_of_all_ranks() -> None:
