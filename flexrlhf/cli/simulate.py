@@ -72,7 +72,7 @@ def simulate(
     for plan in plans:
         source, expected = costs_for(plan.spec, profile), read_lengths(lengths, plan, mean_response)
         if variants:
-            compared = compare_lags(plan.spec, source.costs, expected, read_lags(lags), read_segments(segments))
+            compared = compare_lags(plan.spec, source.costs, expected, read_lags(lags), read_segments(segments, plan))
             typer.echo(format_asynchrony(compared, source) + "\n")
             continue
         simulation = simulate(plan, source.costs, expected)

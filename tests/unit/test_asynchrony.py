@@ -20,6 +20,7 @@ from flexrlhf.guideline.costs.generation import decode_phases
 from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.lengths import heavy_tail
+from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.variants import Variants
 from flexrlhf.guideline.simulation.walk import TimedInstruction, walk_steps
 
@@ -112,6 +113,14 @@ def test_segments_hold_up_no_round() -> None:
     assert cut.staleness == pytest.approx(1 + 3.5 * 64 / 120, rel=0.15)
 
 
+def test_a_plan_with_segments_takes_the_mean_of_its_rounds() -> None:
+    variants = variants_of(heavy_tail(12, 64, "test"), costs=AnalyticCosts())
+    simulation = simulate(variants.plan(1, 16), variants.costs, variants.lengths)
+    assert simulation.plan.batch.num_rows == 4 * simulation.plan.batch.num_taken
+    assert simulation.seconds == pytest.approx(variants.simulate(1, 16).seconds, rel=0.03)
+    assert simulation.samples_per_second == pytest.approx(8 / simulation.seconds)
+
+
 def test_texts_of_carried_rows_are_read_again_with_new_weights() -> None:
     often, rarely = (
         variants_of((64.0,), f"sync.every={every}", costs=AnalyticCosts()).simulate(1, 8) for every in (1, 4)
@@ -196,6 +205,7 @@ def test_the_table_names_what_pays(invoke: Invoke) -> None:
         (("a.yaml", "--lags", "0,17"), ("--lags 0,17: 17 is above 16",)),
         (("a.yaml", "--lags", "all"), ("--lags all: expected whole numbers such as --lags 1,2,4",)),
         (("a.yaml", "--segments", "0"), ("--segments 0: 0 is below 1",)),
+        (("a.yaml", "--segments", "9"), ("--segments 9: 9 is above 8",)),
         (("a.yaml", "--lags", "0", "-o", "x.json"), ("--output: goes with one run",)),
     ],
 )

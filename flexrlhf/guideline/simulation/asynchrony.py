@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -93,9 +92,12 @@ def read_lags(text: str | None) -> list[int]:
     return _numbers("0,1" if text is None else text, "--lags", 0, MOST_LAG)
 
 
-def read_segments(text: str | None) -> list[int]:
-    """Return the tokens of ``--segments``, without it none. Raises UserError."""
-    return [] if text is None else _numbers(text, "--segments", 1, sys.maxsize)
+def read_segments(text: str | None, plan: Plan) -> list[int]:
+    """Return the tokens of ``--segments``; without it those of ``plan``, if it has segments. Raises UserError."""
+    if text is None:
+        tokens = plan.spec.rollout.segment_tokens
+        return [] if tokens is None else [tokens]
+    return _numbers(text, "--segments", 1, plan.lengths.response)
 
 
 def _numbers(text: str, option: str, least: int, most: int) -> list[int]:

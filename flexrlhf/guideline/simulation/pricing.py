@@ -115,7 +115,10 @@ class Pricer:
 
     def _operator(self, operator: Operator, model: PlacedModel, run: Run) -> Cost:
         if operator.call is None:
-            most = max(sum(rows) for rows in replica_rows(self.plan.batch, model.layout, run.mini_batches).values())
+            batch = self.plan.batch
+            most = max(sum(rows) for rows in replica_rows(batch, model.layout, run.mini_batches).values())
+            # of places for rows in segments as many have one as a round takes, on the average
+            most = -(-most // batch.segments)
             return model_free_cost(self.costs, self.plan.spec, source_section(operator), most, self.lengths.width)
         costs = [self.costs.call(call, mesh) for call, mesh in self.calls(run)]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())

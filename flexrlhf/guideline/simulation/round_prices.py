@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
-from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, texts_per_row
+from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, engine_of, reads_prompts_once, texts_per_row
 from flexrlhf.guideline.simulation.completion_order import StepSeconds, between
 from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.lengths import step_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
-from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment
+from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment, Segments, make_rounds
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.strategies.instructions import Run
+from flexrlhf.strategies.instructions import Instruction, Run
 
 Row = TypeVar("Row")
 FIRST_TOKEN = (1.0,)
 """Lengths of responses that end with the pass over their prompt."""
+NUM_ROUNDS = 16
+"""Rounds over which the mean of a call with segments is taken."""
 DECODED = 64
 """Decoding steps by which the time of one is found."""
 
@@ -38,10 +42,17 @@ class RoundPricer:
     every: int = 1
     are_joined: bool = True
 
-    def seconds(self, run: Run, number: int) -> float:
+    def cost(self, run: Run, number: int) -> Cost:
         """Return the time of a model call in round ``number``."""
         costs = self._generate(run, number) if run.operator.call == "generate" else self._passes(run, number)
-        return max((cost.seconds for cost in costs), default=0.0)
+        return max(costs, key=lambda cost: cost.seconds, default=Cost())
+
+    def mean_cost(self, run: Run, numbers: range) -> Cost:
+        """Return the mean time of a model call in the rounds ``numbers``."""
+        parts: Counter[str] = Counter()
+        for number in numbers:
+            parts.update({name: seconds / len(numbers) for name, seconds in self.cost(run, number).parts.items()})
+        return Cost(dict(parts))
 
     def _generate(self, run: Run, number: int) -> list[Cost]:
         """Return the costs on the replicas with most tokens and with the longest piece, of each device class."""
@@ -70,7 +81,8 @@ class RoundPricer:
         if new := len(pieces) - len(carried):
             first = replace(whole, rows=new, prompt=prompt, responses=FIRST_TOKEN)
             parts["prefill"] = costs.call(first, mesh).parts.get("prefill", 0.0)
-        if number % self.every == 0:
+        # vLLM finds the keys and values of a text that it has read with the same weights
+        if number % self.every == 0 or not (engine_of(model) == "vllm" and reads_prompts_once(model)):
             # attention in these passes grows with the square of a text's length
             width = sum(length**2 for length in carried) / sum(carried)
             rows = max(1, round(sum(carried) / width))
@@ -115,13 +127,14 @@ class RoundPricer:
         """Maker of calls, for rows in one block; samples that are trained apart have a copy of their prompt each."""
         maker, batch = self.pricer.maker, replace(self.pricer.maker.batch, num_blocks=1)
         if not self.are_joined:
-            batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1)
+            batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1)
         return replace(maker, batch=batch)
 
     def _prompts(self, run: Run, model: PlacedModel, replica: int) -> tuple[range, ...]:
-        """Return the prompts of a replica in each mini-batch of ``run``."""
+        """Return the prompts of a replica in each mini-batch of ``run``, by their numbers among those of one round."""
         batch = self.pricer.plan.batch
-        return tuple(batch.part(model.layout, replica, mini_batch) for mini_batch in run.mini_batches)
+        parts = (batch.part(model.layout, replica, mini_batch) for mini_batch in run.mini_batches)
+        return tuple(range(part.start // batch.segments, part.stop // batch.segments) for part in parts)
 
 
 def _tokens(rows: Sequence[EndedRow]) -> int:
@@ -131,6 +144,28 @@ def _tokens(rows: Sequence[EndedRow]) -> int:
 def _of(rows: Mapping[Prompt, list[Row]], parts: Sequence[range]) -> list[Row]:
     """Return the rows of the prompts in ``parts``."""
     return [row for part in parts for prompt in part for row in rows.get(prompt, ())]
+
+
+def price_of(pricer: Pricer) -> Callable[[Instruction], Cost]:
+    """Return the function that gives the price of an instruction: of a call whose responses are generated in segments
+    its mean over settled rounds."""
+    plan, segments = pricer.plan, Segments(pricer.plan.spec.rollout.segment_tokens, pricer.plan.batch.segments)
+    if segments.most == 1:
+        return pricer.price
+    settled = range(plan.batch.segments, plan.batch.segments + NUM_ROUNDS)
+    batches = [
+        step_lengths(pricer.lengths.responses, plan.spec.seed, step, plan.batch.num_taken)
+        for step in range(settled.stop)
+    ]
+    rounds = make_rounds(batches, plan.batch.samples_per_prompt, segments)
+    by_round = RoundPricer(pricer, rounds, plan.spec.sync.every)
+
+    def price(instruction: Instruction) -> Cost:
+        if isinstance(instruction, Run) and instruction.operator.call is not None:
+            return by_round.mean_cost(instruction, settled)
+        return pricer.price(instruction)
+
+    return price
 
 
 def decoding_speeds(pricer: Pricer, run: Run) -> tuple[StepSeconds, int, float]:
@@ -146,7 +181,7 @@ def decoding_speeds(pricer: Pricer, run: Run) -> tuple[StepSeconds, int, float]:
         maker = replace(pricer.maker, lengths=TextLengths(prompt, (float(tokens),)))
         return replace(maker.call("generate", model, shape, [[rows]]), is_exact=True)
 
-    at_once = call(-(-pricer.plan.batch.num_rows // dp), context, 1).decode_rows
+    at_once = call(-(-pricer.plan.batch.num_taken // dp), context, 1).decode_rows
     points = []
     for rows in sorted({at_once, *(2**power for power in range(at_once.bit_length()))}):
         parts = pricer.costs.call(call(rows, context, DECODED + 1), mesh).parts

@@ -18,6 +18,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
+from flexrlhf.guideline.simulation.round_prices import price_of
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
@@ -78,7 +79,7 @@ class Simulation:
 
     @property
     def samples_per_second(self) -> float:
-        return self.plan.batch.num_rows / self.seconds if self.seconds else 0.0
+        return self.plan.batch.num_taken / self.seconds if self.seconds else 0.0
 
     @property
     def regular(self) -> tuple[PricedInstruction, ...]:
@@ -164,7 +165,8 @@ def simulate(plan: Plan, costs: CostModel | None = None, lengths: TextLengths | 
     costs = costs or costs_for(plan.spec, None).costs
     lengths = lengths or longest_lengths(plan)
     pricer = Pricer(plan, costs, lengths)
-    priced = tuple(PricedInstruction(each, pricer.price(each)) for each in plan.schedule.instructions)
+    price = price_of(pricer)
+    priced = tuple(PricedInstruction(each, price(each)) for each in plan.schedule.instructions)
     blocks = blocks_of(plan.schedule.instructions, plan.placement.num_ranks)
     timed = tuple(timed_instructions(pricer, priced, blocks))
     regular = [item for item in priced if not item.is_rare]

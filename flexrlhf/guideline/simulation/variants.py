@@ -174,14 +174,16 @@ class Variants:
         """Number of rows that a step begins."""
         return self.spec.algorithm.num_prompts * self.spec.algorithm.samples_per_prompt
 
-    def plan(self, lag: int) -> Plan:
-        """Return the plan with ``lag``. Raises UserError for a lag that the placement does not allow."""
+    def plan(self, lag: int, tokens: int | None = None) -> Plan:
+        """Return the plan with ``lag`` and segments of ``tokens``. Raises UserError for those that the placement or the
+        algorithm does not allow."""
         schedule = self.spec.schedule.model_copy(update={"lag": lag})
-        return make_plan(self.spec.model_copy(update={"schedule": schedule}))
+        rollout = self.spec.rollout.model_copy(update={"segment_tokens": tokens})
+        return make_plan(self.spec.model_copy(update={"schedule": schedule, "rollout": rollout}))
 
     def simulate(self, lag: int, tokens: int | None = None, plan: Plan | None = None) -> Variant:
         """Return the run with ``lag`` and segments of ``tokens``. ``plan``: in place of ``plan(lag)``."""
-        timing = self.timing(plan or self.plan(lag), tokens)
+        timing = self.timing(plan or self.plan(lag, tokens), tokens)
         return timing.variant(lag, tokens, self.measured(tokens))
 
     def measured(self, tokens: int | None = None) -> range:
@@ -208,7 +210,7 @@ class Variants:
             # plans differ by their lag, not by the time of a call
             key = (run.operator.name, plan.placement[run.model], run.mini_batches, tokens, step)
             if key not in self._seconds:
-                self._seconds[key] = pricer.seconds(run, step)
+                self._seconds[key] = pricer.cost(run, step).seconds
             return self._seconds[key]
 
         return RoundTimes(simulation, rounds, seconds)
@@ -232,7 +234,7 @@ class Variants:
         return completion_order_seconds(batches, samples, lag, speeds, measured)
 
     def _segments(self, tokens: int | None) -> Segments:
-        return Segments(tokens, are_joined=self.are_joined)
+        return Segments(tokens, self.spec.rollout.max_segments if tokens else None, self.are_joined)
 
 
 def _generates(run: Run) -> bool:
