@@ -131,7 +131,9 @@ class Rank:
         self._plan = plan
         self._fabric = fabric
         self._mode = mode
-        self._rows: dict[int, Rows] = defaultdict(Rows)
+        carries = any(operator.carries for operator in plan.graph.operators)
+        self._num_kept = max(plan.schedule.lag, int(carries))
+        self._rows: dict[int, Rows] = {}
         self._edges: dict[str, deque[tuple[Position, tuple[int, ...]]]] = defaultdict(deque)
         self._offloaded = set(plan.offloaded.get(number, ()))
         self._begun: dict[str, list[range]] = defaultdict(list)
@@ -190,6 +192,14 @@ class Rank:
                 del self.trace.weights[instruction.model]
             case _:
                 raise AssertionError(f"unknown instruction {instruction}")
+
+    def _rows_of(self, step: int) -> Rows:
+        """Rows of a step; rows of steps that no instruction works on any more are dropped."""
+        if step not in self._rows:
+            for old in [each for each in self._rows if each < step - self._num_kept]:
+                self._rows.pop(old).land()
+            self._rows[step] = Rows()
+        return self._rows[step]
 
     # Run ---------------------------------------------------------------------------------------------------------
 
@@ -275,16 +285,29 @@ class Rank:
         return dict(sorted(merged.items()))
 
     def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
-        """Digest of this rank's rows of ``mini_batches`` in the columns that the operator reads."""
+        """Digest of this rank's rows of ``mini_batches`` in the columns that the operator reads, and carries."""
         batch, layout = self._plan.batch, self._plan.placement[run.model].layout
         rows = batch.rows(batch.prompts_on(layout, self.number, mini_batches))
         moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
-        self._rows[step].land(moved)
-        return {row: digest(*(self._read(step, column, row) for column in run.operator.reads)) for row in rows}
+        self._rows_of(step).land(moved)
+        names = run.operator.reads
+        return {
+            row: digest(*(self._read(step, name, row) for name in names), *self._carried(step, run, row))
+            for row in rows
+        }
+
+    def _carried(self, step: int, run: Run, row: int) -> list[Value]:
+        """Columns that a generate has left in the step before, of a row of a prompt that was taken earlier."""
+        is_new = self._plan.batch.as_taken(row)[0] == 0
+        if is_new or not step:
+            return []
+        earlier = row - self._plan.batch.samples_per_prompt
+        return [self._read(step - 1, column, earlier) for column in run.operator.carries]
 
     def _read(self, step: int, column: str, row: int) -> Value:
         if column in self._plan.graph.inputs:
             return self._input(step, column, row)
+        assert step in self._rows, f"rank {self.number} reads {column} of step {step}, whose rows are dropped"
         value = self._rows[step].values.get((column, row))
         assert value is not None, (
             f"rank {self.number} reads {column} of row {row}, step {step}, but neither produced nor received it"
@@ -302,7 +325,7 @@ class Rank:
                 self.trace.produced.add((step, column, row))
 
     def _put(self, step: int, column: str, row: int, value: Value) -> None:
-        values = self._rows[step].values
+        values = self._rows_of(step).values
         assert (column, row) not in values, f"rank {self.number} already has {column} of row {row}, step {step}"
         values[column, row] = value
         self.trace.seen[step, column, row] = value
@@ -318,7 +341,7 @@ class Rank:
                 parcels[transfer.destination] += self._pack(step, transfer)
         for destination, parcel in parcels.items():
             self._fabric.send((step, position, self.number, destination), parcel)
-        rows = self._rows[step]
+        rows = self._rows_of(step)
         sources = dict.fromkeys(t.source for t in move.transfers if t.destination == self.number)
         at, moved = self._at, self._moved(move)
 
@@ -360,7 +383,7 @@ class Rank:
         return tuple(sorted(set(chain.from_iterable(pairs))))
 
     def _pack(self, step: int, transfer: Transfer) -> list[tuple[str, int, Value]]:
-        self._rows[step].land([transfer.column])
+        self._rows_of(step).land([transfer.column])
         rows = self._plan.batch.rows(transfer.prompts)
         return [(transfer.column, row, self._read(step, transfer.column, row)) for row in rows]
 
@@ -377,7 +400,7 @@ class Rank:
     def _check_everything(self, step: int, move: Move, mini_batches: range) -> None:
         batch = self._plan.batch
         rows = batch.rows(tuple(prompt for m in mini_batches for prompt in batch.prompts(m)))
-        present = self._rows[step].values
+        present = self._rows_of(step).values
         missing = [(column, row) for column in move.columns for row in rows if (column, row) not in present]
         assert not missing, f"after the all_gather {move.label} rank {self.number} lacks {missing[0]}"
 

@@ -72,6 +72,7 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
                 # with syncs after several batches some of these leave tokens out
                 raw["algorithm"]["importance"]["max_staleness"] = raw["schedule"]["lag"]
                 plan = make_plan(parse_spec(raw))
+            raw, plan = in_segments(raw, plan)
             specs.plans.append(plan)
             specs.specs.append(raw)
         except UserError as error:
@@ -252,6 +253,20 @@ def with_rollout_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
 
 
+def in_segments(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Generate responses in segments in some specs, by a separate generator; unchanged if that is not valid."""
+    rng, changed = Random(f"segments {raw}"), deepcopy(raw)
+    # the gate would be at step 0 alone
+    if not chance(rng, 0.4) or _gate(plan) == "every 1":
+        return raw, plan
+    segments = {"segment_tokens": rng.choice((32, 32, 43, 64, 128)), "max_segments": rng.choice((None, None, 2, 3))}
+    changed["rollout"] |= segments
+    try:
+        return changed, make_plan(parse_spec(changed))
+    except UserError:
+        return raw, plan
+
+
 def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel) -> None:
     for name in ("lora", "config", "offload_optimizer", "offload_parameters", "liger", "compile", "attention", "dtype"):
         settings.pop(name, None)
@@ -405,6 +420,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "row shares": ["unequal" if any(m.layout.row_shares for m in placement.models) else "equal"],
         "replicas without rows": ["some" if _empty_replicas(plan, placement) else "none"],
         "lag": [str(plan.schedule.lag) if plan.schedule.lag < 2 else "2 to 6"],
+        "segments": [str(plan.batch.segments), *(["several, lagging"] if _lags_in_segments(plan) else [])],
         "chunks": [str(plan.batch.num_chunks)],
         "sync every": [str(spec.sync.every) if placement.shadows else "no sync"],
         "whiten": [getattr(algorithm, "whiten", "not ppo")],
@@ -432,6 +448,10 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "evaluation before training": [str(spec.eval is not None and spec.eval.before)],
         "saves": ["several ranks" if len(x.ranks) > 1 else "one rank" for x in _saves(plan)],
     }
+
+
+def _lags_in_segments(plan: Plan) -> bool:
+    return plan.batch.segments > 1 and plan.schedule.lag > 0
 
 
 def _is_tight(plan: Plan) -> bool:

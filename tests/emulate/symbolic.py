@@ -15,6 +15,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.rollout_engine import with_rollout
+from flexrlhf.plan.segments import with_segments
 
 Value = int
 Cell = tuple[int, str, int]
@@ -91,6 +92,8 @@ def is_compared(spec: Spec, batch: int) -> bool:
     if spec.rollout.engine == "transformers" or parity is None:
         return False
     is_turn = batch % parity.every == 0 or batch == spec.sync.every
+    if spec.num_segments > 1 and batch:
+        return False  # some rows are older
     return is_turn and inference_version(batch, spec.schedule.lag, spec.sync.every) == batch
 
 
@@ -123,7 +126,7 @@ class _Run:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         plain = make_graph(spec)
-        self._graph = with_rollout(plain, spec, is_remote=has_shadows(spec, len(plain.roles)))
+        self._graph = with_segments(with_rollout(plain, spec, is_remote=has_shadows(spec, len(plain.roles))), spec)
         self._columns: dict[Cell, Value] = {}
         self._evaluated: dict[Cell, Value] = {}
         self._versions = {role: [initial_weights(role)] for role in self._graph.roles}
@@ -161,13 +164,26 @@ class _Run:
         return evaluation_value(column, row) if column in self._graph.inputs else self._evaluated[step, column, row]
 
     def _mini_batches(self) -> list[range]:
-        """Rows by mini-batch: contiguous prompts with all their samples, sizes of prompts differ by at most one."""
+        """Rows by mini-batch: contiguous prompts with all segments and samples; sizes differ by at most one prompt."""
         algorithm = self._spec.algorithm
-        prompts, count, samples = algorithm.prompts_per_step, algorithm.num_mini_batches, algorithm.samples_per_prompt
-        return [range(m * prompts // count * samples, (m + 1) * prompts // count * samples) for m in range(count)]
+        prompts, count = algorithm.prompts_per_step, algorithm.num_mini_batches
+        rows = algorithm.samples_per_prompt * self._spec.num_segments
+        return [range(m * prompts // count * rows, (m + 1) * prompts // count * rows) for m in range(count)]
 
     def _reads(self, operator: Operator, step: int, rows: Iterable[int]) -> dict[int, Value]:
-        return {row: digest(*(self._read(step, column, row) for column in operator.reads)) for row in rows}
+        return {
+            row: digest(
+                *(self._read(step, column, row) for column in operator.reads), *self._carried(operator, step, row)
+            )
+            for row in rows
+        }
+
+    def _carried(self, operator: Operator, step: int, row: int) -> list[Value]:
+        """A response goes on from the same prompt's in the step before, which is one place earlier there."""
+        samples = self._spec.algorithm.samples_per_prompt
+        if not step or row // samples % self._spec.num_segments == 0:
+            return []
+        return [self._columns[step - 1, column, row - samples] for column in operator.carries]
 
     def _read(self, step: int, column: str, row: int) -> Value:
         if column in self._graph.inputs:

@@ -168,6 +168,7 @@ def test_random_specs_cover_the_settings() -> None:
     required = {
         "strategy": (20, ["co-located", "interleaving", "disaggregated"]),
         "lag": (20, ["0", "1", "2 to 6"]),
+        "segments": (10, ["1", "2", "3", "4", "several, lagging"]),
         "evaluation before training": (20, ["True", "False"]),
         "chunks": (15, ["1", "2", "3", "4"]),
         "sync every": (20, ["1", "2", "3"]),
@@ -241,6 +242,7 @@ CHILD: dict[str, Any] = VLLM | {"process": "child"}
 RECOMPUTE: dict[str, Any] = {"logprobs": "recompute"}
 STREAM: dict[str, Any] = {"num_chunks": 4}
 PAIR: dict[str, Any] = {"samples_per_prompt": 2}
+THIRDS: dict[str, Any] = {"segment_tokens": 32, "max_segments": 3}
 
 
 @pytest.mark.parametrize(
@@ -257,6 +259,16 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
         pytest.param(lambda: ppo_plan(SIX, 2, {"lag": 1, "num_chunks": 2}, epochs=2), id="six-models-lag-1-chunked"),
         pytest.param(
             lambda: ppo_plan(SIX, 4, {"lag": 3, "num_chunks": 2}, sync_every=2), id="six-models-lag-3-every-2"
+        ),
+        pytest.param(lambda: ppo_plan([1, 1, 1, 1], 2, rollout=THIRDS, evaluation=PAIR, **PAIR), id="segments"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, STREAM, rollout=THIRDS | HYBRID), id="segments-hybrid"),
+        pytest.param(
+            lambda: ppo_plan(SIX, 4, {"lag": 3, "num_chunks": 2}, rollout=THIRDS, whiten="mini_batch", **PAIR),
+            id="six-models-lag-3-segments",
+        ),
+        pytest.param(
+            lambda: ppo_plan(SIX, 8, {"lag": 2}, sync_every=2, rollout=THIRDS | HALVES, models=STAGED),
+            id="six-rollout-lag-2-segments",
         ),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, models=SHARDED), id="shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
@@ -339,6 +351,26 @@ def test_a_dropped_transfer_is_reported(mode: Mode) -> None:
 
     with pytest.raises(EmulationError, match=r"rank 0 reads scores of row 0, step 0, but neither produced nor"):
         emulate(with_instructions(ppo_plan([1, 1, "1/2", "1/2"], 2), drop), mode)
+
+
+def test_a_response_that_goes_on_on_another_rank_is_reported() -> None:
+    class Separated(BatchShape):
+        """Places of one prompt are split over the replicas, which those of other steps are not."""
+
+        def part(self, layout: Layout, replica: int, mini_batch: int) -> range:
+            return layout.slice(self.prompts(mini_batch), replica, turn=mini_batch)
+
+    plan = ppo_plan([1, 1, 1, 1], 3, rollout=THIRDS)
+    check_plan(plan)
+    with pytest.raises(EmulationError, match=r"reads tokens of row \d+, step 0, but neither produced nor received it"):
+        emulate(replace(plan, batch=Separated(**vars(plan.batch))), "asynchronous")
+
+
+def test_rows_that_are_dropped_before_they_are_carried_on_are_reported() -> None:
+    plan = ppo_plan([1, 1, 1, 1], 2, rollout=THIRDS)
+    operators = tuple(replace(operator, carries=()) for operator in plan.graph.operators)
+    with pytest.raises(EmulationError, match=r"rank \d reads tokens of step 0, whose rows are dropped"):
+        emulate(replace(plan, graph=replace(plan.graph, operators=operators)), "asynchronous")
 
 
 def test_a_transfer_of_a_row_that_is_already_there_is_reported() -> None:
