@@ -97,6 +97,11 @@ class Plan:
         """Return the number of rows that are taken from the data and have no outcome before ``next_step``."""
         return len(self.steps_in_flight(next_step)) * self.batch.num_taken
 
+    @property
+    def num_steps_kept(self) -> int:
+        """Steps before the newest whose rows are kept: they are not trained on yet, or some are carried on."""
+        return max(self.schedule.lag, int(any(operator.carries for operator in self.graph.operators)))
+
     def ahead(self, run: Run) -> list[range]:
         """Return the mini-batches of later chunks that the model of a generate ``run`` may start with; else none."""
         return later_chunks(self.schedule.instructions, run) if run.operator.kind == "generate" else []
@@ -170,9 +175,9 @@ class Plan:
         return rank_memory(self.sizing, rank, work, self._start(rank), self.row_bytes_in_flight(rank))
 
     def row_bytes_in_flight(self, rank: int) -> int:
-        """Return the bytes on ``rank`` of rows that are generated and not trained on yet, without the newest batch."""
-        instructions, inputs = self.schedule.instructions, self.graph.inputs
-        return rows_in_flight_bytes(instructions, self.placement, self.batch, self.lengths, inputs, rank)
+        """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps."""
+        instructions, inputs, kept = self.schedule.instructions, self.graph.inputs, self.num_steps_kept
+        return rows_in_flight_bytes(instructions, self.placement, self.batch, self.lengths, inputs, rank, kept)
 
     @property
     def checkpointed(self) -> tuple[PlacedModel, ...]:

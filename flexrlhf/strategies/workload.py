@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
-from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.columns import FINAL_OUTCOME, Lengths
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
@@ -89,24 +89,29 @@ def rows_in_flight_bytes(
     lengths: Lengths,
     inputs: Collection[str],
     rank: int,
+    num_kept: int,
 ) -> int:
-    """Return the bytes of the columns of all batches on ``rank`` but the newest: as many batches as the largest lag.
+    """Return the bytes of the columns of all batches on ``rank`` but the newest.
 
-    inputs:  columns that come from the data set.
+    inputs:    columns that come from the data set.
+    num_kept:  batches, of which one may have rare columns.
     """
-    lag = max((each.lag for each in instructions), default=0)
     stored: dict[str, set[int]] = defaultdict(set)
-    for each in instructions if lag else ():
-        if isinstance(each, Run) and rank in each.ranks and not each.is_rare:
+    rare: set[str] = set()
+    for each in instructions if num_kept else ():
+        if isinstance(each, Run) and rank in each.ranks:
             prompts = batch.prompts_on(placement[each.model].layout, rank, each.mini_batches)
-            for column in (*each.operator.writes, *set(inputs).intersection(each.operator.reads)):
+            outcomes = (FINAL_OUTCOME,) if each.operator.kind == "train" else ()
+            for column in (*each.operator.writes, *outcomes, *set(inputs).intersection(each.operator.reads)):
                 stored[column].update(prompts)
+            rare.update(each.operator.writes if each.is_rare else ())
         elif isinstance(each, Move) and rank in each.ranks:
             for transfer in each.transfers:
                 if transfer.destination == rank:
                     stored[transfer.column].update(transfer.prompts)
-    sizes = (len(prompts) * lengths.row_bytes(column) for column, prompts in stored.items())
-    return lag * batch.samples_per_prompt * sum(sizes)
+    sizes = {column: len(prompts) * lengths.row_bytes(column) for column, prompts in stored.items()}
+    times = {column: 1 if column in rare else num_kept for column in sizes}
+    return batch.samples_per_prompt * sum(times[column] * size for column, size in sizes.items())
 
 
 def _absent_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:

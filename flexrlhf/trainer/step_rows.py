@@ -26,8 +26,6 @@ class StepRows:
 
     def __init__(self, rank: RankContext) -> None:
         self._plan, self._data, self._groups = rank.plan, rank.data, rank.groups
-        carries = any(operator.carries for operator in rank.plan.graph.operators)
-        self._num_kept = max(rank.plan.schedule.lag, int(carries))
         self.device = rank.world.device
         self._stores: dict[int, RowStore] = {}
         self._input_rows = rows_with_inputs(rank.plan, rank.rank)
@@ -36,7 +34,7 @@ class StepRows:
     def at(self, step: int) -> RowStore:
         """Return the rows of a step; steps that no instruction works on any more are dropped."""
         if step not in self._stores:
-            for old in [s for s in self._stores if s < step - self._num_kept]:
+            for old in [s for s in self._stores if s < step - self._plan.num_steps_kept]:
                 self._stores.pop(old).finish()
             store = self._stores[step] = RowStore(self._plan.lengths, self.device)
             self._put_inputs(step, store)

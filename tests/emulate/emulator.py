@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from threading import Thread
 from typing import Literal
@@ -29,6 +30,7 @@ from symbolic import (
     written,
 )
 
+from flexrlhf.operators.columns import FINAL_OUTCOME
 from flexrlhf.placement.groups import COPIES, SHARD, Group, is_sharded_in_nodes, pipeline_ends
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
@@ -108,9 +110,11 @@ def emulate(
 
 @dataclass
 class Rows:
-    """The cells of one step on one rank, and those that still travel."""
+    """The cells of one step on one rank, with those that its data has given, and those that still travel."""
 
     values: dict[tuple[str, int], Value] = field(default_factory=dict)
+    inputs: set[tuple[str, int]] = field(default_factory=set)
+    num_bytes: int = 0
     arrivals: list[tuple[tuple[str, ...], Callable[[], None]]] = field(default_factory=list)
 
     def land(self, columns: Iterable[str] | None = None) -> None:
@@ -201,6 +205,18 @@ class Rank:
             self._rows[step] = Rows()
         return self._rows[step]
 
+    def _count(self, step: int, column: str) -> None:
+        """Add a cell to the memory that is planned for the rows of all steps but the newest."""
+        self._rows_of(step).num_bytes += self._plan.lengths.row_bytes(column)
+        *earlier, _ = sorted(self._rows)
+        if earlier:
+            found, planned = sum(self._rows[each].num_bytes for each in earlier), self._planned_bytes
+            assert found <= planned, f"rows in flight: {found} bytes on rank {self.number}, planned are {planned}"
+
+    @cached_property
+    def _planned_bytes(self) -> int:
+        return self._plan.row_bytes_in_flight(self.number)
+
     # Run ---------------------------------------------------------------------------------------------------------
 
     def _run(self, position: Position, step: int, run: Run) -> None:
@@ -232,6 +248,9 @@ class Rank:
                 self._pass(("train", *key), model, run, self._reads(step, run, part))
                 reads = self._all_reduce(key, step, run, model, part)
                 self.trace.weights[run.model] = updated(run.operator, self.trace.weights[run.model], reads)
+        if run.operator == self._plan.graph.accounting:
+            for _ in self._reads(step, run, run.mini_batches):
+                self._count(step, FINAL_OUTCOME)
 
     def _begin(self, step: int, run: Run) -> None:
         """An engine that generates may begin with the batches ahead: so just these must come, with the same
@@ -306,6 +325,9 @@ class Rank:
 
     def _read(self, step: int, column: str, row: int) -> Value:
         if column in self._plan.graph.inputs:
+            if (column, row) not in self._rows_of(step).inputs:
+                self._rows_of(step).inputs.add((column, row))
+                self._count(step, column)
             return self._input(step, column, row)
         assert step in self._rows, f"rank {self.number} reads {column} of step {step}, whose rows are dropped"
         value = self._rows[step].values.get((column, row))
@@ -328,6 +350,7 @@ class Rank:
         values = self._rows_of(step).values
         assert (column, row) not in values, f"rank {self.number} already has {column} of row {row}, step {step}"
         values[column, row] = value
+        self._count(step, column)
         self.trace.seen[step, column, row] = value
 
     # Move --------------------------------------------------------------------------------------------------------
