@@ -92,9 +92,12 @@ def type_changes(first: Spec, second: Spec) -> Iterator[tuple[str, str, str]]:
 
 
 def _rollout(spec: Spec) -> dict[str, Any]:
-    """Return the settings of the rollout engine that numbers depend on: its noise, and which copy of a shared trunk has
-    values."""
-    settings: dict[str, Any] = {"noise": spec.rollout.noise}
+    """Return the settings of the rollout engine that numbers depend on: its noise, segments, and which copy of a shared
+    trunk has values."""
+    rollout = spec.rollout
+    settings: dict[str, Any] = {"noise": rollout.noise}
+    if spec.num_segments > 1:
+        settings |= {"segment_tokens": rollout.segment_tokens, "max_segments": spec.num_segments}
     if isinstance(spec.algorithm, AcShareSpec) and spec.most_stale:
         settings["engine"] = spec.rollout.engine
     return settings

@@ -155,7 +155,8 @@ class RolloutSpec(StrictModel):
     max_segments: int | None = Field(
         None,
         ge=1,
-        description="steps after which a response ends as truncated; null: as many as data.max_response_tokens needs",
+        description="steps after which a response ends as truncated; null: as many as data.max_response_tokens needs, "
+        "beyond which more have places that stay empty",
     )
     prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")
@@ -363,7 +364,7 @@ class Spec(StrictModel):
         tokens, longest = self.rollout.segment_tokens, self.data.max_response_tokens
         if tokens is None:
             return 1
-        return min(-(-longest // tokens), self.rollout.max_segments or longest)
+        return self.rollout.max_segments or -(-longest // tokens)
 
     @property
     def num_blocks(self) -> int:

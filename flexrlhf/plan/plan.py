@@ -89,13 +89,16 @@ class Plan:
         steps = max(0, self.spec.steps - self.graph.first_step(role))
         return steps * algorithm.num_mini_batches * algorithm.epochs
 
-    def steps_in_flight(self, next_step: int) -> range:
-        """Return the steps whose rows exist before ``next_step`` is trained on (``schedule.lag``)."""
-        return range(next_step, min(next_step + self.schedule.lag, self.spec.steps))
+    def steps_in_flight(self, next_step: int, generated: int = 0) -> range:
+        """Return the steps whose rows exist before ``next_step`` is trained on (``schedule.lag``).
 
-    def rows_in_flight(self, next_step: int) -> int:
+        ``generated``: first step without rows at the start of the run.
+        """
+        return range(next_step, max(min(next_step + self.schedule.lag, self.spec.steps), generated))
+
+    def rows_in_flight(self, next_step: int, generated: int = 0) -> int:
         """Return the number of rows that are taken from the data and have no outcome before ``next_step``."""
-        return len(self.steps_in_flight(next_step)) * self.batch.num_taken
+        return len(self.steps_in_flight(next_step, generated)) * self.batch.num_taken
 
     @property
     def num_steps_kept(self) -> int:

@@ -40,6 +40,7 @@ class Progress:
     """Numbers that the next step depends on, in addition to tensors.
 
     next_step:    the first step that is not trained on yet
+    generated:    the first step that is not generated yet; None: of an older version
     numbers:      role → numbers of its training state (updates made, loss scale)
     versions:     placed model → weights version
     controllers:  operator → state of its controller
@@ -57,6 +58,7 @@ class Progress:
     reports: Mapping[str, Mapping[str, Any]]
     rows: Mapping[str, int] = field(default_factory=dict)
     carried: Mapping[str, list[int]] = field(default_factory=dict)
+    generated: int | None = None
 
 
 @dataclass(frozen=True)

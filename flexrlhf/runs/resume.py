@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
@@ -17,14 +17,17 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import fixed_inputs
-from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, read_manifest
+from flexrlhf.runs.manifest import MANIFEST, Manifest, Progress, checkpoints_of, read_manifest
 from flexrlhf.runs.run_directory import read_status
+from flexrlhf.text import counted
 from flexrlhf.weights.model_files import weight_files
 
 AUTO = "auto"
 CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 FREE = ("eval.",)
 """Settings that only evaluations depend on may change from one checkpoint to the next."""
+DRAINED = ("schedule.lag", "rollout.segment_tokens", "rollout.max_segments")
+"""Settings of which rows in flight may have other values than the run that trains on them, if that is accepted."""
 SHARED, OWN = "shared", "own"
 """Words for the directories of the runs on a machine: rank 0's, or others of its own."""
 
@@ -96,7 +99,7 @@ def _automatic(plan: Plan, accepts: bool) -> Resumption:
     directory = plan.spec.directory
     found = checkpoints_of(directory)
     if is_finished(plan):
-        _check_settings(plan, load_spec(directory / CONFIG), directory)
+        _check_settings(plan, load_spec(directory / CONFIG), directory, FREE)
         return Resumption(plan, finished=True, continues=True)
     if not found:
         return Resumption(plan)
@@ -127,10 +130,12 @@ def _checked(plan: Plan, found: list[Path], continues: bool, accepts: bool) -> R
     manifest, notes = _first_readable(found), list[str]()
     if manifest is not None:
         before = parse_spec(read_yaml(manifest.spec))
-        _check_settings(plan, before, found[0])
+        _check_settings(plan, before, found[0], (*FREE, *DRAINED))
         _check_copies(plan, before, found[0])
-        _check_steps(plan, before.steps, manifest.progress.next_step, found[0])
-        notes = [f"{plan.spec.name}: {change}" for change in _changes(plan, before, manifest.inputs)]
+        _check_steps(plan, before, manifest.progress.next_step, found[0])
+        _check_drain(plan, before, found[0])
+        changes = [*_drain(plan, before, manifest.progress), *_changes(plan, before, manifest.inputs)]
+        notes = [f"{plan.spec.name}: {change}" for change in changes]
         if notes and not accepts and manifest.inputs is not None:
             more = f" ({len(notes) - 1} more changes)" if len(notes) > 1 else ""
             raise UserError(
@@ -177,13 +182,49 @@ def _first_readable(found: list[Path]) -> Manifest | None:
     return None
 
 
-def _check_steps(plan: Plan, before: int, next_step: int, where: Path) -> None:
-    """Raise UserError for fewer steps than there are, and for more where none generated their rows. ``before``: steps
-    of the run that wrote the checkpoint."""
-    if plan.steps_in_flight(next_step).stop > before:
+def _drain(plan: Plan, before: Spec, progress: Progress) -> Iterator[str]:
+    """Yield how rows in flight are trained on under another lag or other segments than they were generated with."""
+    was, now = before.schedule.lag, plan.spec.schedule.lag
+    if was != now:
+        number = min(progress.next_step + was, before.steps) - progress.next_step
+        yield (
+            f"schedule.lag was {was} and is {now}: {counted(number, 'batch')} in flight, trained on as generated, then "
+            f"lag {now} holds; no row is lost"
+        )
+    old, new = ((spec.num_segments, spec.rollout.segment_tokens) for spec in (before, plan.spec))
+    if old != new:
+        carried = sum(map(len, progress.carried.values()))
+        yield (
+            f"rollout.segment_tokens was {shown(old[1])} and is {shown(new[1])}: {counted(carried, 'row')} under way, "
+            f"continued by segments of the new length; none is lost"
+        )
+
+
+def _check_drain(plan: Plan, before: Spec, where: Path) -> None:
+    """Raise UserError for another lag or other segments that rows in flight have no place under."""
+    was, now = before.schedule.lag, plan.spec.schedule.lag
+    if was != now and not (was and now):
         raise UserError(
-            f"--resume {where}: schedule.lag {plan.schedule.lag} trains on rows that are generated a step before, and "
-            f"the run of {before} steps generated none for a later one; go on from the checkpoint of an earlier step"
+            f"--resume {where}: schedule.lag was {was} and is {now} now, and without a lag other operators compute; "
+            f"use {was}, or {'another lag from 1 on' if was else 'start a new run under another name'}"
+        )
+    if plan.spec.num_segments < before.num_segments:
+        tokens = plan.spec.rollout.segment_tokens or plan.spec.data.max_response_tokens
+        raise UserError(
+            f"--resume {where}: rows may be carried over {before.num_segments} steps, and now over "
+            f"{plan.spec.num_segments}; use rollout.segment_tokens: {tokens} with rollout.max_segments: "
+            f"{before.num_segments}, under which they end"
+        )
+
+
+def _check_steps(plan: Plan, before: Spec, next_step: int, where: Path) -> None:
+    """Raise UserError for fewer steps than there are, and for more where none generated their rows. ``before``:
+    settings of the run that wrote the checkpoint."""
+    if min(next_step + before.schedule.lag, plan.spec.steps) > before.steps:
+        raise UserError(
+            f"--resume {where}: schedule.lag {before.schedule.lag} trains on rows that are generated steps before, and "
+            f"the run of {before.steps} steps generated none for a later one; go on from the checkpoint of an earlier "
+            f"step"
         )
     if next_step > plan.spec.steps:
         raise UserError(
@@ -192,8 +233,9 @@ def _check_steps(plan: Plan, before: int, next_step: int, where: Path) -> None:
         )
 
 
-def _check_settings(plan: Plan, before: Spec, where: Path) -> None:
-    changed = [each for each in differing_settings(before, plan.spec) if not each.key.startswith(FREE)]
+def _check_settings(plan: Plan, before: Spec, where: Path, free: tuple[str, ...]) -> None:
+    """Raise UserError for a setting, none of those that begin with ``free``, whose change would change numbers."""
+    changed = [each for each in differing_settings(before, plan.spec) if not each.key.startswith(free)]
     if changed:
         each, more = changed[0], f" ({len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
         raise UserError(

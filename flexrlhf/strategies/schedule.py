@@ -20,7 +20,7 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Run, Save
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,49 @@ class Schedule:
         return tuple(instruction for instruction in self.instructions if rank in instruction.ranks)
 
 
-def rounds(schedule: Schedule, steps: int, first_step: int = 0) -> range:
-    """Return the rounds of the list in a run that goes on with ``first_step``; a lagging batch takes one more."""
-    return range(first_step + schedule.lag if first_step else 0, steps + schedule.lag)
+@dataclass(frozen=True)
+class RunStart:
+    """First batches of a run that goes on; after a change of ``schedule.lag`` as many are in flight as before it.
+
+    next_step:  first batch that is not trained on yet.
+    generated:  first batch that is not generated yet.
+    """
+
+    next_step: int = 0
+    generated: int = 0
+
+    def begins(self, instruction: Instruction, lag: int) -> int:
+        """Return the first batch that ``instruction`` is executed for, in a list of the largest lag ``lag``."""
+        if isinstance(instruction, Offload | Reload) and not instruction.rare:
+            return 0  # models move in every round
+        return self.next_step if instruction.lag == lag else self.generated
 
 
-def walk_round(schedule: Schedule, rank: int, steps: int, turn: int) -> Iterator[tuple[int, int, Instruction]]:
+ANEW = RunStart()
+
+
+def rounds(schedule: Schedule, steps: int, start: RunStart = ANEW) -> range:
+    """Return the rounds of the list in a run that begins with ``start``; the last batch takes ``lag`` more.
+
+    More batches in flight than the lag are trained on first; with fewer the first rounds generate alone.
+    """
+    first = start.next_step + schedule.lag
+    return range(min(first, start.generated) if start.generated < steps else first, steps + schedule.lag)
+
+
+def walk_round(
+    schedule: Schedule, rank: int, steps: int, turn: int, start: RunStart = ANEW
+) -> Iterator[tuple[int, int, Instruction]]:
     """Yield the instructions of ``rank`` in one round: (position, step of the batch, instruction), in order.
 
     ``position`` counts along the list that all ranks walk, so that ranks can be compared.
     """
     length = len(schedule.instructions)
     for index, instruction in enumerate(schedule.instructions):
-        if rank in instruction.ranks and instruction.due(turn - instruction.lag, steps):
-            yield turn * length + index, turn - instruction.lag, instruction
+        step = turn - instruction.lag
+        is_due = instruction.due(step, steps) and step >= start.begins(instruction, schedule.lag)
+        if is_due and rank in instruction.ranks:
+            yield turn * length + index, step, instruction
 
 
 def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, Instruction]]:

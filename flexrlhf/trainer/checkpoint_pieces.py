@@ -1,6 +1,7 @@
 """Tensors of a rank in a checkpoint, copied to host memory: pieces of loaded models, and rows in flight.
 
-Rows in flight are generated at the end of a step but not trained on (``schedule.lag``).
+Rows in flight are generated at the end of a step but not trained on (``schedule.lag``), or not whole yet
+(``rollout.segment_tokens``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flexrlhf.engines.base import WEIGHTS, StateTensor
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import PRESENT
+from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.tensor_files import Piece, piece_key
 from flexrlhf.strategies.instructions import Move, Run
@@ -60,11 +64,11 @@ RowFile = dict[str, Tensor]
 def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowFile:
     """Return the columns that operators on ``rank`` have written for steps in flight, copied to host memory."""
     file: RowFile = {}
-    for step in plan.steps_in_flight(next_step):
+    for step in _steps_with_rows(plan, rows, next_step):
         written: dict[str, set[int]] = defaultdict(set)
         for run in _generating_runs(plan, rank):
             if plan.placement[run.model].layout.is_first_of_replica(rank):
-                for column in run.operator.writes:
+                for column in _left_columns(run, step, next_step):
                     written[column].update(_rows_of(plan, run, rank))
         for column, numbers in written.items():
             ordered = sorted(numbers)
@@ -73,28 +77,60 @@ def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> Row
     return {key: tensor for key, tensor in file.items() if len(tensor)}
 
 
-def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step: int) -> None:
-    """Put the rows in flight that this rank would have written or received into ``rows``."""
-    steps = plan.steps_in_flight(next_step)
-    if not steps:
+def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step: int, shape: BatchShape) -> None:
+    """Put the rows in flight that this rank would have written or received into ``rows``.
+
+    ``shape``: of the batches of the run that wrote them, which may have had other segments. Raises UserError for rows
+    that are not in the files.
+    """
+    steps = _steps_with_rows(plan, rows, next_step)
+    if not steps or (steps.start < next_step and shape.segments == 1):
         return
     stored = _read_all(checkpoint, steps)
     device = rows.device
     for step in steps:
-        for column, needed in _needed(plan, rank).items():
-            ordered = sorted(needed)
-            values = stored[f"{step}/{column}"]
-            rows.at(step).put(column, ordered, torch.stack([values[row] for row in ordered]).to(device))
+        for column, needed in _needed(plan, rank, step, next_step).items():
+            ordered, values = sorted(needed), stored.get(f"{step}/{column}", {})
+            places = {_place_in(plan.batch, shape, row): value for row, value in values.items()}
+            empty = rows.at(step).get(column, ())
+            absent = empty.new_zeros(empty.shape[1:])
+            if column == PRESENT and not values:
+                # rows that were generated whole are all there
+                places = {row: torch.ones_like(absent) for row in ordered if not plan.batch.as_taken(row)[0]}
+            # places for further segments than there were are empty
+            known = [row for row in ordered if plan.batch.as_taken(row)[0] < shape.segments]
+            if not places.keys() >= set(known):
+                raise UserError(f"checkpoint {checkpoint}: it lacks rows of {column} of step {step}; use another one")
+            found = [places.get(row, absent).to(device) for row in ordered]
+            rows.at(step).put(column, ordered, torch.stack(found))
 
 
-def _needed(plan: Plan, rank: int) -> Mapping[str, set[int]]:
-    """Return the rows in flight that a rank has at the end of a step, by column."""
+def _place_in(shape: BatchShape, before: BatchShape, row: int) -> int:
+    """Return the row of a batch of ``shape`` that was ``row`` in one of the shape ``before``."""
+    age, taken = before.as_taken(row)
+    return shape.place_of(taken, age)
+
+
+def _steps_with_rows(plan: Plan, rows: StepRows, next_step: int) -> range:
+    """Return the steps in flight, and the step before where rows are carried from it."""
+    steps = rows.steps_in_flight(next_step)
+    is_carried = not steps and any(operator.carries for operator in plan.graph.operators)
+    return range(next_step - 1, next_step) if is_carried else steps
+
+
+def _left_columns(run: Run, step: int, next_step: int) -> tuple[str, ...]:
+    """Return the columns of ``run`` that are needed after ``next_step``: of a step that is trained on the carried."""
+    return run.operator.writes if step >= next_step else run.operator.carries
+
+
+def _needed(plan: Plan, rank: int, step: int, next_step: int) -> Mapping[str, set[int]]:
+    """Return the rows of ``step`` that a rank has at the end of the step before ``next_step``, by column."""
     needed: dict[str, set[int]] = defaultdict(set)
     for run in _generating_runs(plan, rank):
-        for column in run.operator.writes:
+        for column in _left_columns(run, step, next_step):
             needed[column].update(_rows_of(plan, run, rank))
     for move in plan.schedule.for_rank(rank):
-        if isinstance(move, Move) and move.lag < plan.schedule.lag:
+        if isinstance(move, Move) and move.lag < plan.schedule.lag and step >= next_step:
             for transfer in move.transfers:
                 if transfer.destination == rank:
                     needed[transfer.column].update(plan.batch.rows(transfer.prompts))
@@ -102,9 +138,10 @@ def _needed(plan: Plan, rank: int) -> Mapping[str, set[int]]:
 
 
 def _generating_runs(plan: Plan, rank: int) -> Iterable[Run]:
-    """Return the runs of every step that write columns of steps in flight; rare ones write what they alone read."""
+    """Return the runs of every step that write columns of steps in flight, or columns that are carried to the next
+    step; rare ones write what they alone read."""
     runs = [each for each in plan.schedule.for_rank(rank) if isinstance(each, Run)]
-    return [run for run in runs if run.lag < plan.schedule.lag and run.operator.every == 1]
+    return [run for run in runs if (run.lag < plan.schedule.lag and run.operator.every == 1) or run.operator.carries]
 
 
 def _rows_of(plan: Plan, run: Run, rank: int) -> Sequence[int]:

@@ -163,6 +163,7 @@ class Checkpointer(Observer):
         trained = {name: model for name, model in models.items() if model.placed.trained}
         return Progress(
             next_step=next_step,
+            generated=state.rows.steps_in_flight(next_step).stop,
             numbers={name: model.engine.training_state().numbers for name, model in trained.items()},
             versions={name: model.version for name, model in models.items()},
             controllers=state.controllers.changed,
@@ -227,6 +228,7 @@ def merged_progress(reports: Sequence[Progress]) -> Progress:
             in_flight.setdefault(step, {}).update(operators)
     return Progress(
         next_step=reports[0].next_step,
+        generated=reports[0].generated,
         numbers=_united(report.numbers for report in reports),
         versions=_united(report.versions for report in reports),
         controllers=_united(report.controllers for report in reports),

@@ -9,13 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch.distributed as dist
 
 from flexrlhf.comm.world import World
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, data_digest
 from flexrlhf.runs.manifest import Manifest, damage, read_manifest
@@ -23,7 +28,7 @@ from flexrlhf.runs.run_directory import RunStatus, set_aside_checkpoints, trim_l
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.strategies.instructions import Offload, Sync
-from flexrlhf.strategies.schedule import checkpointed_models
+from flexrlhf.strategies.schedule import RunStart, checkpointed_models
 from flexrlhf.trainer.checkpoint_pieces import load_rows, part_of
 from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
@@ -46,6 +51,19 @@ class StartingPoint:
     @property
     def next_step(self) -> int:
         return self.manifest.progress.next_step
+
+    @cached_property
+    def spec(self) -> Spec:
+        """Settings of the run that wrote it."""
+        return parse_spec(read_yaml(self.manifest.spec))
+
+    @property
+    def run_start(self) -> RunStart:
+        """First steps that a run goes on with."""
+        generated = self.manifest.progress.generated
+        if generated is None:
+            generated = min(self.next_step + self.spec.schedule.lag, self.spec.steps)
+        return RunStart(self.next_step, generated)
 
 
 def choose_start(
@@ -135,7 +153,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     state.controllers.load(progress.controllers)
     state.ledger.load(progress.rows, progress.carried, progress.next_step)
     state.recorder.restore(progress.reports, progress.best)
-    load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step)
+    load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step, BatchShape.of(start.spec))
 
 
 def _restore(model: LoadedModel, context: RankContext, start: StartingPoint) -> None:

@@ -18,6 +18,7 @@ from flexrlhf.metrics import Triple, add, evaluate
 from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, row_metric
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.flight_log import TIMELINE
+from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
 from flexrlhf.timeline import SPANS, Timeline, saved_spans, write_trace
 from flexrlhf.trainer.column_files import record_statistics
@@ -44,9 +45,9 @@ class ResultsWriter(Observer):
         loggers: RunLoggers,
         send: Send,
         prompts: Callable[[int], Sequence[int]],
-        first_step: int = 0,
+        start: RunStart = ANEW,
     ) -> None:
-        """Begin with the row of ``first_step``.
+        """Begin with the row of the first step that ``start`` trains on.
 
         directory:  of the run.
         work:       time of all ranks.
@@ -55,9 +56,9 @@ class ResultsWriter(Observer):
         prompts:    step → numbers of its prompts in the data.
         """
         self.recorder, self.work = recorder, work
-        self.next_step = first_step
+        self.next_step = start.next_step
         """The first step whose row of metrics is not written."""
-        self._directory, self._loggers, self._send = directory, loggers, send
+        self._directory, self._loggers, self._send, self._start = directory, loggers, send, start
         self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
         self._last_time = time.time()
@@ -118,7 +119,7 @@ class ResultsWriter(Observer):
         with (self._directory / ROWS).open("a") as file:
             file.write(json.dumps({"step": step, "prompts": list(self._prompts(step)), "outcomes": spans}) + "\n")
         counts = {name: len(rows[name]) for name in spans}
-        counts[IN_FLIGHT] = self._plan.rows_in_flight(step + 1) + counts.pop(CARRIED, 0)
+        counts[IN_FLIGHT] = self._plan.rows_in_flight(step + 1, self._start.generated) + counts.pop(CARRIED, 0)
         return {row_metric(name): (1.0, float(count), 0.0) for name, count in counts.items()}
 
     def finish(
@@ -156,7 +157,7 @@ class ResultsWriter(Observer):
         write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)
 
 
-def open_results(rank: RankContext, first_step: int) -> ResultsWriter:
+def open_results(rank: RankContext, start: RunStart) -> ResultsWriter:
     """Return the writer of a run, with its loggers. Raises UserError if one is not installed or cannot begin."""
     spec, world = rank.plan.spec, rank.world
     work = WorkTime(spec.name, world, rank.flight.timeline)
@@ -164,4 +165,4 @@ def open_results(rank: RankContext, first_step: int) -> ResultsWriter:
         rank.show("opening the loggers")
     loggers = open_loggers(spec, rank.directory) if world.rank == 0 else RunLoggers(rank.directory)
     prompts = partial(prompt_numbers, rank.plan, rank.data)
-    return ResultsWriter(Recorder(rank.plan, world), rank.directory, work, loggers, rank.send, prompts, first_step)
+    return ResultsWriter(Recorder(rank.plan, world), rank.directory, work, loggers, rank.send, prompts, start)

@@ -22,7 +22,9 @@ Outcomes = dict[str, list[int]]
 class RowLedger(Observer):
     """Ledger of a run's rows, on the ranks of the training that accounts for them."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, generated: int = 0) -> None:
+        """``generated``: first step without rows at the start of the run."""
+        self._generated = generated
         self._plan, training = plan, plan.graph.accounting
         runs = [each for each in plan.schedule.for_rank(rank) if isinstance(each, Run)]
         self._is_accounting = any(run.operator == training for run in runs)
@@ -48,7 +50,7 @@ class RowLedger(Observer):
         """
         if not self._is_accounting:
             return {}
-        in_flight = self._plan.rows_in_flight(next_step) + sum(map(len, self._open.values()))
+        in_flight = self._plan.rows_in_flight(next_step, self._generated) + sum(map(len, self._open.values()))
         further = {FROZEN: min(next_step, self._first_step) * self._plan.batch.num_taken, IN_FLIGHT: in_flight}
         return {name: count for name, count in {**self._counts, **further}.items() if count}
 

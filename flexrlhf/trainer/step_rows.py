@@ -16,6 +16,7 @@ from flexrlhf.operators.columns import MISMATCHED, PTX, Lengths, plain, qualifie
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.rank_context import RankContext
 
 MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"
@@ -24,8 +25,11 @@ MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"
 class StepRows:
     """Row stores of the steps under way on this rank, and the moves to and from other ranks."""
 
-    def __init__(self, rank: RankContext) -> None:
+    def __init__(self, rank: RankContext, start: RunStart) -> None:
         self._plan, self._data, self._groups = rank.plan, rank.data, rank.groups
+        # more than planned while the batches of a larger lag are trained on
+        self._num_kept = max(rank.plan.num_steps_kept, start.generated - start.next_step)
+        self._start = start
         self.device = rank.world.device
         self._stores: dict[int, RowStore] = {}
         self._input_rows = rows_with_inputs(rank.plan, rank.rank)
@@ -34,11 +38,18 @@ class StepRows:
     def at(self, step: int) -> RowStore:
         """Return the rows of a step; steps that no instruction works on any more are dropped."""
         if step not in self._stores:
-            for old in [s for s in self._stores if s < step - self._plan.num_steps_kept]:
+            for old in [s for s in self._stores if s < step - self._num_kept]:
                 self._stores.pop(old).finish()
             store = self._stores[step] = RowStore(self._plan.lengths, self.device)
             self._put_inputs(step, store)
         return self._stores[step]
+
+    def steps_in_flight(self, next_step: int) -> range:
+        """Return the steps whose rows exist before ``next_step`` is trained on."""
+        if next_step == self._start.next_step:
+            # a larger lag than before is not reached yet
+            return range(next_step, self._start.generated)
+        return self._plan.steps_in_flight(next_step, self._start.generated)
 
     def carried_to(self, step: int) -> RowStore | None:
         """Return the rows of the step before, of which some are carried to ``step``; None for the first step."""

@@ -22,7 +22,7 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
-from flexrlhf.strategies.schedule import rounds
+from flexrlhf.strategies.schedule import ANEW, rounds
 from flexrlhf.trainer.checkpointer import Checkpointer, RunState
 from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.evaluator import Evaluator
@@ -46,13 +46,14 @@ class Trainer:
     def __init__(self, rank: RankContext, start: StartingPoint | None = None) -> None:
         """Go on from the checkpoint ``start``; None: begin with the first step."""
         self.plan, self._rank, self._models = rank.plan, rank, rank.models
-        self._first_step = 0 if start is None else start.next_step
+        self._start = ANEW if start is None else start.run_start
         self._calls = LoopCalls()
         self._operators = make_operator_context(rank)
-        self._rows, self._syncs, self._controllers = StepRows(rank), WeightSyncs(rank), Controllers(rank.plan)
-        self._results = open_results(rank, self._first_step)
+        self._rows, self._syncs = StepRows(rank, self._start), WeightSyncs(rank, self._start)
+        self._controllers = Controllers(rank.plan)
+        self._results = open_results(rank, self._start)
         self._saver = ModelSaver(rank, self._results.recorder)
-        ledger = RowLedger(rank.plan, rank.rank)
+        ledger = RowLedger(rank.plan, rank.rank, self._start.generated)
         state = RunState(rank, self._rows, self._controllers, ledger, self._results.recorder)
         self._checkpointer = Checkpointer(state, self._results)
         self._observers = make_observers(rank, self._controllers, ledger, self._results, self._checkpointer)
@@ -82,12 +83,13 @@ class Trainer:
         Raises UserError where one was not.
         """
         steps, lag = self.plan.spec.steps, self.plan.schedule.lag
-        for turn in rounds(self.plan.schedule, steps, self._first_step):
+        for turn in rounds(self.plan.schedule, steps, self._start):
             self._calls.begin(turn)
-            yield PromptBatch(turn, tuple(self._rows.examples(turn)) if turn < steps else ())
+            is_generated = self._start.generated <= turn < steps
+            yield PromptBatch(turn, tuple(self._rows.examples(turn)) if is_generated else ())
             self._calls.end(turn)
             if self._rank.ends_after(turn):
-                self._calls.next_step = min(steps, max(0, turn + 1 - lag))
+                self._calls.next_step = min(steps, max(self._start.next_step, turn + 1 - lag))
                 return
         self._calls.next_step = steps
 
@@ -98,7 +100,7 @@ class Trainer:
         """
         self._calls.take(batch.turn, "generate_experience")
         self._syncs.begin_round(batch.turn)
-        before, after = cut_round(self.plan, self._rank.rank, batch.turn)
+        before, after = cut_round(self.plan, self._rank.rank, batch.turn, self._start)
         for execution in before:
             self._walk(execution)
         due = [(each.step, each.instruction) for each in after if is_training(each.instruction)]
@@ -108,7 +110,7 @@ class Trainer:
     def train_rlhf(self, experiences: Experiences) -> None:
         """Execute the rest of the round, from its first training on."""
         self._calls.take(experiences.turn, "train_rlhf")
-        _, after = cut_round(self.plan, self._rank.rank, experiences.turn)
+        _, after = cut_round(self.plan, self._rank.rank, experiences.turn, self._start)
         for execution in after:
             self._walk(execution)
 
@@ -181,7 +183,7 @@ class Trainer:
         rank = self._rank
         rank.show("writing what is left", next_step)
         self._syncs.store_all()
-        if 0 < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
+        if self._start.next_step < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
             self._checkpointer.write(next_step)
         if rank.rank == 0:
             self._results.write_until(next_step)

@@ -12,6 +12,7 @@ from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Sync
+from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 
@@ -19,8 +20,9 @@ from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
 class WeightSyncs:
     """Weights that this rank's trained models send, and that its copies of them receive."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, start: RunStart = ANEW) -> None:
         self._models, self._steps = context.models, context.plan.spec.steps
+        self._next_step = start.next_step
         self._mover = WeightMover(context.plan.spec.sync, context.wait)
         mine = [each for each in context.plan.schedule.for_rank(context.rank) if isinstance(each, Sync)]
         self._channels = {sync.destination: make_channel(context, sync) for sync in mine}
@@ -35,9 +37,12 @@ class WeightSyncs:
     def begin_round(self, turn: int) -> None:
         """Begin to receive the weights of this rank's copies in a round of the list."""
         if self._is_early:
-            self._due = {sync.destination for sync in self._overlapped if sync.due(turn - sync.lag, self._steps)}
+            self._due = {sync.destination for sync in self._overlapped if self._is_due(sync, turn - sync.lag)}
             for name in sorted(self._due - self._receipts.keys()):
                 self._receive(name)
+
+    def _is_due(self, sync: Sync, step: int) -> bool:
+        return step >= self._next_step and sync.due(step, self._steps)
 
     def run(self, sync: Sync, step: int) -> int:
         """Execute ``sync`` on this rank and return the bytes sent; the copy has the weights of ``step`` afterwards.

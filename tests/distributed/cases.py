@@ -262,6 +262,7 @@ SHAPES: dict[str, Raw] = {
     "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},
     "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"overlap": False}},
     "lag-2": {"placement": SIX, "schedule": {"lag": 2}, "steps": 6},
+    "lag-3": {"placement": SIX, "schedule": {"lag": 3}, "steps": 7},
     "lag-4-every-2": {
         "placement": SIX,
         "schedule": {"lag": 4, "num_chunks": 2},

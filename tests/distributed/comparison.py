@@ -80,8 +80,11 @@ class Deviation:
 _REFERENCES: dict[str, Result] = {}
 
 
-def reference_of(spec: Spec) -> Result:
-    """One reference for all runs that must give its results: placement, chunks and engines are not in the key."""
+def reference_of(spec: Spec, before: tuple[int, int] | None = None) -> Result:
+    """One reference for all runs that must give its results: placement, chunks and engines are not in the key.
+
+    ``before``: as of ``Reference``.
+    """
     models = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
@@ -89,26 +92,27 @@ def reference_of(spec: Spec) -> Result:
     # values of a shared trunk come from the copy that computes them
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) or spec.num_segments > 1 else None
     segments = [spec.rollout.segment_tokens, spec.rollout.max_segments]
-    key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of, segments])
+    key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of, segments, before])
     if key not in _REFERENCES:
         is_sampled = isinstance(spec.algorithm, PolicySpec)
-        _REFERENCES[key] = Reference(spec).run() if is_sampled else Supervised(spec).run()
+        _REFERENCES[key] = Reference(spec, before=before).run() if is_sampled else Supervised(spec).run()
     return _REFERENCES[key]
 
 
-def deviations(outcome: Outcome) -> list[Deviation]:
-    """All comparisons of a run, step by step, in the order in which a step computes them."""
+def deviations(outcome: Outcome, before: tuple[int, int] | None = None) -> list[Deviation]:
+    """All comparisons of a run, step by step, in the order in which a step computes them. ``before``: as of
+    ``Reference``."""
     spec = outcome.plan.spec
-    reference = reference_of(spec)
+    reference = reference_of(spec, before)
     if isinstance(spec.algorithm, PolicySpec):
-        reference = _after_ties(outcome, reference)
+        reference = _after_ties(outcome, reference, before)
     found = [d for number, step in enumerate(reference.steps) for d in _step_deviations(outcome, number, step)]
     for role, weights in reference.weights.items():
         found.append(Deviation(None, f"weights of {role}", distance(outcome.weights(role), weights), RELATIVE))
     return found
 
 
-def _after_ties(outcome: Outcome, reference: Result) -> Result:
+def _after_ties(outcome: Outcome, reference: Result, before: tuple[int, int] | None) -> Result:
     """After a tie that went the other way the rest is compared on the run's own tokens, each of which must win or
     tie."""
     columns = [outcome.columns(step) for step in range(len(reference.steps))]
@@ -127,7 +131,7 @@ def _after_ties(outcome: Outcome, reference: Result) -> Result:
             return reference
         where = f"{outcome.case.name}: step {number}, {name}, row {row}, position {position}"
         warnings.warn(f"{where}: a tie by {margins[position]:.1e} went the other way", stacklevel=2)
-        return Reference(outcome.plan.spec, forced=sampled).run()
+        return Reference(outcome.plan.spec, sampled, before).run()
     return reference
 
 

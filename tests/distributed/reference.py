@@ -40,11 +40,16 @@ Forced = dict[str, Tensor]
 
 
 class Reference:
-    """One run. ``forced``: tokens of every step to take instead of the sampled ones, at ties only."""
+    """One run. ``forced``: tokens of every step to take instead of the sampled ones, at ties only.
 
-    def __init__(self, spec: Spec, forced: Sequence[Forced] | None = None) -> None:
+    ``before``: (n, k) of a run that goes on with step n, under its own lag, from one of lag k.
+    """
+
+    def __init__(
+        self, spec: Spec, forced: Sequence[Forced] | None = None, before: tuple[int, int] | None = None
+    ) -> None:
         assert isinstance(spec.algorithm, PolicySpec)
-        self.spec, self.policy, self.forced = spec, spec.algorithm, forced
+        self.spec, self.policy, self.forced, self.before = spec, spec.algorithm, forced, before
         self.actor, self.critics = self._models()
         # models that generate and compute log-probs and values: copies of the trained ones, as old as the rule says
         self.old_actor, self.old_critics = self._models()
@@ -86,8 +91,23 @@ class Reference:
 
     def version(self, step: int) -> int:
         """Number of batches that the weights have been trained on when they generate batch ``step``."""
-        every = self.spec.sync.every
-        return every * (max(0, step - self.spec.schedule.lag) // every)
+        every, lag, least = self.spec.sync.every, self.spec.schedule.lag, 0
+        if self.before is not None:
+            next_step, earlier = self.before
+            if step < next_step + earlier:
+                lag = earlier
+            else:
+                # weights of the first step are there when the run goes on
+                least = next_step
+        return every * (max(least, step - lag) // every)
+
+    def _generated(self, step: int) -> int:
+        """Number of batches that are generated when batch ``step`` is trained on."""
+        lag, most = self.spec.schedule.lag, 0
+        if self.before is not None:
+            next_step, earlier = self.before
+            lag, most = (earlier, 0) if step < next_step else (lag, next_step + earlier)
+        return min(max(step + 1 + lag, most), self.spec.steps)
 
     def _step(self, step: int) -> Step:
         weights = self.versions[self.version(step)]
@@ -113,7 +133,8 @@ class Reference:
         if self.spec.rollout.segment_tokens is not None:
             sampled = self.requests
         carried = sum(map(len, self.under_way.values()))
-        rows = row_metrics(self.spec, step, responses, carried)
+        in_flight = (self._generated(step) - step - 1) * self.policy.num_prompts * self.policy.samples_per_prompt
+        rows = row_metrics(self.spec, step, responses, in_flight + carried)
         metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)} | rows
         if not responses:
             return Step({}, metrics, [], [])
@@ -200,7 +221,7 @@ class Reference:
         """Steps over which a response may be generated."""
         rollout, longest = self.spec.rollout, self.spec.data.max_response_tokens
         needed = math.ceil(longest / (rollout.segment_tokens or longest))
-        return min(needed, rollout.max_segments or needed)
+        return rollout.max_segments or needed
 
     def _continued(self, step: int, taken: list[Example]) -> list[Response]:
         """The responses that are whole after a further segment of each that has not ended, by their places."""

@@ -30,9 +30,8 @@ def _by_scores(policy: PolicySpec, response: Response) -> str:
     return "trained" if response.is_taken else response.reason
 
 
-def row_metrics(spec: Spec, step: int, responses: list[Response], carried: int) -> dict[str, Metric]:
-    """Rows by outcome, and the length of responses that a choice takes over the length of all. ``carried``: rows that
-    are not whole yet."""
+def row_metrics(spec: Spec, step: int, responses: list[Response], in_flight: int) -> dict[str, Metric]:
+    """Rows by outcome, and the length of responses that a choice takes over the length of all."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
     outcomes = [_by_scores(policy, response) for response in responses]
@@ -41,7 +40,7 @@ def row_metrics(spec: Spec, step: int, responses: list[Response], carried: int) 
             outcomes[number] = "frozen"
         elif outcomes[number] == "trained" and response.kept and not any(response.kept):
             outcomes[number] = "rejected"
-    metrics = counted(spec, step, outcomes, policy.num_prompts * policy.samples_per_prompt, carried)
+    metrics = counted(outcomes, in_flight)
     taken = [len(response.tokens) for response in responses if response.is_taken]
     if taken and any(response.reason for response in responses):
         all_of_them = [len(response.tokens) for response in responses]
@@ -50,8 +49,7 @@ def row_metrics(spec: Spec, step: int, responses: list[Response], carried: int) 
     return metrics
 
 
-def counted(spec: Spec, step: int, outcomes: list[str], taken: int, carried: int = 0) -> dict[str, Metric]:
-    """Rows by outcome, and rows of later steps that are generated, of which each has ``taken``."""
-    in_flight = min(spec.schedule.lag, spec.steps - 1 - step) * taken + carried
+def counted(outcomes: list[str], in_flight: int) -> dict[str, Metric]:
+    """Rows by outcome, and rows in flight."""
     counts = {**Counter(outcomes), "in_flight": in_flight}
     return {f"rows_{name}": Metric(count, 1.0) for name, count in counts.items()}

@@ -58,7 +58,7 @@ class Supervised:
         is_scored = algorithm.name == "reward"
         samples = range(algorithm.samples_per_prompt)
         trained = [is_scored or bool(self._written(example, sample)) for example in batch for sample in samples]
-        rows = counted(self.spec, step, ["trained" if each else "no_tokens" for each in trained], len(trained))
+        rows = counted(["trained" if each else "no_tokens" for each in trained], in_flight=0)
         return Step(columns, terms.metrics() | rows)
 
     def _columns(self, batch: Sequence[Example]) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ def reject(spec: Spec, step: int, responses: Sequence[Response], terms: Terms) -
     settings, stalest = policy.importance, spec.schedule.lag + spec.sync.every - 1
     if spec.rollout.segment_tokens is not None:
         needed = math.ceil(spec.data.max_response_tokens / spec.rollout.segment_tokens)
-        stalest += min(needed, spec.rollout.max_segments or needed) - 1
+        stalest += (spec.rollout.max_segments or needed) - 1
     for response in responses:
         kept, ages = [True] * len(response.tokens), [step - version for version in response.versions]
         if settings is not None and settings.reject is not None:

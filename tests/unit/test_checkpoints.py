@@ -6,6 +6,7 @@ import json
 import random
 import re
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +43,8 @@ from flexrlhf.runs.run_directory import (
     write_status,
 )
 from flexrlhf.runs.tensor_files import Piece, PieceReader, piece_file, write_pieces
-from flexrlhf.strategies.instructions import Checkpoint
-from flexrlhf.strategies.schedule import rounds, walk_round
+from flexrlhf.strategies.instructions import Checkpoint, Run
+from flexrlhf.strategies.schedule import RunStart, Schedule, rounds, walk_round
 from flexrlhf.trainer.checkpointer import merged_progress
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.weights.saving import dump_part, load_part, written_names
@@ -231,6 +232,76 @@ def test_a_changed_input_is_refused_by_name_or_accepted(
     assert accepted.candidates == (found,) and re.search(sentence, accepted.notes[0])
 
 
+SEGMENTS = "rollout.segment_tokens"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        (("schedule.lag=4",), ("schedule.lag=2",), "schedule.lag was 4 and is 2: 4 batches in flight, trained on as"),
+        (("schedule.lag=1",), ("schedule.lag=8",), "1 batch in flight, .*then lag 8 holds; no row is lost"),
+        (
+            ("schedule.lag=1", f"{SEGMENTS}=6"),
+            ("schedule.lag=1", f"{SEGMENTS}=4"),
+            f"{SEGMENTS} was 6 and is 4: 3 rows under way, continued by segments of the new length; none is lost",
+        ),
+        (("schedule.lag=1",), ("schedule.lag=1", f"{SEGMENTS}=4"), f"{SEGMENTS} was null and is 4"),
+    ],
+)
+def test_another_lag_or_other_segments_are_accepted_with_what_becomes_of_rows_in_flight(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def lagging(*overrides: str) -> Plan:
+        return plan_of([0.5] * 6, 2, "checkpoint.every=1", "steps=9", *overrides)
+
+    directory = written_checkpoint(lagging(*before), 3)
+    manifest = read_manifest(directory)
+    write_manifest(directory, replace(manifest, progress=replace(manifest.progress, carried={"2": [0, 1, 5]})))
+    with pytest.raises(UserError, match=f"{sentence}.*which would change .* accept it with --accept-changes$"):
+        resume_runs((lagging(*after),), "auto")
+    (accepted,) = resume_runs((lagging(*after),), "auto", accepts=True)
+    assert accepted.candidates == (directory,) and re.search(sentence, accepted.notes[0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        (("schedule.lag=2",), (), "schedule.lag was 2 and is 0 now, .*use 2, or another lag from 1 on"),
+        (
+            ("schedule.lag=1", f"{SEGMENTS}=4"),
+            ("schedule.lag=1", f"{SEGMENTS}=8"),
+            r"carried over 5 steps, and now over 3; use rollout.segment_tokens: 8 with rollout.max_segments: 5",
+        ),
+        (
+            ("schedule.lag=1", f"{SEGMENTS}=10"),
+            ("schedule.lag=1",),
+            r"carried over 2 steps, and now over 1; use rollout.segment_tokens: 20 with rollout.max_segments: 2",
+        ),
+    ],
+)
+def test_a_lag_or_segments_without_a_place_for_rows_in_flight_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def lagging(*overrides: str) -> Plan:
+        return plan_of([0.5] * 6, 2, "checkpoint.every=1", "steps=9", "data.max_response_tokens=20", *overrides)
+
+    written_checkpoint(lagging(*before), 3)
+    with pytest.raises(UserError, match=sentence):
+        resume_runs((lagging(*after),), "auto", accepts=True)
+
+
 def test_a_changed_type_is_refused_by_name_or_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     written_checkpoint(scored(tmp_path), 4)
@@ -391,17 +462,46 @@ def test_all_ranks_stop_after_the_same_round_whenever_the_request_comes(tmp_path
     assert StopRequests(store).follow(f"run/{stopped[0]}", 5)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [0, 1, 3])
 def test_an_interrupted_walk_is_a_whole_one(lag: int) -> None:
     plan = plan_of([0.5] * 6, 2, f"schedule.lag={lag}", "steps=7", "checkpoint.every=2")
     schedule = plan.schedule
     whole = [each for turn in rounds(schedule, 7) for each in walk_round(schedule, 0, 7, turn)]
     for next_step in range(1, 7):
         first = [each for turn in range(next_step + lag) for each in walk_round(schedule, 0, 7, turn)]
-        second = [each for turn in rounds(schedule, 7, next_step) for each in walk_round(schedule, 0, 7, turn)]
+        start = RunStart(next_step, min(next_step + lag, 7))
+        second = [each for turn in rounds(schedule, 7, start) for each in walk_round(schedule, 0, 7, turn, start)]
         assert first + second == whole
     due = [step + 1 for _, step, each in whole if isinstance(each, Checkpoint)]
     assert due == [2, 4, 6, 7]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (3, 2), (2, 16)])
+def test_a_walk_under_another_lag_runs_each_operator_once_for_each_batch(before: int, after: int) -> None:
+    """Batches in flight are generated and not trained on; no training is far behind a batch that is generated."""
+    first, second = (plan_of([0.5] * 6, 2, f"schedule.lag={lag}", "steps=9").schedule for lag in (before, after))
+    for next_step in range(1, 9):
+        start = RunStart(next_step, min(next_step + before, 9))
+        for rank in range(2):
+            walked = [each for turn in range(next_step + before) for each in walk_round(first, rank, 9, turn)]
+            further = [each for turn in rounds(second, 9, start) for each in walk_round(second, rank, 9, turn, start)]
+            runs = Counter((step, each.label) for _, step, each in walked + further if isinstance(each, Run))
+            whole = {each.label for each in first.for_rank(rank) if isinstance(each, Run) and not each.is_rare}
+            assert {key: runs[key] for key in ((step, name) for step in range(9) for name in whole)} == dict.fromkeys(
+                ((step, name) for step in range(9) for name in whole), 1
+            )
+            behind = [turn - step for turn, step in _generations(second, rank, start)]
+            assert all(each == 0 for each in behind)
+
+
+def _generations(schedule: Schedule, rank: int, start: RunStart) -> list[tuple[int, int]]:
+    """Round and batch of each generation of ``rank``."""
+    return [
+        (turn, step)
+        for turn in rounds(schedule, 9, start)
+        for _, step, each in walk_round(schedule, rank, 9, turn, start)
+        if isinstance(each, Run) and each.operator.kind == "generate"
+    ]
 
 
 def test_a_plan_shows_the_checkpoint_and_its_host_memory() -> None:
