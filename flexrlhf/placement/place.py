@@ -96,13 +96,16 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
                     f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}.{ROLLOUT}"
                 )
             raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-    required = roles.with_shadows if has_shadows(placement.models) else roles.all
+    shadowed = has_shadows(placement.models)
+    # what generates is apart, if anything is; other roles may do without a shadow
+    required = [name for name in roles.with_shadows if not name.copy or (shadowed and name.role == roles.generating)]
     missing = [name for name in required if name not in placement.models]
     if missing:
         raise UserError(f"placement: {', '.join(missing)} missing; give {', '.join(required)}")
-    if placement.train_share is not None and required == roles.all:
+    if placement.train_share is not None and not shadowed:
         raise UserError("placement.train_share: needs shadow models (a disaggregated placement); remove it")
-    return placement.model_copy(update={"models": {name: placement.models[name] for name in required}})
+    named = [name for name in roles.with_shadows if name in placement.models]
+    return placement.model_copy(update={"models": {name: placement.models[name] for name in named}})
 
 
 def _placed(

@@ -29,16 +29,18 @@ from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName
 class Roles:
     """Roles of a graph.
 
-    all:      in vector order.
-    trained:  those that may have shadows.
-    heads:    by role.
-    rollout:  the role that a rollout engine generates for; with shadows that engine is its shadow.
+    all:        in vector order.
+    trained:    those that may have shadows.
+    heads:      by role.
+    rollout:    the role that a rollout engine generates for; with shadows that engine is its shadow.
+    generating: the role that generates; None: the data set has the responses.
     """
 
     all: tuple[str, ...]
     trained: tuple[str, ...]
     heads: Mapping[str, Head] = field(hash=False)
     rollout: str | None = None
+    generating: str | None = None
 
     @property
     def shadows(self) -> tuple[ModelName, ...]:
@@ -82,17 +84,27 @@ def _explicit(name: str, ranks: tuple[int, ...], cluster: Cluster) -> tuple[int,
 
 
 def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
-    """Raise UserError for a device of both training and inference with shadows: one side would wait for the other."""
+    """Raise UserError for a device of both training and inference with shadows: one side would wait for the other.
+
+    A frozen model may be on either side, but not on both.
+    """
     if not has_shadows(ranks):
         return
-    for trained in roles.trained:
-        for name in ranks:
-            both = sorted(set(ranks[trained]) & set(ranks[name])) if name not in roles.trained else []
-            if both:
-                raise UserError(
-                    f"placement: with shadows {trained} (training) and {name} (inference) must not share a device, "
-                    f"both are on rank {both[0]}; give them disjoint ranks"
-                )
+    training = {rank: name for name in reversed(roles.trained) for rank in ranks[name]}
+    for name in ranks:
+        shared = sorted(training.keys() & ranks[name])
+        if ModelName(name).copy and shared:
+            raise UserError(
+                f"placement: with shadows {training[shared[0]]} (training) and {name} (inference) must not share a "
+                f"device, both are on rank {shared[0]}; give them disjoint ranks"
+            )
+        inference = {rank for other in ranks if ModelName(other).copy for rank in ranks[other]}
+        both = sorted(inference.intersection(ranks[name])) if name not in roles.trained and shared else []
+        if both:
+            raise UserError(
+                f"placement: {name} is on rank {shared[0]}, which trains, and on rank {both[0]}, which generates or "
+                f"infers with shadows; give it ranks of one side"
+            )
 
 
 def _pools(request: PlacementMap, cluster: Cluster) -> dict[tuple[int, ...], list[str]]:

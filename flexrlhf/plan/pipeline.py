@@ -41,6 +41,7 @@ from flexrlhf.plan.rollout_engine import with_rollout, with_rollout_engine
 from flexrlhf.plan.segments import with_segments
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
+from flexrlhf.strategies.late_operators import behind_training
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.strategies.strategy import STRATEGIES, choose_strategy
 from flexrlhf.weights.shapes import ModelShape
@@ -68,7 +69,7 @@ class ResolvedSpec:
     def roles(self) -> Roles:
         """Roles to place; the one that generates has a rollout engine where the spec names one."""
         rollout = self.graph.generated if self.spec.rollout.has_copy else None
-        return Roles(self.graph.roles, self.graph.trained, heads_of(self.graph), rollout)
+        return Roles(self.graph.roles, self.graph.trained, heads_of(self.graph), rollout, self.graph.generated)
 
     def place(self) -> Placement:
         """Return the placed models. Raises UserError with the nearest placement that works."""
@@ -94,7 +95,8 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
             for each in graph.operators
         )
         graph = replace(graph, operators=tuple(operators))
-    return with_segments(with_rollout(graph, spec, is_remote=graph.generated in shadowed), spec)
+    graph = with_segments(with_rollout(graph, spec, is_remote=graph.generated in shadowed), spec)
+    return behind_training(graph, placement) if spec.schedule.lag else graph
 
 
 def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:

@@ -142,8 +142,7 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     rounds = is_remote and spec.sync.dtype is not None
     if rollout.parity is not None and (rollout.has_copy or rounds):
         graph = _with_parity(graph, rollout.parity, spec, of_copy=rounds and not rollout.has_copy)
-    is_late = spec.schedule.lag > 0 and (rollout.has_copy or importance is not None)
-    return _after_late_forwards(graph, rollout.has_copy and is_remote) if is_late else graph
+    return graph
 
 
 def check_rollout(graph: Graph, spec: Spec) -> None:
@@ -263,23 +262,6 @@ def _corrected(operator: Operator) -> Operator:
     if operator.kind == "train" and "logprobs" in operator.reads:
         return replace(operator, reads=(*operator.reads, "rollout_logprobs"))
     return operator
-
-
-def _after_late_forwards(graph: Graph, is_alone: bool) -> Graph:
-    """Return ``graph`` with combines on the trained copy if they need its forwards' columns, a step later with a lag.
-
-    ``is_alone``: no other copy than the trained one can forward.
-    """
-    role = _role_of(graph)
-    forwards = [o for o in graph.operators if (o.kind, o.role) == ("forward", role) and (is_alone or o.on_trained)]
-    late = {column for operator in forwards for column in operator.writes}
-    operators = []
-    for operator in graph.operators:
-        if operator.kind == "combine" and late & set(operator.reads):
-            late |= set(operator.writes)
-            operator = replace(operator, on_trained=True)
-        operators.append(operator)
-    return replace(graph, operators=tuple(operators))
 
 
 def _role_of(graph: Graph) -> str:

@@ -19,6 +19,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
 from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.strategies.late_operators import is_late
 from flexrlhf.strategies.schedule import Builder, closing, make_tasks, opening
 from flexrlhf.strategies.syncs import with_refills, with_syncs
 
@@ -39,9 +40,9 @@ def with_shadows(graph: Graph, placement: Placement, shape: BatchShape, spec: Sp
     if lag == 0:
         return by_wave(graph, placement, shape, spec)
     builder = Builder(placement, shape)
-    trained = [o for o in graph.operators if not builder.model_of(o).follows and o.role in graph.trained]
-    inference = make_tasks(graph, placement, shape, [o for o in graph.operators if o not in trained])
-    training = make_tasks(graph, placement, shape, trained)
+    late = [operator for operator in graph.operators if is_late(operator, graph, placement)]
+    inference = make_tasks(graph, placement, shape, [operator for operator in graph.operators if operator not in late])
+    training = make_tasks(graph, placement, shape, late)
     newest, rows = builder.emit(inference), builder.moves(inference, training)
     builder.lag = lag
     # before the syncs, which would delay them

@@ -262,6 +262,16 @@ SHAPES: dict[str, Raw] = {
     "lag": {"placement": SIX, "schedule": {"lag": 1}, "steps": 5},
     "lag-chunks": {"placement": SIX, "schedule": {"lag": 1, "num_chunks": 2}, "sync": {"overlap": False}},
     "lag-2": {"placement": SIX, "schedule": {"lag": 2}, "steps": 6},
+    # generation alone is apart: values, log-probs of the reference and advantages come with training
+    "lag-2-alone": {
+        "placement": {
+            "actor.shadow": {"ranks": [1]},
+            "reward": {"ranks": [1]},
+            **{name: {"ranks": [0]} for name in ("actor", "critic", "ref")},
+        },
+        "schedule": {"lag": 2},
+        "steps": 5,
+    },
     "lag-3": {"placement": SIX, "schedule": {"lag": 3}, "steps": 7},
     "lag-4-every-2": {
         "placement": SIX,
@@ -595,6 +605,9 @@ DEFAULT = [
     Case("ends", "co-located", 2, rollout="torch"),
     Case("segments", "co-located", 1),
     Case("segments", "lag-2", 2),
+    Case("two", "lag-2-alone", 2),
+    Case("grpo", "lag-2-alone", 2, rollout="vllm"),
+    Case("segments-corrected", "lag-2-alone", 2),
     Case("segments-corrected", "halves", 2),
     Case("grpo-segments", "lag-4-every-2", 2),
     Case("segments", "lag-2", 2, rollout="vllm-child"),
@@ -907,7 +920,7 @@ def placement_of(placement: Any, roles: tuple[str, ...], trained: tuple[str, ...
     has_shadows = "actor.shadow" in given
     names = [(f"{role}.shadow", f"{KIN.get(role, role)}.shadow") for role in roles if role in trained and has_shadows]
     names += [(role, KIN.get(role, role)) for role in roles]
-    entries = {name: given[kin] for name, kin in names}
+    entries = {name: given[kin] for name, kin in names if kin in given}
     if is_vector:
         return list(entries.values())
     return entries | {name: value for name, value in given.items() if name == "span_classes"}

@@ -21,6 +21,7 @@ from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec
 from flexrlhf.config.number_settings import OF_MODELS, OF_RUN
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.metrics import TIMES
 from flexrlhf.verify.deviations import FLOAT32
@@ -91,7 +92,8 @@ def reference_of(spec: Spec, before: tuple[int, int] | None = None) -> Result:
     run = spec.model_dump(mode="json", include={*OF_RUN, "steps"})
     # values of a shared trunk come from the copy that computes them
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) or spec.num_segments > 1 else None
-    segments = [spec.rollout.segment_tokens, spec.rollout.max_segments]
+    models_apart = sorted(spec.placement.models) if isinstance(spec.placement, PlacementMap) else None
+    segments = [models_apart, spec.rollout.segment_tokens, spec.rollout.max_segments]
     key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of, segments, before])
     if key not in _REFERENCES:
         is_sampled = isinstance(spec.algorithm, PolicySpec)

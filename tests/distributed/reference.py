@@ -110,9 +110,10 @@ class Reference:
         return min(max(step + 1 + lag, most), self.spec.steps)
 
     def _step(self, step: int) -> Step:
-        weights = self.versions[self.version(step)]
         for role, model in {"actor": self.old_actor, **self.old_critics}.items():
-            model.model.load_state_dict(weights[role], strict=False)
+            # a role without a copy for inference computes with the weights that training starts from
+            version = self.version(step) if self._is_apart(role) else step
+            model.model.load_state_dict(self.versions[version][role], strict=False)
         terms = Terms()
         responses = self._experience(step)
         self.places = [response.place for response in responses]
@@ -208,6 +209,13 @@ class Reference:
         response = sampler.response(self.old_actor, list(example.prompt), step, row, forced)
         response.versions, response.example = [self.version(step)] * len(response.tokens), example
         return response
+
+    def _is_apart(self, role: str) -> bool:
+        """Whether inference with ``role`` has a copy on other ranks, if generation has."""
+        placement = self.spec.placement
+        if not isinstance(placement, PlacementMap) or "actor.shadow" not in placement.models:
+            return True
+        return f"{role}.shadow" in placement.models
 
     @property
     def _has_engine_apart(self) -> bool:

@@ -22,7 +22,7 @@ Ranks = tuple[int, ...]
 FOUR = ("actor", "critic", "ref", "reward")
 SIX = ("actor.shadow", "critic.shadow", *FOUR)
 HEADS: dict[str, Head] = {"actor": "causal", "critic": "scalar", "ref": "causal", "reward": "scalar"}
-ROLES = Roles(FOUR, ("actor", "critic"), HEADS)
+ROLES = Roles(FOUR, ("actor", "critic"), HEADS, generating="actor")
 ALL = tuple(range(8))
 MIXED = "[{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models.reward=null")
@@ -177,6 +177,16 @@ def test_explicit_ranks_must_keep_the_sides_apart() -> None:
     assert ranks_of(fine)["critic"] == (1, 2)
 
 
+def test_a_frozen_model_may_be_on_either_side_but_not_on_both() -> None:
+    halves = {"actor.shadow": {"ranks": "2-3"}, **{name: {"ranks": "0-1"} for name in ("actor", "critic", "reward")}}
+    fine = placed(halves | {"ref": {"ranks": [1]}}, 4)
+    assert (ranks_of(fine)["ref"], ranks_of(fine)["reward"]) == ((1,), (0, 1))
+    assert refused(halves | {"ref": {"ranks": "1-2"}}, 4) == (
+        "placement: ref is on rank 1, which trains, and on rank 2, which generates or infers with shadows; give it "
+        "ranks of one side"
+    )
+
+
 # --- refused ratios and names
 
 
@@ -222,7 +232,7 @@ def test_a_ratio_that_is_not_whole_devices_is_refused_with_the_nearest_that_work
         (same(0.5, SIX, train_shar=1), ("'train_shar'", "did you mean 'train_share'", "span_classes")),
         (same(1, models=1), ("no model 'models'",)),
         (same(1, ("actor", "critic", "ref")), ("reward missing",)),
-        (same(0.5, ("actor.shadow", *FOUR)), ("critic.shadow missing",)),
+        (same(0.5, ("critic.shadow", *FOUR)), ("actor.shadow missing",)),
         (same(1, ref={"ranks": [8]}), ("ref", "rank 8", "8 devices", "0 to 7")),
         (same(1, ref={"ratio": 1, "row_shares": [1, 2]}), ("ref", "8 replicas", "2 entries")),
     ],

@@ -87,14 +87,9 @@ def test_the_mapping_form_names_the_engine() -> None:
     ("placement", "overrides", "sentence"),
     [
         (
-            mapping(critic_shadow=None),
-            (VLLM,),
-            f"placement: critic.shadow missing; give {', '.join(NAMES)}",
-        ),
-        (
             mapping(actor_rollout=None),
             (VLLM,),
-            f"placement: actor.rollout missing; give {', '.join(NAMES)}",
+            "placement: actor.rollout missing; give actor.rollout, actor, critic, ref, reward",
         ),
         (
             mapping(),
@@ -138,7 +133,6 @@ def test_the_mapping_form_names_the_engine() -> None:
         ),
     ],
     ids=[
-        "no critic.shadow",
         "no engine",
         "no vllm",
         "as a shadow",
