@@ -77,12 +77,18 @@ def inference_version(batch: int, lag: int, every: int) -> int:
 
 def version_used(spec: Spec, operator: Operator, batch: int) -> int:
     """Weights of an operator that does not train: log-probs for a correction, or for the gate, use the weights at the
-    start of training on ``batch``."""
+    start of training on ``batch``; so do forwards of a role without a copy for inference."""
     importance = getattr(spec.algorithm, "importance", None)
     of_trained_copy = {"trainer_logprobs"} | ({"logprobs"} if importance is not None else set())
-    if operator.kind == "forward" and of_trained_copy & set(operator.writes):
+    if operator.kind == "forward" and (of_trained_copy & set(operator.writes) or not has_copy(spec, operator.role)):
         return batch
     return inference_version(batch, spec.schedule.lag, spec.sync.every)
+
+
+def has_copy(spec: Spec, role: str) -> bool:
+    """Whether inference with ``role`` has a copy on its own devices, where generation has."""
+    names = spec.placement.models if isinstance(spec.placement, PlacementMap) else {}
+    return not any("." in name for name in names) or any(name.startswith(f"{role}.") for name in names)
 
 
 def is_compared(spec: Spec, batch: int) -> bool:

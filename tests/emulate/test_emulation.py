@@ -219,6 +219,9 @@ CROSSED: dict[str, Any] = {
     "actor": {"engine": "deepspeed", "zero": 3, "shadow": {"engine": "torch", "zero": 0, "tp": 2}},
     "critic": {"tp": 2, "shadow": {"tp": 1, "zero": 3}},
 }
+ALONE = {"actor.shadow": {"ranks": "2-3"}, "reward": {"ranks": [3]}} | {
+    role: {"ranks": ranks} for role, ranks in (("actor", "0-1"), ("critic", [0]), ("ref", [1]))
+}
 TENSOR: dict[str, Any] = {"actor": {"tp": 2}, "critic": {"tp": 4}, "ref": {"tp": 2, "zero": 3}}
 TALL: dict[str, Any] = {"init": INIT | {"num_hidden_layers": 4}, "engine": "megatron"}
 STAGES: dict[str, Any] = {
@@ -270,6 +273,7 @@ THIRDS: dict[str, Any] = {"segment_tokens": 32, "max_segments": 3}
             lambda: ppo_plan(SIX, 8, {"lag": 2}, sync_every=2, rollout=THIRDS | HALVES, models=STAGED),
             id="six-rollout-lag-2-segments",
         ),
+        pytest.param(lambda: ppo_plan(ALONE, 4, {"lag": 2, "num_chunks": 2}), id="generation-alone-lag-2"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, models=SHARDED), id="shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="none", models=CROSSED), id="six-crossed"),
