@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,16 +15,19 @@ from small_runs import PPO, spec_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.generation import decode_phases
+from flexrlhf.guideline.simulation.asynchrony import AsynchronyTable, compare_lags
 from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.lengths import heavy_tail
+from flexrlhf.guideline.simulation.lengths import expected_lengths, heavy_tail
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.guideline.simulation.variants import Variants
+from flexrlhf.guideline.simulation.variants import Variant, Variants
 from flexrlhf.guideline.simulation.walk import TimedInstruction, walk_steps
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "asynchrony.md"
 HALVES = [0.5] * 6
 NODES = "cluster.nodes=[{count: 1, devices: 4, class: A100-80G}]"
 LONG = "data.max_response_tokens=64"
@@ -170,6 +174,47 @@ def test_in_the_order_of_completion_short_responses_overtake() -> None:
     tail = [[1, 41] if step % 4 == 0 else [1, 1] for step in range(40)]
     assert completed(0, tail) == pytest.approx(11, rel=0.1)
     assert completed(4, tail) < 0.6 * completed(0, tail)
+
+
+# --- the document
+
+LARGER = (
+    "placement={actor.rollout: 0.625, actor: 0.375}",
+    "rollout={engine: vllm, tp: 4, kv_tokens: 600000}",
+    "models.actor={init: qwen2.5-32b, zero: 3, tp: 2, micro_batch_tokens: 36864, activation_checkpointing: true}",
+)
+
+
+def long_tail(directory: Path, settings: tuple[str, ...], lags: list[int]) -> AsynchronyTable:
+    """The document's run with such lags, with segments and without."""
+    text = DOCUMENT.read_text()
+    block = next(part for part in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "long-tail" in part)
+    (directory / "a.yaml").write_text(block)
+    spec = load_spec(directory / "a.yaml", settings)
+    return compare_lags(spec, AnalyticCosts(), expected_lengths(spec, "heavy-tail"), lags, [8192])
+
+
+def test_few_responses_on_each_device_gain_more(tmp_path: Path) -> None:
+    found = long_tail(tmp_path, ("algorithm.prompts_per_step=32",), [1])
+    assert isinstance(found.co_located, Variant)
+    assert found.variants[1].samples / found.co_located.samples == pytest.approx(1.9, abs=0.1)
+
+
+@pytest.mark.parametrize(("column", "settings"), [(2, ()), (4, LARGER)], ids=["7B", "32B"])
+def test_the_figures_of_the_document_are_predicted(column: int, settings: tuple[str, ...], tmp_path: Path) -> None:
+    found = long_tail(tmp_path, settings, [0, 1, 4])
+    assert isinstance(found.co_located, Variant) and found.enough.lag == 1
+    predicted = {(str(each.lag), "-" if each.tokens is None else str(each.tokens)): each for each in found.variants}
+    predicted["co-located", "-"] = found.co_located
+    base, rows = found.variants[0].samples, 0
+    for line in re.findall(r"^\| .* \|$", DOCUMENT.read_text(), re.MULTILINE):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if each := predicted.get((cells[0], cells[1])):
+            rows += 1
+            assert cells[column : column + 2] == [f"{each.seconds:.0f}", f"{each.samples / base:.2f}"]
+        elif "completion" in cells[0]:
+            assert cells[column] == f"{found.completion[4]:.0f}"
+    assert rows == 7
 
 
 # --- the command

@@ -40,6 +40,8 @@ def format_asynchrony(compared: AsynchronyTable, source: CostSource) -> str:
         rows.append(_row("co-located", compared.co_located, first))
     lines = table(rows, "<>>>>>>>>>")
     conclusions = [each for each in (*_of_lags(compared), *_of_segments(compared), *_of_order(compared)) if each]
+    if any(not use.fits for each in compared.variants for use in each.sides.values()):
+        conclusions.append("*: more than its device has")
     if isinstance(compared.co_located, str):
         conclusions.append(f"co-located: no plan ({compared.co_located})")
     return "\n".join([*head, "", *(f"  {line}" for line in lines), "", *(f"  {each}" for each in conclusions)])
@@ -54,7 +56,7 @@ def _row(name: str, variant: Variant, first: Variant) -> tuple[str, ...]:
         f"{variant.samples:.4g}",
         f"{variant.samples / first.samples:.2f}",
         *("-" if side is None else f"{100 * max(0.0, side.idle):.0f}%" for side in sides),
-        *("-" if side is None else bytes_text(side.memory) for side in sides),
+        *("-" if side is None else f"{'' if side.fits else '* '}{bytes_text(side.memory)}" for side in sides),
         f"{variant.staleness:.2f}",
     )
 
@@ -103,8 +105,8 @@ def _of_segments(compared: AsynchronyTable) -> Iterator[str]:
         yield f"segments: none pays (the best, {best.tokens} tokens with lag {best.lag}, is {100 * (gain - 1):+.1f}%)"
     else:
         yield (
-            f"segments of {best.tokens} tokens with lag {best.lag} are {gain:.2f} times as fast as whole responses, of "
-            f"which the longest holds up all; tokens are {best.staleness:.2f} batches old"
+            f"segments of {best.tokens} tokens with lag {best.lag} are {gain:.2f} times as fast as whole responses; "
+            f"tokens are {best.staleness:.2f} batches old"
         )
 
 

@@ -107,8 +107,9 @@ class RoundPricer:
                 prompt = self.pricer.lengths.prompt
                 calls = [self._call(run, model, [[len(part)]], prompt, part) for part in parts]
                 passes = all_passes((1, call.passes) for call in calls if call.passes is not None)
-                whole = self._call(run, model, [list(map(len, fullest))], prompt, sum(parts, ()))
-                costs.append(self.pricer.costs.call(replace(whole, passes=passes), self.pricer.mesh(model, device)))
+                most, updates = sum(call.rows for call in calls), sum(call.updates for call in calls)
+                whole = replace(calls[0], rows=most, updates=updates, responses=sum(parts, ()), passes=passes)
+                costs.append(self.pricer.costs.call(whole, self.pricer.mesh(model, device)))
         return costs
 
     def _call(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -154,18 +154,24 @@ class Simulation:
                 yield _span(instruction, visit, rank, sent[visit.index].get(rank, 0))
 
 
-def simulate(plan: Plan, costs: CostModel | None = None, lengths: TextLengths | None = None) -> Simulation:
+def simulate(
+    plan: Plan,
+    costs: CostModel | None = None,
+    lengths: TextLengths | None = None,
+    price: Callable[[Instruction], Cost] | None = None,
+) -> Simulation:
     """Price every instruction of ``plan`` and walk them; ``seconds`` of the result is the time of a step.
 
     costs:    time of calls and transfers; None: figures of the device classes, else this machine's profile.
     lengths:  tokens of prompts and responses; None: the longest.
+    price:    the time of each instruction, if it is not that of ``costs``.
 
     Raises UserError where the costs of a device are not known.
     """
     costs = costs or costs_for(plan.spec, None).costs
     lengths = lengths or longest_lengths(plan)
     pricer = Pricer(plan, costs, lengths)
-    price = price_of(pricer)
+    price = price or price_of(pricer)
     priced = tuple(PricedInstruction(each, price(each)) for each in plan.schedule.instructions)
     blocks = blocks_of(plan.schedule.instructions, plan.placement.num_ranks)
     timed = tuple(timed_instructions(pricer, priced, blocks))

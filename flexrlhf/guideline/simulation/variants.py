@@ -25,9 +25,9 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 
-ROWS = 200_000
+ROWS = 50_000
 """Rows of all measured steps together, but for the bounds of ``NUM_STEPS``."""
-NUM_STEPS = (24, 256)
+NUM_STEPS = (24, 96)
 """Fewest and most measured steps."""
 Side = Literal["inference", "training"]
 
@@ -38,10 +38,12 @@ class SideUse:
 
     idle:    share of the time in which they neither run models nor exchange weights
     memory:  bytes of the fullest of them
+    fits:    whether each has as many
     """
 
     idle: float
     memory: int
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,14 @@ class RoundTimes:
         for ranks, share in zip(self.simulation.blocks, idle, strict=True):
             trains = any(model.trained for model in plan.placement.on_rank(ranks[0]))
             members.setdefault("training" if trains else "inference", []).extend((rank, share) for rank in ranks)
-        return {
-            side: SideUse(
-                sum(share for _, share in ranks) / len(ranks), max(plan.memories[rank].peak_bytes for rank, _ in ranks)
-            )
-            for side, ranks in members.items()
-        }
+        return {side: self._use(ranks) for side, ranks in members.items()}
+
+    def _use(self, ranks: Sequence[tuple[int, float]]) -> SideUse:
+        """Return the use of ``ranks``, each with the idle share of its time."""
+        plan = self.simulation.plan
+        peaks = {rank: plan.memories[rank].peak_bytes for rank, _ in ranks}
+        fits = all(peak <= (plan.device_bytes(rank) or peak) for rank, peak in peaks.items())
+        return SideUse(sum(share for _, share in ranks) / len(ranks), max(peaks.values()), fits)
 
     def mean(self, measured: range, counts: Callable[[Run], bool], rank: int | None = None) -> float:
         """Return the mean time in a step of the calls that count, on ``rank`` or on the ranks where it is longest."""
@@ -198,8 +202,9 @@ class Variants:
         if tokens not in self._rounds:
             steps = self.measured(tokens).stop + self.most_lag
             self._rounds[tokens] = make_rounds(self.batches(steps), samples, segments)
-        rounds, simulation = self._rounds[tokens], simulate(plan, self.costs, self.lengths)
-        pricer = RoundPricer(Pricer(plan, self.costs, self.lengths), rounds, plan.spec.sync.every, self.are_joined)
+        rounds, expected = self._rounds[tokens], Pricer(plan, self.costs, self.lengths)
+        simulation = simulate(plan, self.costs, self.lengths, expected.price)
+        pricer = RoundPricer(expected, rounds, plan.spec.sync.every, self.are_joined)
         priced = simulation.priced
 
         def seconds(index: int, step: int) -> float:
