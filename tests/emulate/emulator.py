@@ -140,7 +140,8 @@ class Rank:
         self._rows: dict[int, Rows] = {}
         self._edges: dict[str, deque[tuple[Position, tuple[int, ...]]]] = defaultdict(deque)
         self._offloaded = set(plan.offloaded.get(number, ()))
-        self._begun: dict[str, list[range]] = defaultdict(list)
+        # by model and operator
+        self._begun: dict[str, dict[str, list[range]]] = defaultdict(lambda: defaultdict(list))
         # of overlapping Syncs: transfers that are awaited before a copy is used, or the source sends again
         self._unawaited: dict[str, list[Call]] = {}
         self._sync_plans: dict[str, SyncPlan] = {}
@@ -255,15 +256,16 @@ class Rank:
     def _begin(self, step: int, run: Run) -> None:
         """An engine that generates may begin with the batches ahead: so just these must come, with the same
         weights, and its prompts must be there."""
-        begun = self._begun[run.model]
+        begun = self._begun[run.model][run.operator.name]
         assert run.mini_batches == (begun.pop(0) if begun else run.mini_batches), f"begun {begun}"
         ahead = self._plan.ahead(run)
         assert begun == ahead[: len(begun)], f"{ahead} ahead, begun {begun}"
-        self._begun[run.model] = list(ahead)
+        self._begun[run.model][run.operator.name] = list(ahead)
         self.trace.begun += len(ahead)
 
     def _check_nothing_begun(self, model: str) -> None:
-        assert not self._begun[model], f"{model} has begun mini-batches {self._begun[model]}"
+        begun = [mini_batches for each in self._begun[model].values() for mini_batches in each]
+        assert not begun, f"{model} has begun mini-batches {begun}"
 
     def _compare(self, position: Position, step: int, run: Run, model: PlacedModel) -> None:
         """The gate: all rows of the step at once, of one and the same weights."""
