@@ -10,7 +10,7 @@ have the same bits on any number of replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Self
@@ -175,6 +175,11 @@ class BatchShape:
     def num_taken(self) -> int:
         """Rows of the prompts that a step takes from the data."""
         return self.num_new * self.samples_per_prompt
+
+    @property
+    def of_one_round(self) -> Self:
+        """The shape of the prompts that a step takes from the data."""
+        return replace(self, num_prompts=self.num_new, segments=1)
 
     def as_taken(self, row: int) -> tuple[int, int]:
         """Return how many steps ago the prompt of ``row`` was taken, and the row in the batch that step took."""

@@ -249,7 +249,7 @@ def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
         nodes = f" on {counted(plan.cluster.num_nodes, 'node')}" if plan.cluster.num_nodes > 1 else ""
         classes = ", ".join(name for name in plan.cluster.classes if name != "any")
         devices = f"{counted(plan.placement.num_ranks, 'rank')}{nodes}{f' ({classes})' if classes else ''}"
-        facts += [("strategy", plan.strategy), ("devices", devices), ("rows a step", str(plan.batch.num_rows))]
+        facts += [("strategy", plan.strategy), ("devices", devices), ("rows a step", str(plan.batch.num_taken))]
     if contents.steps is not None and is_planned:
         facts.append(("steps", str(contents.steps)))
     seconds = [row["seconds"] for row in contents.rows if isinstance(row.get("seconds"), int | float)]

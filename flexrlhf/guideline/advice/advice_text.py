@@ -62,7 +62,7 @@ def _head(advice: Advice, source: CostSource) -> str:
     nodes = f"{plan.cluster.num_nodes} node{'s' if plan.cluster.num_nodes > 1 else ''}"
     rows, lengths = plan.batch, plan.lengths
     return (
-        f"{plan.spec.algorithm.name} on {classes} in {nodes}: {rows.num_prompts} prompts x "
+        f"{plan.spec.algorithm.name} on {classes} in {nodes}: {rows.num_new} prompts x "
         f"{rows.samples_per_prompt} a step, at most {lengths.prompt} + {lengths.response} tokens"
         f"{_mean(advice)}; seconds from {source.name}; took {advice.seconds:.1f} s\n"
         f"a step of the one to use is {range_text(source.accuracy, advice.best.seconds)}"
@@ -258,7 +258,7 @@ def format_operator_advice(advice: OperatorAdvice, source: CostSource) -> str:
         f"{plan.spec.algorithm.name} on {plan.placement.num_ranks} devices, operators placed; seconds from "
         f"{source.name}",
         "\n".join(f"  {line}" for line in _operators(plan)),
-        f"{seconds:.2f} s {SIMULATED}, {plan.batch.num_rows / seconds:.4g} samples/s, at most "
+        f"{seconds:.2f} s {SIMULATED}, {plan.batch.num_taken / seconds:.4g} samples/s, at most "
         f"{bytes_text(_peak(advice))} on a device\n{range_text(source.accuracy, seconds)}\n"
         f"search: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
         f"{how}",

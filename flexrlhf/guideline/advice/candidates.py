@@ -87,7 +87,7 @@ class FeasibleCandidate:
 
     @property
     def samples_per_second(self) -> float:
-        return self.candidate.space.batch.num_rows / self.seconds
+        return self.candidate.space.batch.num_taken / self.seconds
 
     @property
     def lag(self) -> int:
@@ -105,9 +105,11 @@ class RejectedCandidate:
 def assess(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     """Return the seconds and bytes of a candidate, or why it is impossible.
 
-    Those of the search equal the plan's but where models are offloaded: when they move follows from the plan.
+    Those of the search equal the plan's but where models are offloaded, since when they move follows from the plan, and
+    where responses are generated in segments, for which the search takes the time of whole ones.
     """
-    return check(candidate) if candidate.space.offloaded else estimate(candidate)
+    space = candidate.space
+    return check(candidate) if space.offloaded or space.batch.segments > 1 else estimate(candidate)
 
 
 def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:

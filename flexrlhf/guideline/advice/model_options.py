@@ -337,7 +337,7 @@ class OptionEnumerator:
         return value
 
     def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
-        rows = row_patterns(self.batch, placed.layout, call.mini_batches)
+        rows = row_patterns(self.maker.batch, placed.layout, call.mini_batches)
         if kind == "combine" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds

@@ -324,7 +324,9 @@ def make_space(
     _check_models(spec, shapes, graph.roles, None if of_operators else graph.generated)
     for role in resolved.roles.all:
         _check_settings(spec, role, resolved.roles)
-    enumerator = OptionEnumerator(spec, shapes, batch, costs, CallMaker(batch, longest, texts, spec.algorithm.epochs))
+    # calls are priced as if responses were whole; memory is for the places of a step in segments
+    maker = CallMaker(batch.of_one_round, longest, texts, spec.algorithm.epochs)
+    enumerator = OptionEnumerator(spec, shapes, batch, costs, maker)
     fixed = frozenset(spec.schedule.model_fields_set)
     return Space(
         spec,
