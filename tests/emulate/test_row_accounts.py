@@ -11,81 +11,22 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 import pytest
 from emulator import emulate
-from random_specs import INIT
+from random_runs import LONGEST, other_plan, plan_of, random_settings
 from symbolic import inference_version
 
-from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.errors import UserError
 from flexrlhf.operators.outcomes import CODES, FROZEN, IN_FLIGHT, OUTCOMES
-from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
-from flexrlhf.strategies.schedule import checkpointed_models, rounds, walk_round
+from flexrlhf.strategies.schedule import ANEW, RunStart, checkpointed_models, rounds, walk_round
 from flexrlhf.trainer.row_ledger import RowLedger, outcomes_of
 
 NUM_RUNS, BY_DEFAULT, PER_TEST = 2000, 500, 50
 """Numbers of random runs, in total, in `make test` and in one test."""
-GENERATED = ("ppo", "grpo", "raft", "remax", "safe-rlhf", "ac-share")
-IN_SEGMENTS = ("ppo", "grpo", "raft", "ac-share", "safe-rlhf")
-MODELS = {"ppo": 6, "grpo": 4, "raft": 3, "remax": 4, "ac-share": 4}
-"""Models of a placement with inference on ranks of its own."""
-LONGEST = 12
 Row = tuple[int, int]
 """Step that took a row from the data, and its number there."""
-Raw = dict[str, Any]
-
-
-def random_settings(random: Random) -> Raw:
-    """A run without its placement."""
-    name = random.choice((*GENERATED, *GENERATED, "grpo", "sft", "dpo"))
-    mini_batches = random.choice((1, 2, 4))
-    prompts = random.randint(mini_batches, 9)
-    algorithm: Raw = {"name": name, "prompts_per_step": prompts, "num_mini_batches": mini_batches}
-    tokens = random.choice((None, 1, 2, 3, 5, 6, LONGEST)) if name in IN_SEGMENTS else None
-    if name in GENERATED and tokens is None:
-        algorithm["freeze_actor_steps"] = random.choice((0, 0, 2)) * (name != "ac-share")
-    if name in ("grpo", "raft", "ppo"):
-        algorithm["samples_per_prompt"] = random.randint(2, 4)
-    if name == "grpo" and tokens is None and random.random() < 0.7:
-        algorithm["dynamic_sampling"] = {"rounds": random.randint(2, 3)}
-    is_apart = name in MODELS and random.random() < 0.7
-    lag = random.choice((0, 1, 1, 2, 3, 4, 6, 8, 16)) if is_apart else 0
-    models = ("actor", *(("reward",) if name in GENERATED else ()), *(("cost",) if name == "safe-rlhf" else ()))
-    return {
-        "name": "rows",
-        "steps": random.randint(1, 8) + random.choice((0, lag)),
-        "algorithm": algorithm,
-        "models": {role: {"init": INIT} for role in models},
-        "data": {"path": "rows.jsonl", "max_response_tokens": LONGEST},
-        "schedule": {"lag": lag},
-        "sync": {"every": random.choice((1, 2, 3)) if is_apart else 1},
-        "rollout": {"segment_tokens": tokens, "max_segments": random.choice((None, 1, 2, 3)) if tokens else None},
-    }
-
-
-def placed(raw: Raw, random: Random) -> Plan | None:
-    """The run on random devices and in random chunks; None for settings that no plan has."""
-    name, mini_batches = raw["algorithm"]["name"], raw["algorithm"]["num_mini_batches"]
-    is_apart = bool(raw["schedule"]["lag"] or raw["sync"]["every"] > 1 or (name in MODELS and random.random() < 0.3))
-    chunks = random.choice([number for number in (1, 2, 4) if mini_batches % number == 0])
-    placement = ["1/2"] * MODELS[name] if is_apart else random.choice((None, [1, 1, "1/2", "1/2"]))
-    settings = {
-        "cluster": {"devices": 2 * random.randint(1, 2)},
-        "placement": placement,
-        "schedule": {**raw["schedule"], "num_chunks": chunks},
-    }
-    try:
-        return make_plan(parse_spec({**raw, **settings}))
-    except UserError:
-        return None
-
-
-def plan_of(raw: Raw, random: Random) -> Plan | None:
-    return next((plan for _ in range(5) if (plan := placed(raw, random)) is not None), None)
 
 
 def length_of(row: Row) -> int:
@@ -120,6 +61,8 @@ class State:
     ended:        outcome of each row that has been trained on.
     versions:     of the weights of models that train, and of their copies for inference.
     num_trained:  batches.
+    most_stale:   bound of the age of tokens, under the largest lag and segments so far.
+    is_changed:   whether segments have changed since some rows began.
     account:      of the ledgers: rows by outcome, and rows that are carried.
     """
 
@@ -129,33 +72,42 @@ class State:
     ended: dict[Row, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     num_trained: int = 0
+    most_stale: int = 0
+    is_changed: bool = False
     account: tuple[dict[str, int], dict[str, list[int]]] = ({}, {})
 
 
 class EmulatedRun:
-    """A process of a run: ledgers of all ranks, which walk the list from ``next_step`` on."""
+    """A process of a run: ledgers of all ranks, which walk the list from ``start`` on."""
 
-    def __init__(self, plan: Plan, state: State, next_step: int = 0) -> None:
-        self.plan, self.shape, self.state, self.next_step = plan, plan.batch, state, next_step
-        self.ledgers = [RowLedger(plan, rank) for rank in range(plan.placement.num_ranks)]
+    def __init__(self, plan: Plan, state: State, start: RunStart = ANEW) -> None:
+        self.plan, self.shape, self.state, self.start, self.next_step = plan, plan.batch, state, start, start.next_step
+        self.ledgers = [RowLedger(plan, rank, start.generated) for rank in range(plan.placement.num_ranks)]
         training = plan.graph.accounting
         assert training is not None
         self.training = training
-        if next_step:
+        state.most_stale = max(state.most_stale, plan.spec.most_stale)
+        if start != ANEW:
             for ledger in self.ledgers:
-                ledger.load(*state.account, next_step)
+                ledger.load(*state.account, start.next_step)
             kept = checkpointed_models(plan.placement, plan.spec)
             syncs = [each for each in plan.schedule.instructions if isinstance(each, Sync)]
-            state.versions.update({each.destination: next_step for each in syncs if each.destination not in kept})
-            self._check()
+            state.versions.update({each.destination: start.next_step for each in syncs if each.destination not in kept})
+
+    def resumed(self, plan: Plan) -> EmulatedRun:
+        """Another process, which goes on from a checkpoint that this one writes now."""
+        state, generated = deepcopy(self.state), self.plan.steps_in_flight(self.next_step, self.start.generated).stop
+        state.is_changed |= plan.spec.rollout != self.plan.spec.rollout
+        state.most_stale += max(0, plan.batch.segments - self.shape.segments)
+        return EmulatedRun(plan, state, RunStart(self.next_step, generated))
 
     def walk(self) -> Iterator[int]:
         """Execute the list round by round; yield the step that is trained on next."""
         steps, lag = self.plan.spec.steps, self.plan.schedule.lag
-        for turn in rounds(self.plan.schedule, steps, self.next_step):
+        for turn in rounds(self.plan.schedule, steps, self.start):
             self._walk_round(turn)
-            self.next_step = min(steps, max(0, turn + 1 - lag))
-            if self.next_step:
+            self.next_step = min(steps, max(self.start.next_step, turn + 1 - lag))
+            if self.next_step > self.start.next_step:
                 self._check()
                 yield self.next_step
 
@@ -165,7 +117,7 @@ class EmulatedRun:
         items = {
             position: (step, each)
             for rank in range(self.plan.placement.num_ranks)
-            for position, step, each in walk_round(self.plan.schedule, rank, steps, turn)
+            for position, step, each in walk_round(self.plan.schedule, rank, steps, turn, self.start)
             if isinstance(each, Run | Sync)
         }
         for _, (step, each) in sorted(items.items()):
@@ -186,7 +138,9 @@ class EmulatedRun:
             frozen = min(step, self.plan.graph.first_step(model.role))
             state.versions[run.model] = max(state.versions.get(run.model, 0), frozen)
         version, lag, most = state.versions.get(run.model, 0), spec.schedule.lag, spec.rollout.segment_tokens or LONGEST
-        assert version == inference_version(step, lag, spec.sync.every), f"step {step} with version {version}"
+        # after a change of the lag weights are not older than those that the run has gone on with
+        expected = inference_version(max(step - lag, self.start.next_step), 0, spec.sync.every)
+        assert version == expected, f"step {step} with version {version}"
         assert step - state.num_trained <= lag, f"more than {lag + 1} batches in flight"
         rows = {(step - age, number): age for age, number in map(self.shape.as_taken, self._rows_of(run))}
         fresh = {row for row, age in rows.items() if not age}
@@ -195,7 +149,8 @@ class EmulatedRun:
         going = {row: age for row, age in rows.items() if row in state.begun and row not in state.whole}
         for row, age in going.items():
             before = state.tokens.setdefault(row, [])
-            assert len(before) == min(age * most, length_of(row)), f"a segment of {row} is left out"
+            is_next = len(before) == min(age * most, length_of(row))
+            assert is_next or state.is_changed, f"a segment of {row} is left out"
             before += [version] * min(most, length_of(row) - len(before))
         for row, age in going.items():
             group = group_of(row, self.shape.samples_per_prompt)
@@ -210,18 +165,19 @@ class EmulatedRun:
             row = step - age, number
             if state.whole.get(row) == step:
                 assert row not in state.ended, f"{row} is trained on twice"
-                assert age == last_age(self.plan, row), f"{row} is not trained on when the last of its prompt ends"
+                is_last = age == last_age(self.plan, row)
+                assert is_last or state.is_changed, f"{row} is not trained on when the last of its prompt ends"
                 stalest = step - min(state.tokens[row])
-                assert stalest <= self.plan.spec.most_stale, f"a token of {row} is {stalest} batches old"
+                assert stalest <= state.most_stale, f"a token of {row} is {stalest} batches old"
                 state.ended[row] = outcome_of(row)
                 keys.append(place * len(OUTCOMES) + CODES[state.ended[row]])
-        is_last = run.mini_batches.stop == self.shape.num_mini_batches
+        ends_batch = run.mini_batches.stop == self.shape.num_mini_batches
         for rank in run.ranks:
             self.ledgers[rank].add(outcomes_of(keys))
-            if is_last:
+            if ends_batch:
                 self.ledgers[rank].complete(step)
         assert step == max(state.num_trained, self.training.first_step), "batches are trained on in another order"
-        state.num_trained = step + is_last
+        state.num_trained = step + ends_batch
 
     def _rows_of(self, run: Run) -> Sequence[int]:
         """Rows that all replicas of a Run work on."""
@@ -244,29 +200,28 @@ class EmulatedRun:
         assert state.account[0] == Counter(state.ended.values()) + Counter(rows)
         carried = sorted((taken, number) for taken, number in in_flight if taken < next_step)
         assert carried == sorted((int(taken), each) for taken, rows in state.account[1].items() for each in rows)
-        oldest, newest = next_step - (shape.segments - 1), next_step + self.plan.schedule.lag - 1
-        assert all(oldest <= taken <= newest for taken, _ in in_flight)
+        steps = range(next_step - (shape.segments - 1), max(next_step + self.plan.schedule.lag, self.start.generated))
+        assert all(taken in steps for taken, _ in in_flight)
 
 
 def check_run(random: Random) -> Plan:
-    """Walk a run to its end, through stops, from which it goes on, and kills, from a checkpoint before."""
+    """Walk a run to its end, through stops and kills, after which other processes go on from its checkpoints."""
     raw, plan = next((raw, plan) for _ in range(99) if (plan := plan_of(raw := random_settings(random), random)))
-    steps, run = plan.spec.steps, EmulatedRun(plan, State())
-    saved = State(), 0
+    steps, run, saved = plan.spec.steps, EmulatedRun(plan, State()), None
     while run.next_step < steps:
         for next_step in run.walk():
             is_stopped, is_killed = random.random() < 0.1, random.random() < 0.1
-            if is_stopped or random.random() < 0.3:
-                saved = deepcopy(run.state), next_step
-            if next_step < steps and (is_stopped or is_killed):
-                other = random.choice((plan, plan_of(raw, random) or plan))
-                run = EmulatedRun(other, deepcopy(saved[0]), saved[1])
+            if next_step < steps and (is_stopped or random.random() < 0.3):
+                saved = run.resumed(run.plan)
+            if is_stopped or is_killed:
                 break
-    state, taken = run.state, plan.batch.num_taken
+        if run.next_step < steps:
+            run = EmulatedRun(plan, State()) if saved is None else saved.resumed(other_plan(saved.plan, raw, random))
+    state, taken, first = run.state, plan.batch.num_taken, min(steps, run.training.first_step)
     assert state.begun == {(step, number) for step in range(steps) for number in range(taken)}
-    frozen = min(steps, run.training.first_step)
-    going = {row for row in state.begun if row[0] >= frozen and row[0] + last_age(plan, row) >= steps}
-    assert state.ended.keys() == {row for row in state.begun if row[0] >= frozen} - going
+    going = {row for row in state.begun - state.ended.keys() if row[0] >= first}
+    assert going.isdisjoint(state.whole)
+    assert state.is_changed or all(row[0] + last_age(plan, row) >= steps for row in going)
     return plan
 
 
