@@ -158,6 +158,12 @@ class RolloutSpec(StrictModel):
         description="steps after which a response ends as truncated; null: as many as data.max_response_tokens needs, "
         "beyond which more have places that stay empty",
     )
+    groups: Literal["wait", "as-ended"] = Field(
+        "wait",
+        description="of segments: wait: the responses to a prompt are trained on when the last of them has ended; "
+        "as-ended: each when it ends, its advantage relative to the responses of its group that have ended by then, so "
+        "that a first one alone has none",
+    )
     prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")
     sleep: bool = Field(True, description="co-located: free the engine's memory while other models run (torch too)")
@@ -171,6 +177,8 @@ class RolloutSpec(StrictModel):
     def _segments_have_tokens(self) -> Self:
         if self.max_segments is not None and self.segment_tokens is None:
             raise ValueError(f"max_segments {self.max_segments} counts segments: give segment_tokens, or remove it")
+        if self.groups != "wait" and self.segment_tokens is None:
+            raise ValueError(f"groups: {self.groups} goes with segments: give segment_tokens, or remove it")
         return self
 
     @model_validator(mode="after")
@@ -202,7 +210,7 @@ class RolloutSpec(StrictModel):
         """Return the settings that are not their defaults and that ``engine`` does not have."""
         plain, fields = type(self).model_construct(), type(self).model_fields
         has = {"auto": tuple(fields), "transformers": ("parity",)}
-        of_all = ("engine", "logprobs", "segment_tokens", "max_segments")
+        of_all = ("engine", "logprobs", "segment_tokens", "max_segments", "groups")
         allowed = (*of_all, *has.get(engine, facts_of(engine).rollout_settings))
         return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Columns = dict[str, Tensor]
@@ -25,6 +26,23 @@ class Reducer(Protocol):
 
 
 @dataclass(frozen=True)
+class EarlierScores:
+    """Scores of the responses to the prompts of a batch that were trained on in earlier steps.
+
+    scores: (g, s), of the groups that the batch has rows of; NaN of responses without one.
+    places: int64 (n,), of the batch's rows in the flattened ``scores``.
+    """
+
+    scores: Tensor
+    places: Tensor
+
+    def completed(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """Return all scores (g, s) with the ``scores`` (n,) of the batch's rows that count, bool (n,)."""
+        whole = self.scores.flatten().index_copy(0, self.places, scores.masked_fill(~counts, torch.nan))
+        return whole.view(self.scores.shape)
+
+
+@dataclass(frozen=True)
 class CombineContext:
     """Context of a combine on this rank.
 
@@ -33,6 +51,7 @@ class CombineContext:
     state:    values of the controllers after the step before (trainer/controllers.py).
     step:     number of the step.
     seed:     of the run, for hashes of places.
+    earlier:  scores of responses that ended before those of the batch; None: the batch has whole groups.
     """
 
     segments: Sequence[slice]
@@ -40,3 +59,4 @@ class CombineContext:
     state: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
     seed: int = 0
+    earlier: EarlierScores | None = None

@@ -6,14 +6,17 @@ neighbours on one rank.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
-from flexrlhf.objectives.context import Columns, CombineContext
+from flexrlhf.objectives.context import Columns, CombineContext, EarlierScores
 from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import ShapedRewards, last_positions, shape_rewards
+from flexrlhf.operators.columns import GROUP_SCORES
 from flexrlhf.operators.outcomes import CODES
 
 EPSILON = 1e-6
@@ -33,18 +36,16 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
     is_after = spec.kl is not None and spec.kl.place == "advantages"
     totals = (shaped.rewards if is_after else shaped.rewards - penalty).sum(1)
-    centred, deviation = centre_in_groups(totals, shaped.counts, batch.samples_per_prompt, spec.baseline)
+    compared = _compare(spec, totals, shaped, batch.samples_per_prompt, context.earlier)
+    centred, alike = compared.centred, compared.alike
     if spec.scale == "group":
-        centred = centred / (deviation + EPSILON)
+        centred = centred / (compared.deviation + EPSILON)
     mask, outcomes, statistics = shaped.mask, shaped.outcomes, {**shaped.statistics, **kl}
-    # by raw scores: a penalty, also one for length, would make responses differ that score alike
-    samples = batch.samples_per_prompt
-    alike = _score_alike(shaped.raw_scores.view(-1, samples), shaped.counts.view(-1, samples))
-    statistics["group_alike"] = moments(alike.float().expand(-1, samples).reshape(-1), shaped.counts)
+    statistics["group_alike"] = moments(alike.float(), shaped.counts)
     if spec.dynamic_sampling is not None:
         selected = _selected(spec, batch, shaped, context)
         mask = mask * selected[:, None].to(mask.dtype)
-        reasons = torch.where(alike, CODES["alike"], CODES["surplus"]).expand(-1, samples).reshape(-1)
+        reasons = torch.where(alike, CODES["alike"], CODES["surplus"])
         outcomes = outcomes.where(selected | (outcomes > 0), reasons.to(outcomes.dtype))
         statistics |= _taken(batch, selected)
     advantages = centred[:, None] * mask
@@ -55,7 +56,34 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         of_steps, step_statistics = process_advantages(spec, batch, shaped)
         advantages, statistics = of_steps * mask, statistics | step_statistics
     statistics["advantage"] = moments(advantages, mask)
-    return {"loss_mask": mask, "advantages": advantages, "outcome": outcomes}, statistics
+    columns = {"loss_mask": mask, "advantages": advantages, "outcome": outcomes}
+    if context.earlier is not None:
+        columns[GROUP_SCORES] = totals.masked_fill(~shaped.counts, torch.nan)
+    return columns, statistics
+
+
+class _Compared(NamedTuple):
+    """Responses compared with their groups, (n,) each: scores less the baseline, deviation, whether all score alike."""
+
+    centred: Tensor
+    deviation: Tensor
+    alike: Tensor
+
+
+def _compare(
+    spec: GroupSpec, scores: Tensor, shaped: ShapedRewards, samples: int, earlier: EarlierScores | None
+) -> _Compared:
+    """Compare ``scores`` (n,) in groups, which ``earlier`` completes where they are not whole."""
+    if earlier is None:
+        centred, deviation = centre_in_groups(scores, shaped.counts, samples, spec.baseline)
+        # by raw scores: a penalty, also one for length, would make responses differ that score alike
+        alike = _score_alike(shaped.raw_scores.view(-1, samples), shaped.counts.view(-1, samples))
+        return _Compared(centred, deviation, alike.expand(-1, samples).reshape(-1))
+    known = earlier.completed(scores, shaped.counts)
+    counts, filled = ~known.isnan(), known.nan_to_num()
+    centred, deviation = centre_in_groups(filled.flatten(), counts.flatten(), known.shape[1], spec.baseline)
+    alike = _score_alike(filled, counts).expand_as(known).flatten()
+    return _Compared(centred[earlier.places], deviation[earlier.places], alike[earlier.places])
 
 
 def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:

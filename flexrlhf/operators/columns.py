@@ -50,6 +50,7 @@ COLUMNS = {
         Column("ref_logprobs", "response", "float32", "logprobs"),
         Column("values", "response+1", "float32", "values"),
         Column("scores", "row", "float32", "scores"),
+        Column("group_scores", "row", "float32"),
         Column("token_scores", "response", "float32", "token_scores"),
         Column("step_ends", "response", "uint8"),
         Column("advantages", "response", "float32"),
@@ -66,6 +67,9 @@ TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
 PRESENT = "present"
 """Column of the rows that a step trains on, where responses are generated in segments."""
+GROUP_SCORES = "group_scores"
+"""Column of scores that advantages are relative to, of the responses to a prompt that have ended by now; NaN of others.
+"""
 STEP_ENDS = "step_ends"
 """Column of the tokens that end a step."""
 CALLED, GENERATED, MISMATCHED, PTX = "called", "drawn", "mismatched", "ptx"

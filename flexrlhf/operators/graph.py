@@ -57,6 +57,7 @@ class Operator:
     every, also:  it runs at step 0 and every so many steps, and at step ``also``.
     on_trained:   runs on the copy that is trained even where another copy is for inference, before that copy trains.
     carries:      columns that it also reads as it wrote them in the step before, of rows that are not whole yet.
+    is_by_row:    samples of a prompt may be missing, since they are trained on in other steps.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Operator:
     also: int = 0
     on_trained: bool = False
     carries: tuple[str, ...] = ()
+    is_by_row: bool = False
 
     @property
     def call(self) -> CallKind | None:

@@ -103,7 +103,8 @@ class Plan:
     @property
     def num_steps_kept(self) -> int:
         """Steps before the newest whose rows are kept: they are not trained on yet, or some are carried on."""
-        return max(self.schedule.lag, int(any(operator.carries for operator in self.graph.operators)))
+        runs = (each for each in self.schedule.instructions if isinstance(each, Run) and each.operator.carries)
+        return max([self.schedule.lag, *(run.lag + 1 for run in runs)])
 
     def ahead(self, run: Run) -> list[range]:
         """Return the mini-batches of later chunks that the model of a generate ``run`` may start with; else none."""

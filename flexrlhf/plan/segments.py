@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexrlhf.config.algorithms.grpo import GroupSpec
+from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.columns import GROUP_SCORES, PRESENT
 from flexrlhf.operators.graph import Graph, Operator
 
+GROUPED = "group_advantages"
+"""Combine that compares the responses of a group, also with the ones of earlier steps."""
 _RECOMPUTED = ("attention_mask",)
 """Columns of a generate that follow from the carried ones."""
 
@@ -29,14 +32,18 @@ def with_segments(graph: Graph, spec: Spec) -> Graph:
     _check(graph, spec)
     if spec.num_segments == 1:
         return graph
-    return replace(graph, operators=tuple(map(_segmented, graph.operators)))
+    is_by_row = spec.rollout.groups == "as-ended"
+    return replace(graph, operators=tuple(_segmented(operator, is_by_row) for operator in graph.operators))
 
 
-def _segmented(operator: Operator) -> Operator:
+def _segmented(operator: Operator, is_by_row: bool) -> Operator:
     if operator.samples_responses:
         written = (*operator.writes, PRESENT)
         return replace(operator, writes=written, carries=tuple(name for name in written if name not in _RECOMPUTED))
-    return replace(operator, reads=(*operator.reads, PRESENT))
+    operator = replace(operator, reads=(*operator.reads, PRESENT), is_by_row=is_by_row)
+    if is_by_row and operator.function == GROUPED:
+        return replace(operator, writes=(*operator.writes, GROUP_SCORES), carries=(GROUP_SCORES,))
+    return operator
 
 
 def _check(graph: Graph, spec: Spec) -> None:
@@ -59,6 +66,8 @@ def _check(graph: Graph, spec: Spec) -> None:
             f"{key} goes on with a response in the next step, and algorithm.freeze_actor_steps "
             f"{algorithm.freeze_actor_steps} leaves steps out; use null, or freeze_actor_steps: 0"
         )
+    if spec.rollout.groups == "as-ended" and (reason := _needs_whole_groups(spec)):
+        raise UserError(f"rollout.groups: as-ended trains on each response when it ends, and {reason}; use wait")
     if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
         raise UserError(
             f"{key} trains on as many prompts as end in a step, and algorithm.dynamic_sampling chooses among as many "
@@ -74,3 +83,15 @@ def _check(graph: Graph, spec: Spec) -> None:
             f"{key} exceeds data.max_response_tokens {spec.data.max_response_tokens}, so nothing is cut; use less, or "
             f"null"
         )
+
+
+def _needs_whole_groups(spec: Spec) -> str:
+    """Return why all responses to a prompt must be trained on together, in words; empty if they need not."""
+    algorithm = spec.algorithm
+    if isinstance(algorithm, RaftSpec):
+        return "raft trains on the best of all responses to a prompt"
+    if isinstance(algorithm, ReinforceSpec) and algorithm.baseline == "group":
+        return "baseline: group is the mean of all responses to a prompt"
+    if isinstance(algorithm, GroupSpec) and algorithm.supervision == "process":
+        return "supervision: process compares the steps of all responses to a prompt"
+    return ""

@@ -68,7 +68,7 @@ def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> Row
         written: dict[str, set[int]] = defaultdict(set)
         for run in _generating_runs(plan, rank):
             if plan.placement[run.model].layout.is_first_of_replica(rank):
-                for column in _left_columns(run, step, next_step):
+                for column in _left_columns(plan, run, step, next_step):
                     written[column].update(_rows_of(plan, run, rank))
         for column, numbers in written.items():
             ordered = sorted(numbers)
@@ -114,20 +114,25 @@ def _place_in(shape: BatchShape, before: BatchShape, row: int) -> int:
 def _steps_with_rows(plan: Plan, rows: StepRows, next_step: int) -> range:
     """Return the steps in flight, and the step before where rows are carried from it."""
     steps = rows.steps_in_flight(next_step)
-    is_carried = not steps and any(operator.carries for operator in plan.graph.operators)
-    return range(next_step - 1, next_step) if is_carried else steps
+    runs = (each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.carries)
+    is_carried = any(run.lag == plan.schedule.lag for run in runs)
+    return range(next_step - 1, steps.stop) if is_carried else steps
 
 
-def _left_columns(run: Run, step: int, next_step: int) -> tuple[str, ...]:
-    """Return the columns of ``run`` that are needed after ``next_step``: of a step that is trained on the carried."""
-    return run.operator.writes if step >= next_step else run.operator.carries
+def _left_columns(plan: Plan, run: Run, step: int, next_step: int) -> tuple[str, ...]:
+    """Return the columns of ``run`` that are needed from ``next_step`` on: of a step in flight all that are written, of
+    the step before the carried."""
+    is_with_training = run.lag == plan.schedule.lag
+    if step >= next_step:
+        return () if is_with_training else run.operator.writes
+    return run.operator.carries if is_with_training else ()
 
 
 def _needed(plan: Plan, rank: int, step: int, next_step: int) -> Mapping[str, set[int]]:
     """Return the rows of ``step`` that a rank has at the end of the step before ``next_step``, by column."""
     needed: dict[str, set[int]] = defaultdict(set)
     for run in _generating_runs(plan, rank):
-        for column in _left_columns(run, step, next_step):
+        for column in _left_columns(plan, run, step, next_step):
             needed[column].update(_rows_of(plan, run, rank))
     for move in plan.schedule.for_rank(rank):
         if isinstance(move, Move) and move.lag < plan.schedule.lag and step >= next_step:

@@ -78,13 +78,16 @@ class OperatorRun:
         """
         operator, suffix = self.operator, self.operator.suffix
         mini_batches = self.mini_batches if mini_batches is None else mini_batches
-        rows, samples = self.present_rows(store, mini_batches), self.shape.samples_per_prompt
+        rows = self.present_rows(store, mini_batches)
+        samples = 1 if operator.is_by_row else self.shape.samples_per_prompt
         names = [name for name in operator.reads if (name in operator.extra_reads) == is_extra and name != PRESENT]
         if is_extra:
             suffix = f".{operator.extra_loss}"
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
-        place = {row // samples: index for index, row in enumerate(rows[::samples])}
         blocks = self.shape.blocks_on(self.model.placed.layout, self.rank, mini_batches)
+        if operator.is_by_row:
+            blocks = tuple(self.shape.rows(block) for block in blocks)
+        place = {row // samples: index for index, row in enumerate(rows[::samples])}
         return Batch(
             columns,
             torch.tensor(rows, dtype=torch.int64, device=device),

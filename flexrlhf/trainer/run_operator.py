@@ -21,13 +21,13 @@ from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import check_returned, combine_of, make_loss, settings_of
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.objectives.surrogates import staleness
-from flexrlhf.operators.columns import FINAL_OUTCOME, PRESENT, column_of, plain
+from flexrlhf.operators.columns import FINAL_OUTCOME, GROUP_SCORES, PRESENT, column_of, plain
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.trainer.segments import make_round, whole_columns
+from flexrlhf.trainer.segments import carried_scores, earlier_scores, make_round, places_in, whole_columns
 from flexrlhf.trainer.text_operators import ExternalScorers, make_text_encoders, retokenized
 
 _SCORES = ("scores", "token_scores")
@@ -117,7 +117,7 @@ def run_operator(
     if run.operator.kind == "generate":
         columns, statistics = _generate(run, store, context, ahead, before)
     else:
-        columns, statistics = _computed(run, batch, store, context)
+        columns, statistics = _computed(run, batch, store, context, before)
     written = {name: columns[name.removesuffix(run.operator.suffix)] for name in run.operator.writes}
     _check_finite(run, written, batch.rows, context)
     if context.check is not None and context.sampling.step == 0:
@@ -129,11 +129,9 @@ def run_operator(
 
 def _of_all_rows(run: OperatorRun, batch: Batch, values: Tensor) -> Tensor:
     """Return ``values`` (n, ...) of the rows of ``batch`` with zeros for the operator's other rows."""
-    if len(batch) == len(run.rows):
+    if len(values) == len(run.rows):
         return values
-    place = {row: index for index, row in enumerate(run.rows)}
-    places = torch.tensor([place[row] for row in batch.rows.tolist()], dtype=torch.int64, device=values.device)
-    return values.new_zeros(len(run.rows), *values.shape[1:]).index_copy_(0, places, values)
+    return values.new_zeros(len(run.rows), *values.shape[1:]).index_copy_(0, places_in(run, batch), values)
 
 
 def _check_finite(run: OperatorRun, columns: Columns, rows: Tensor, context: OperatorContext) -> None:
@@ -151,7 +149,9 @@ def _where(run: OperatorRun, context: OperatorContext) -> str:
     return f"{f'step {step}' if step >= 0 else 'evaluation'}, {run.operator.name} on {run.model.placed.name}"
 
 
-def _computed(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> tuple[Columns, Moments]:
+def _computed(
+    run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext, before: RowStore | None
+) -> tuple[Columns, Moments]:
     """Return the columns that ``run`` writes, named without its suffix, and the moments of their statistics."""
     operator = run.operator
     match operator.kind:
@@ -164,7 +164,7 @@ def _computed(run: OperatorRun, batch: Batch, store: RowStore, context: Operator
             encoder, decode = context.encoders[operator.function], context.decode
             return retokenized(operator, batch, run.examples_of(batch), encoder, decode)
         case "combine":
-            return _combine(run, batch, store, context)
+            return _combine(run, batch, store, context, before)
     raise AssertionError(f"{operator.name} is no operator that computes columns of rows")
 
 
@@ -189,7 +189,8 @@ def _generate(
         ]
         first, *later = rounds
         generated = engine.generate(first.continued, sampling, [each.continued for each in later])
-        columns = whole_columns(run, first, generated, run.model.version)
+        by_row = context.spec.rollout.groups == "as-ended"
+        columns = whole_columns(run, first, generated, run.model.version, by_row)
     else:
         columns = engine.generate(batches[0], sampling, batches[1:])
         columns["policy_version"] = columns["response_mask"].int() * run.model.version
@@ -201,16 +202,27 @@ def _generate(
     return columns, {"rollout_requests": moments(requests)}
 
 
-def _combine(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> tuple[Columns, Moments]:
+def _combine(
+    run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext, before: RowStore | None
+) -> tuple[Columns, Moments]:
     """Return the columns and statistics of a function of ``objectives/``."""
-    function = run.operator.function
+    function, sampling = run.operator.function, context.sampling
+    scores = carried_scores(run, before, context.device) if GROUP_SCORES in run.operator.carries else None
     combine_context = CombineContext(
-        run.parts(store), run.model.dp, run.state, context.sampling.step, context.sampling.seed
+        run.parts(store),
+        run.model.dp,
+        run.state,
+        sampling.step,
+        sampling.seed,
+        None if scores is None else earlier_scores(run, batch, scores),
     )
     with naming_tokens(context.decode, context.sampling.step):
         computed = combine_of(function)(settings_of(function, context.spec), batch, combine_context)
     check_returned(run.operator, computed, batch)
     columns, statistics = computed
+    if scores is not None:
+        # also of rows that are not trained on in this step
+        columns[GROUP_SCORES] = scores.index_copy(0, places_in(run, batch), columns[GROUP_SCORES])
     if "policy_version" in batch.columns and columns.keys() & {"loss_mask", "kept_mask"}:
         statistics |= staleness(batch.with_columns(columns), combine_context)
     return columns, statistics

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
-from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import PRESENT, Lengths
+from flexrlhf.objectives.context import Columns, EarlierScores
+from flexrlhf.operators.columns import GROUP_SCORES, PRESENT, Lengths
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
 
@@ -77,11 +77,13 @@ def _rows_as_taken(shape: BatchShape, rows: Tensor) -> Tensor:
     return rows // (samples * shape.segments) * samples + rows % samples
 
 
-def whole_columns(run: OperatorRun, made: SegmentRows, generated: Columns, version: int) -> Columns:
+def whole_columns(
+    run: OperatorRun, made: SegmentRows, generated: Columns, version: int, by_row: bool = False
+) -> Columns:
     """Return the columns of all rows of a round after its segment, with ``present``.
 
     ``generated``: columns of the rows at ``made.places``, with whole responses, and log-probs of the new tokens.
-    ``version``: of the weights.
+    ``version``: of the weights. ``by_row``: whether a response is trained on when it ends itself.
     """
     mask = made.carried["response_mask"].clone()
     old = mask[made.places]
@@ -100,13 +102,40 @@ def whole_columns(run: OperatorRun, made: SegmentRows, generated: Columns, versi
     # a row that is trained on is not carried, so its place is empty in the next step
     columns = {name: values * made.exists.view(-1, *[1] * (values.dim() - 1)) for name, values in columns.items()}
     columns["attention_mask"] = torch.cat([prompts, columns["response_mask"]], 1)
-    return {**columns, PRESENT: _present(run.shape, made, columns)}
+    return {**columns, PRESENT: _present(run.shape, made, columns, by_row)}
 
 
-def _present(shape: BatchShape, made: SegmentRows, columns: Columns) -> Tensor:
-    """Return uint8 (n,): rows of prompts whose responses have all ended, or had their last segment."""
+def _present(shape: BatchShape, made: SegmentRows, columns: Columns, by_row: bool) -> Tensor:
+    """Return uint8 (n,): rows that have ended, or had their last segment; all responses to a prompt at once, unless
+    ``by_row``."""
     samples = shape.samples_per_prompt
     is_last = made.batch.rows // samples % shape.segments == shape.segments - 1
-    has_ended = (columns["finished"] == 1) | columns["response_mask"].all(1) | is_last
-    whole = (made.exists & has_ended).view(-1, samples).all(1)
-    return whole.repeat_interleave(samples).to(torch.uint8)
+    has_ended = made.exists & ((columns["finished"] == 1) | columns["response_mask"].all(1) | is_last)
+    if not by_row:
+        has_ended = has_ended.view(-1, samples).all(1).repeat_interleave(samples)
+    return has_ended.to(torch.uint8)
+
+
+def places_in(run: OperatorRun, batch: Batch) -> Tensor:
+    """Return the places of the rows of ``batch`` among all rows of ``run``, int64 (n,)."""
+    place = {row: index for index, row in enumerate(run.rows)}
+    return torch.tensor([place[row] for row in batch.rows.tolist()], dtype=torch.int64, device=batch.rows.device)
+
+
+def carried_scores(run: OperatorRun, before: RowStore | None, device: torch.device) -> Tensor:
+    """Return the scores of all rows of ``run`` (n,) that ended in steps before; NaN of others."""
+    samples, segments = run.shape.samples_per_prompt, run.shape.segments
+    scores = torch.full((len(run.rows),), torch.nan, device=device)
+    places = [place for place, row in enumerate(run.rows) if row // samples % segments]
+    if before is not None and places:
+        scores[places] = before.get(GROUP_SCORES, [run.rows[place] - samples for place in places])
+    return scores
+
+
+def earlier_scores(run: OperatorRun, batch: Batch, scores: Tensor) -> EarlierScores:
+    """Return the groups of the rows of ``batch``, with ``scores`` (n,) of all rows of ``run`` as far as they ended in
+    steps before."""
+    samples = run.shape.samples_per_prompt
+    places = places_in(run, batch)
+    groups, index = (places // samples).unique(return_inverse=True)
+    return EarlierScores(scores.view(-1, samples)[groups], index * samples + places % samples)

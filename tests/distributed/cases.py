@@ -606,6 +606,8 @@ DEFAULT = [
     Case("segments", "co-located", 1),
     Case("segments", "lag-2", 2),
     Case("two", "lag-2-alone", 2),
+    Case("grpo-as-ended", "lag-2-alone", 2),
+    Case("grpo-as-ended", "co-located", 2),
     Case("grpo", "lag-2-alone", 2, rollout="vllm"),
     Case("segments-corrected", "lag-2-alone", 2),
     Case("segments-corrected", "halves", 2),
@@ -881,7 +883,7 @@ class Assets:
         name = "wide-actor" if case.has_vllm and role == "actor" else role
         if role == "actor" and algorithm_of(case.setting) == "ac-share":
             name = f"{name}-with-values"
-        if role == "actor" and (case.setting == "ends" or "segments" in case.setting):
+        if role == "actor" and (case.setting in ("ends", "grpo-as-ended") or "segments" in case.setting):
             name = f"{name}-with-ends"
         return {"path": self.model(name), **({"optimizer": optimizer} if trained else {})}
 

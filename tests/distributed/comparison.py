@@ -93,7 +93,7 @@ def reference_of(spec: Spec, before: tuple[int, int] | None = None) -> Result:
     # values of a shared trunk come from the copy that computes them
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) or spec.num_segments > 1 else None
     models_apart = sorted(spec.placement.models) if isinstance(spec.placement, PlacementMap) else None
-    segments = [models_apart, spec.rollout.segment_tokens, spec.rollout.max_segments]
+    segments = [models_apart, spec.rollout.segment_tokens, spec.rollout.max_segments, spec.rollout.groups]
     key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of, segments, before])
     if key not in _REFERENCES:
         is_sampled = isinstance(spec.algorithm, PolicySpec)
@@ -151,6 +151,7 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
     columns = outcome.columns(number)
     if step.places is not None:
         found = columns.pop("present").nonzero().flatten().tolist()
+        columns.pop("group_scores", None)
         yield Deviation(number, "present", float(len(set(found).symmetric_difference(step.places))), 0.0)
         columns = {name: _of_places(step, column) for name, column in columns.items()}
     if step.columns:

@@ -133,7 +133,7 @@ class Reference:
         sampled = sum(1 if response.greedy is None else 2 for response in responses)
         if self.spec.rollout.segment_tokens is not None:
             sampled = self.requests
-        carried = sum(map(len, self.under_way.values()))
+        carried = sum(not response.is_whole for group in self.under_way.values() for response in group)
         in_flight = (self._generated(step) - step - 1) * self.policy.num_prompts * self.policy.samples_per_prompt
         rows = row_metrics(self.spec, step, responses, in_flight + carried)
         metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)} | rows
@@ -251,8 +251,16 @@ class Reference:
                 self.sampler.continued(self.old_actor, response, of_step, row, most, forced)
                 self.requests += 1
                 response.versions += [self.version(step)] * (len(response.tokens) - len(response.versions))
-            if age == self.segments - 1 or all(r.finished or len(r.tokens) == self.sampler.longest for r in group):
-                whole += self.under_way.pop((of_step, number))
+            is_last = age == self.segments - 1
+            ended = [r for r in group if is_last or r.finished or len(r.tokens) == self.sampler.longest]
+            if self.spec.rollout.groups == "as-ended":
+                for response in ended:
+                    response.siblings = group
+                    whole += [] if response.is_whole else [response]
+                    response.is_whole = True
+            if len(ended) == len(group):
+                whole += [] if self.spec.rollout.groups == "as-ended" else group
+                del self.under_way[of_step, number]
         return sorted(whole, key=lambda response: response.place)
 
     def _look_at(self, response: Response) -> None:

@@ -95,6 +95,9 @@ def grouped(
     spec: GroupSpec, responses: list[Response], controls: Controls, mini_batches: Sequence[range], terms: Terms
 ) -> None:
     """Every token has its response's advantage over the other counted responses to the same prompt."""
+    if any(response.siblings for response in responses):
+        grouped_as_ended(spec, responses, controls, terms)
+        return
     groups = groups_of(responses, spec.samples_per_prompt)
     for group in groups:
         counting = [response for response in group if response.counts]
@@ -108,6 +111,19 @@ def grouped(
     if spec.dynamic_sampling is not None:
         for rows in mini_batches:
             leave_out(spec, responses, rows)
+
+
+def grouped_as_ended(spec: GroupSpec, responses: list[Response], controls: Controls, terms: Terms) -> None:
+    """The same over the responses that have ended by now."""
+    counting = [response for response in responses if response.counts]
+    for response in counting:
+        response.total = sum(rewards_of(spec, response, controls))
+    for response in counting:
+        known = [each for each in response.siblings if each.total is not None]
+        totals = [each.total for each in known]
+        (advantage,) = (a for each, a in zip(known, compared(spec, totals), strict=True) if each is response)
+        response.advantages = [advantage - cost for cost in costs_to_come(spec, response, controls)]
+        terms.add("group_alike", [float(are_alike(totals))])
 
 
 def by_steps(spec: GroupSpec, group: list[Response], controls: Controls, terms: Terms) -> None:

@@ -21,7 +21,9 @@ NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo",
 @dataclass
 class Response:
     """One row of a step. ``margins``: by how much each token won over the second best. ``versions``: of the weights
-    that sampled each token. ``place``: row of the step's batch, also of rows that are not whole yet.
+    that sampled each token. ``place``: row of the step's batch, also of rows that are not whole yet. ``siblings``: all
+    responses to the prompt, if each is trained on when it ends; ``total``: its score, once it has one; ``is_whole``:
+    whether it has ended.
 
     ``rollout_logprobs``: of the tokens when they were sampled; ``logprobs``: under the policy that the loss takes its
     ratio to. ``by_source``: scores of each of several sources, by column; ``scores``, ``token_scores``: their sums, by
@@ -40,6 +42,9 @@ class Response:
     versions: list[int] = field(default_factory=list)
     example: Example | None = None
     place: int = 0
+    siblings: list[Response] = field(default_factory=list)
+    total: float | None = None
+    is_whole: bool = False
     rollout_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)
