@@ -79,6 +79,12 @@ BAD = [
     ("lag without shadows", ("--set", "schedule.lag=1"), ("schedule.lag", "shadow", "co-located")),
     ("period without shadows", ("--set", "sync.every=2"), ("sync.every", "shadow", "co-located")),
     ("other strategy", ("--set", "schedule.strategy=disaggregated"), ("schedule.strategy", "'co-located'")),
+    (
+        "segments",
+        ("--set", "rollout.segment_tokens=999"),
+        ("segment_tokens: 999", "exceeds", "use less, or null"),
+    ),
+    ("most segments of none", ("--set", "rollout.max_segments=2"), ("max_segments 2", "give segment_tokens")),
     ("chunks", ("--set", "schedule.num_chunks=3"), ("num_chunks 3", "num_mini_batches 1")),
     ("engine", ("--set", "models.actor.engine=vllm"), ("models.actor.engine", "vllm", "torch", "rollout.engine")),
     ("stage", ("--set", "models.actor.zero=1"), ("models.actor.zero", "stage 1", "0, 2 or 3", "engine deepspeed")),

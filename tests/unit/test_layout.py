@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -136,6 +138,48 @@ def test_samples_of_one_prompt_never_part() -> None:
         assert sorted(owners) == list(range(shape.num_rows))
         for prompt in range(size):
             assert len({owners[prompt * samples + sample] for sample in range(samples)}) == 1
+
+
+def random_layout(draw: random.Random) -> Layout:
+    """Up to 5 replicas, of equal shares or others, on one rank or two each."""
+    dp, tp = draw.randint(1, 5), draw.choice((1, 1, 2))
+    shares = tuple(Fraction(draw.randint(0, 3)) for _ in range(dp))
+    return Layout(tuple(range(dp * tp)), tp, row_shares=shares if draw.random() < 0.5 and sum(shares) else ())
+
+
+def test_segments_of_one_prompt_never_part() -> None:
+    """Places of one number have the same rank, mini-batch, chunk and block: those of the prompt in a plan without."""
+    draw = random.Random(2)
+    for _ in range(300):
+        layout, mini_batches, segments = random_layout(draw), draw.choice((1, 2, 4)), draw.randint(1, 5)
+        samples, blocks = draw.randint(1, 3), draw.choice((1, 2, 4))
+        plain = BatchShape(draw.randint(mini_batches, 12), samples, mini_batches, mini_batches // 2 or 1, blocks)
+        shape = replace(plain, num_prompts=plain.num_prompts * segments, segments=segments)
+        parts = [range(m, m + 1) for m in plain.mini_batches] + [plain.chunk(c) for c in range(plain.num_chunks)]
+        for part, rank in product(parts, layout.ranks):
+            prompts, divided = (each.prompts_on(layout, rank, part) for each in (plain, shape))
+            assert divided == places_of(prompts, segments)
+            blocks_of = [places_of(block, segments) for block in plain.blocks_on(layout, rank, part)]
+            assert list(shape.blocks_on(layout, rank, part)) == blocks_of
+        mini_batches_of = [places_of(plain.prompts(m), segments) for m in plain.mini_batches]
+        assert [tuple(shape.prompts(m)) for m in shape.mini_batches] == mini_batches_of
+        assert (shape.num_new, shape.num_taken) == (plain.num_prompts, plain.num_rows)
+        assert shape.block_rows == plain.block_rows * segments
+
+
+def places_of(numbers: Iterable[int], segments: int) -> tuple[int, ...]:
+    return tuple(number * segments + age for number in numbers for age in range(segments))
+
+
+def test_rows_as_they_were_taken_and_places_are_inverse() -> None:
+    for prompts, samples, segments in product((1, 5), (1, 3), (1, 2, 4)):
+        shape = BatchShape(prompts * segments, samples, segments=segments)
+        taken = [shape.as_taken(row) for row in range(shape.num_rows)]
+        assert sorted(taken) == list(product(range(segments), range(shape.num_taken)))
+        assert [shape.place_of(number, age) for age, number in taken] == list(range(shape.num_rows))
+        # in the next step a prompt is one place further, with all of its samples
+        going = [(row, age, number) for row, (age, number) in enumerate(taken) if age + 1 < segments]
+        assert all(shape.as_taken(row + samples) == (age + 1, number) for row, age, number in going)
 
 
 def test_random_layouts_split_exactly() -> None:
