@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec, OptimizerSpec
-from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Totals
+from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Sampling, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import Layout
@@ -109,3 +111,36 @@ def train(engine: TorchEngine, steps: int, loss: Loss | None = None) -> list[Mom
 def output(engine: TorchEngine, column: str, adapters: bool = True, batch: Batch | None = None) -> Tensor:
     """One column of a forward pass, by itself."""
     return engine.forward(mini_batch() if batch is None else batch, [column_of(column)], adapters)[column]
+
+
+Generate = Callable[[Batch, Sampling], dict[str, Tensor]]
+
+
+def in_segments(generate: Generate, batch: Batch, sampling: Sampling, tokens: int, longest: int) -> dict[str, Tensor]:
+    """Columns of ``generate`` in calls that add at most ``tokens`` to the responses that have not ended.
+
+    Each call is of another step, as in a run, with the noise of the first.
+    """
+    n, width = len(batch), batch["prompts"].shape[1]
+    mask, finished = torch.zeros(n, longest, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
+    columns = {
+        "tokens": torch.zeros(n, width + longest, dtype=torch.int32),
+        "attention_mask": torch.cat([batch["prompt_mask"], mask], 1),
+        "response_mask": mask,
+        "finished": finished,
+        "rollout_logprobs": torch.zeros(n, longest),
+    }
+    for number in range(longest):
+        places = ((finished == 0) & ~mask.bool().all(1)).nonzero().squeeze(1)
+        if not len(places):
+            break
+        before = {"responses": columns["tokens"][:, width:], "response_mask": mask}
+        before["taken"] = torch.full((n,), sampling.step)
+        part = batch.with_columns(before).select(places)
+        made = generate(part, replace(sampling, step=sampling.step + number, most_tokens=tokens))
+        assert ((made["response_mask"].sum(1) - mask[places].sum(1)) <= tokens).all()
+        # the tokens before a segment have no log-probs in its call
+        made["rollout_logprobs"] += columns["rollout_logprobs"][places]
+        for name, values in made.items():
+            columns[name][places] = values
+    return columns

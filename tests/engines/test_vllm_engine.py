@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import run_ranks
+from small_models import in_segments
 from torch import Tensor
 
 pytest.importorskip("vllm")
@@ -236,6 +237,18 @@ def test_no_rows(engine: VllmEngine) -> None:
         "finished": (0,),
         "rollout_logprobs": (0, RESPONSE),
     }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, PLAIN, {"eos_token_ids": (END, 5, 17, 23, 31, 40)}, {"stop": ("a", "xy"), "decode": letters}],
+    ids=["whole", "cut", "ends", "stop"],
+)
+def test_segments_are_the_response_that_is_generated_whole(engine: VllmEngine, changes: dict[str, Any]) -> None:
+    how, batch = sampling(**changes), prompts(4, samples_per_prompt=2)
+    whole = engine.generate(batch, how)
+    for tokens in (1, RESPONSE // 3, RESPONSE - 1):
+        assert same(in_segments(engine.generate, batch, how, tokens, RESPONSE), whole), tokens
 
 
 # --- batches ahead

@@ -81,12 +81,13 @@ def sampling_params(key: RequestKey, first: int, lengths: Lengths, vocabulary: i
     from vllm.sampling_params import RequestOutputKind
 
     sampling, row = key
+    most = min(lengths.response - first, sampling.most_tokens or lengths.response)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_tokens=max(0, sampling.min_tokens - first),
-        max_tokens=min(lengths.response - first, sampling.most_tokens or lengths.response),
+        min_tokens=min(most, max(0, sampling.min_tokens - first)),
+        max_tokens=most,
         ignore_eos=True,
         # a tokenizer may have more tokens than the model
         stop_token_ids=[token for token in sampling.eos_token_ids if token < vocabulary],
