@@ -1,0 +1,159 @@
+"""Responses in segments: with the same weights they are the responses that are generated whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import ONE_RANK, engine_for, in_segments, placed
+from test_decoding import LENGTHS, PLAIN, SAMPLINGS, assert_same, model_of, passes_of
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.engines.base import Batch
+from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.graph import GENERATE
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.trainer.execution import OperatorRun
+from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.segments import SegmentRows, make_round, whole_columns
+from flexrlhf.weights.shapes import model_shape
+
+PROMPTS, SAMPLES, TOKENS = 5, 2, 4
+"""Prompts of a step, samples of each, and tokens of a segment."""
+
+
+def prompts_of(step: int, prompts: int = PROMPTS, samples: int = SAMPLES) -> Batch:
+    """Prompts of 1 to 7 tokens, each with samples."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(1, LENGTHS.prompt + 1, (prompts, 1), generator=generator)
+    mask = (torch.arange(LENGTHS.prompt) >= LENGTHS.prompt - lengths).to(torch.uint8)
+    tokens = torch.randint(4, 32, mask.shape, generator=generator, dtype=torch.int32) * mask
+    columns = {"prompts": tokens.repeat_interleave(samples, 0), "prompt_mask": mask.repeat_interleave(samples, 0)}
+    return Batch(columns, torch.arange(prompts * samples), samples)
+
+
+# --- decoding
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 11, 12])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_segments_are_the_response_that_is_generated_whole(name: str, tokens: int) -> None:
+    """Prompts of several lengths, samples of a prompt that end in other segments, stop strings over a border."""
+    model, batch = model_of(), prompts_of(0, 7, 3)
+    for together in (100, 4):
+        passes = passes_of(model, together)
+        whole = passes.generate(batch, SAMPLINGS[name])
+        assert_same(in_segments(passes.generate, batch, SAMPLINGS[name], tokens, LENGTHS.response), whole)
+
+
+def test_the_noise_is_that_of_the_step_that_took_a_row() -> None:
+    """Rows of several steps are in one call."""
+    passes, batch = passes_of(model_of()), prompts_of(0)
+    steps = torch.arange(len(batch)) % 3 + PLAIN.step
+    mixed = passes.generate(batch.with_columns({"taken": steps}), replace(PLAIN, step=77))
+    for step in set(steps.tolist()):
+        alone, own = passes.generate(batch, replace(PLAIN, step=step)), steps == step
+        assert_same({name: column[own] for name, column in mixed.items()}, {name: c[own] for name, c in alone.items()})
+    assert not torch.equal(mixed["tokens"], passes.generate(batch, PLAIN)["tokens"])
+
+
+# --- rounds
+
+
+class Rounds:
+    """Ranks of a model that generate round by round; ``stores``: rows of the newest step by rank."""
+
+    def __init__(self, num_ranks: int, segments: int) -> None:
+        self.shape = BatchShape(PROMPTS * segments, SAMPLES, 2, segments=segments)
+        model = placed(generate_tokens=6 * (LENGTHS.prompt + LENGTHS.response))
+        self.engine = engine_for(model, lengths=LENGTHS)
+        model = replace(model, layout=Layout(tuple(range(num_ranks))))
+        loaded = LoadedModel(model, self.engine, ONE_RANK, ONE_RANK, model_shape("actor", model.settings))
+        written = (*GENERATE.writes, "rollout_logprobs", "logprobs", PRESENT)
+        carried = tuple(name for name in written if name != "attention_mask")
+        operator = replace(GENERATE, writes=written, carries=carried)
+        mini_batches = self.shape.mini_batches
+        self.runs = [OperatorRun(operator, loaded, self.shape, mini_batches, rank) for rank in range(num_ranks)]
+        self.stores: list[RowStore | None] = [None] * num_ranks
+
+    def generate(self, step: int, version: int) -> list[SegmentRows]:
+        """Execute the round of ``step`` on every rank."""
+        made = []
+        for run, before in zip(self.runs, self.stores, strict=True):
+            store = self.stores[run.rank] = RowStore(LENGTHS, torch.device("cpu"))
+            for row in run.rows:
+                age, number = self.shape.as_taken(row)
+                taken = prompts_of(max(0, step - age))
+                for name in GENERATE.reads:
+                    store.put(name, [row], taken[name][number : number + 1])
+            each = make_round(run, run.batch(store, torch.device("cpu")), before, step, LENGTHS)
+            sampling = replace(PLAIN, step=step, most_tokens=TOKENS)
+            columns = whole_columns(run, each, self.engine.generate(each.continued, sampling), version)
+            for name in run.operator.writes:
+                store.put(name, run.rows, columns[name])
+            made.append(each)
+        return made
+
+    def trained(self) -> dict[tuple[int, int], dict[str, Tensor]]:
+        """Columns of the rows that the step trains on, by age and number."""
+        found: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for run, store in zip(self.runs, self.stores, strict=True):
+            assert store is not None
+            for row in run.rows:
+                cells = {name: store.get(name, [row])[0] for name in run.operator.writes}
+                if cells[PRESENT]:
+                    found[self.shape.as_taken(row)] = cells
+        return found
+
+
+@pytest.mark.parametrize(("num_ranks", "segments"), [(1, 3), (2, 3), (3, 2), (2, 1)])
+def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: int, segments: int) -> None:
+    """Each is trained on once, with its prompt's other samples, in the step in which the last of them ends.
+
+    Versions are those of the rounds. With too few segments responses end early.
+    """
+    rounds, steps, ends = Rounds(num_ranks, segments), 6, dict[tuple[int, int], int]()
+    whole = [rounds.engine.generate(prompts_of(step), replace(PLAIN, step=step)) for step in range(steps)]
+    longest = torch.arange(LENGTHS.response) < TOKENS * segments
+    for step in range(steps):
+        for each in rounds.generate(step, version=10 + step):
+            assert (each.continued["taken"] > step - segments).all() and (each.continued["taken"] <= step).all()
+        for (age, number), cells in rounds.trained().items():
+            expected = {name: column[number] for name, column in whole[step - age].items()}
+            mask = expected["response_mask"].bool() & longest
+            assert torch.equal(cells["response_mask"].bool(), mask)
+            assert torch.equal(cells["attention_mask"][LENGTHS.prompt :].bool(), mask)
+            responses = (each["tokens"][LENGTHS.prompt :][mask] for each in (cells, expected))
+            assert torch.equal(*responses)
+            assert cells["finished"] == (expected["finished"] & (expected["response_mask"].bool() == mask).all())
+            for name in ("rollout_logprobs", "logprobs"):
+                assert torch.allclose(cells[name], expected["rollout_logprobs"] * mask, atol=1e-5, rtol=0)
+            versions = 10 + step - age + torch.arange(LENGTHS.response) // TOKENS
+            assert torch.equal(cells["policy_version"], (versions * mask).int())
+            assert (step - age, number) not in ends, "trained on twice"
+            ends[step - age, number] = step
+    for taken, columns in enumerate(whole):
+        lengths = (columns["response_mask"].bool() & longest).sum(1).view(PROMPTS, SAMPLES).max(1).values
+        last = [taken + -(-length // TOKENS) - 1 for length in lengths.tolist()]
+        found = [ends.get((taken, prompt * SAMPLES + sample)) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
+        assert found == [end if end < steps else None for end in last for _ in range(SAMPLES)]
+
+
+def test_an_empty_place_has_nothing() -> None:
+    """In the first step no prompts are under way, and a prompt that is trained on leaves its place empty."""
+    rounds = Rounds(1, 3)
+    first, *_ = rounds.generate(0, 0)
+    assert first.exists.sum() == rounds.shape.num_taken and not any(age for age, _ in rounds.trained())
+    trained = rounds.trained()
+    second, *_ = rounds.generate(1, 1)
+    (store,) = rounds.stores
+    assert store is not None
+    for row in rounds.runs[0].rows:
+        age, number = rounds.shape.as_taken(row)
+        is_empty = age == 2 or (age == 1 and (0, number) in trained)
+        assert bool(second.exists[row]) != is_empty
+        assert not is_empty or not any(
+            store.get(name, [row]).any() for name in ("response_mask", "attention_mask", PRESENT)
+        )
