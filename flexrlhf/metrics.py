@@ -115,6 +115,7 @@ METRICS = (
         "tokens per response that dynamic sampling or best-of-group takes / tokens per sampled response",
         over="response_length",
     ),
+    Metric("prompts_taken", "prompts_taken", "prompts that dynamic sampling takes from the data in the step", "sum"),
     Metric("rows_trained", "rows_trained", "rows of the step that are trained on", "sum"),
     *(Metric(f"rows_{name}", f"rows_{name}", f"rows filtered: {text}", "sum") for name, text in FILTERED.items()),
     *(Metric(f"rows_{name}", f"rows_{name}", f"rows not counted: {text}", "sum") for name, text in NOT_COUNTED.items()),

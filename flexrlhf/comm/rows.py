@@ -34,7 +34,7 @@ class RowStore:
 
     def __init__(self, lengths: Lengths, device: torch.device) -> None:
         self._lengths = lengths
-        self._device = device
+        self.device = device
         self._blocks: dict[str, list[Tensor]] = {}
         self._index: dict[str, dict[int, tuple[int, int]]] = {}
         self._arrivals: list[PendingRows] = []
@@ -58,7 +58,7 @@ class RowStore:
             # no move sends a column to a replica without rows
             kind = column_of(column)
             width = self._lengths.width(kind)
-            return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self._device)
+            return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self.device)
         blocks, index = self._blocks[column], self._index[column]
         places = [index[row] for row in rows]
         if len(blocks) == 1 and [place for _, place in places] == list(range(len(blocks[0]))):

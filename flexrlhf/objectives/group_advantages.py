@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext, EarlierScores
 from flexrlhf.objectives.kl_penalty import kl_penalty
-from flexrlhf.objectives.reward_shaping import ShapedRewards, last_positions, shape_rewards
+from flexrlhf.objectives.reward_shaping import ShapedRewards, last_positions, raw_scores, shape_rewards
 from flexrlhf.operators.columns import GROUP_SCORES
 from flexrlhf.operators.outcomes import CODES
 
@@ -140,6 +140,13 @@ def _score_alike(grouped: Tensor, weights: Tensor) -> Tensor:
     return highest <= lowest
 
 
+def useful_groups(spec: GroupSpec, batch: Batch, context: CombineContext) -> Tensor:
+    """Return bool (g,): whether the responses of a group that count have different raw scores."""
+    scores, outcomes = raw_scores(spec, batch, context)
+    samples = batch.samples_per_prompt
+    return ~_score_alike(scores.view(-1, samples), (outcomes == 0).view(-1, samples)).squeeze(1)
+
+
 def _selected(spec: GroupSpec, batch: Batch, shaped: ShapedRewards, context: CombineContext) -> Tensor:
     """Return bool (n,): whether the group of a response is one that its mini-batch trains on."""
     selected = torch.zeros_like(shaped.counts)
@@ -154,17 +161,17 @@ def _selected_of_mini_batch(
 ) -> Tensor:
     """Select the first groups with different scores, up to the mini-batch's share of those that a step trains on.
 
-    This is DAPO's dynamic sampling (Yu et al. 2025, section 3.2) over ``rounds`` times the prompts of a step. It is
-    done for each mini-batch, so that none is left without rows while another has more than its share.
+    This is DAPO's dynamic sampling (Yu et al. 2025, section 3.2). It is done for each mini-batch, so that none is left
+    without rows while another has more than its share: as many groups as its first attempt has.
     """
-    assert spec.dynamic_sampling is not None
-    samples, rounds = batch.samples_per_prompt, spec.dynamic_sampling.rounds
+    samples = batch.samples_per_prompt
     useful = ~_score_alike(scores.view(-1, samples), counts.view(-1, samples)).squeeze(1)
     prompts = batch.rows[::samples] // samples
-    sampled = context.reducer.gather(prompts)
-    share = (int(sampled.max()) + 1) // rounds - int(sampled.min()) // rounds if len(sampled) else 0
-    first = context.reducer.gather(prompts[useful]).sort().values[:share]
-    return torch.isin(prompts, first).repeat_interleave(samples)
+    # in the order of the data: attempt by attempt
+    order = (prompts % spec.attempts << 32) + prompts // spec.attempts
+    share = int((context.reducer.gather(order) < 1 << 32).sum())
+    first = context.reducer.gather(order[useful]).sort().values[:share]
+    return torch.isin(order, first).repeat_interleave(samples)
 
 
 def process_advantages(spec: GroupSpec, batch: Batch, shaped: ShapedRewards) -> tuple[Tensor, Moments]:

@@ -52,16 +52,13 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     Reads ``scores`` (n,), ``finished`` (n,), ``response_mask`` (n, R), and ``token_scores`` (n, R) if there are any.
     Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
     """
-    finite = finite_scores(spec, batch, batch["scores"], context)
     truncated = 1 - batch["finished"].float()
-    is_masked = truncated.bool() & (spec.truncation == "mask")
-    outcomes = (is_masked.to(torch.uint8) * CODES["truncated"]).masked_fill(~finite, CODES["invalid_score"])
-    counts = outcomes == 0
+    scores_before, outcomes = raw_scores(spec, batch, context)
+    counts, finite = outcomes == 0, outcomes != CODES["invalid_score"]
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
     # with bootstrap the critic's value replaces the score of a truncated response
     scored = counts & (truncated == 0) if spec.truncation == "bootstrap" else counts
-    raw_scores = batch["scores"].where(finite, 0.0)
-    penalised = _length_penalised(spec, batch, raw_scores, truncated)
+    penalised = _length_penalised(spec, batch, scores_before, truncated)
     normalised = _normalised(spec, penalised, scored, context)
     scores = normalised
     if spec.reward_clip is not None:
@@ -69,7 +66,7 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     # without a score of its own, a response keeps the scores of its tokens
     scores = scores.where(scored, token_scores_of(batch, mask).sum(1))
     statistics = {
-        "reward": moments(raw_scores, finite),
+        "reward": moments(scores_before, finite),
         "shaped_score": moments(penalised, scored),
         "score_invalid": moments((~finite).float()),
         "response_length": moments(batch["response_mask"].float().sum(1)),
@@ -77,7 +74,18 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     }
     if spec.reward_clip is not None:
         statistics["reward_clipped"] = moments((normalised.abs() > spec.reward_clip).float(), scored)
-    return ShapedRewards(outcomes, mask, raw_scores, scores, token_rewards(scores, batch, mask), statistics)
+    return ShapedRewards(outcomes, mask, scores_before, scores, token_rewards(scores, batch, mask), statistics)
+
+
+def raw_scores(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple[Tensor, Tensor]:
+    """Return scores (n,), 0 for one that is not finite, and uint8 (n,): codes of why responses do not count.
+
+    Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
+    """
+    finite = finite_scores(spec, batch, batch["scores"], context)
+    is_masked = (batch["finished"] == 0) & (spec.truncation == "mask")
+    outcomes = (is_masked.to(torch.uint8) * CODES["truncated"]).masked_fill(~finite, CODES["invalid_score"])
+    return batch["scores"].where(finite, 0.0), outcomes
 
 
 def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, context: CombineContext) -> Tensor:

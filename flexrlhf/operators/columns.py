@@ -59,6 +59,7 @@ COLUMNS = {
         Column("selected_tokens", "response", "uint8"),
         Column("reference_point", "row", "float32"),
         Column("outcome", "row", "uint8"),
+        Column("data_position", "row", "int32"),
     )
 }
 
@@ -66,7 +67,10 @@ COLUMNS = {
 TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
 PRESENT = "present"
-"""Column of the rows that a step trains on, where responses are generated in segments."""
+"""Column of the rows that a step trains on, where responses are generated in segments or prompts are taken.
+"""
+POSITION = "data_position"
+"""Column of the places of prompts in the order of the data, where a step takes as many as it needs."""
 GROUP_SCORES = "group_scores"
 """Column of scores that advantages are relative to, of the responses to a prompt that have ended by now; NaN of others.
 """

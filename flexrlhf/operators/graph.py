@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.operators.columns import GENERATED, TEXT, Quantity
+from flexrlhf.operators.columns import GENERATED, POSITION, PRESENT, TEXT, Quantity
 
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call."""
@@ -20,9 +20,9 @@ LOSSES: Mapping[str, bool] = {
 }
 """Loss in ``objectives/functions.py`` → whether it compares the chosen and the rejected response to a prompt."""
 COMBINES = frozenset(
-    ("best_of_group", "covariant_tokens", "cost", "diversity", "group_advantages", "held_out_scores", "likelihood")
-    + ("pair_accuracy", "parity", "ppo_advantages", "preference_accuracy", "reference_point", "reinforce_advantages")
-    + ("rejection", "remax_advantages", "reward", "safe_advantages")
+    ("best_of_group", "covariant_tokens", "cost", "diversity", "take_prompts", "group_advantages", "held_out_scores")
+    + ("likelihood", "pair_accuracy", "parity", "ppo_advantages", "preference_accuracy", "reference_point")
+    + ("reinforce_advantages", "rejection", "remax_advantages", "reward", "safe_advantages")
 )
 """Combines there."""
 OperatorKind = CallKind | Literal["score", "retokenize", "combine"]
@@ -58,6 +58,8 @@ class Operator:
     on_trained:   runs on the copy that is trained even where another copy is for inference, before that copy trains.
     carries:      columns that it also reads as it wrote them in the step before, of rows that are not whole yet.
     is_by_row:    samples of a prompt may be missing, since they are trained on in other steps.
+    is_repeated:  it runs once for each attempt of dynamic sampling, on the rows of that attempt.
+    earlier:      columns that it also reads of the rows of earlier attempts.
     """
 
     name: str
@@ -81,6 +83,8 @@ class Operator:
     on_trained: bool = False
     carries: tuple[str, ...] = ()
     is_by_row: bool = False
+    is_repeated: bool = False
+    earlier: tuple[str, ...] = ()
 
     @property
     def call(self) -> CallKind | None:
@@ -228,6 +232,18 @@ GENERATE = Operator(
     "actor",
     ("prompts", "prompt_mask"),
     (*TEXT, "response_mask", "finished", "policy_version"),
+)
+TAKE_PROMPTS = Operator(
+    "take_prompts",
+    "combine",
+    "actor",
+    (),
+    (PRESENT, POSITION),
+    function="take_prompts",
+    barrier=True,
+    is_controlled=True,
+    is_repeated=True,
+    earlier=("scores", "finished"),
 )
 DIVERSITY = Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity")
 EVALUATION_SCORES = Operator(

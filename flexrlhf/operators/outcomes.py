@@ -18,6 +18,8 @@ IN_FLIGHT = "in_flight"
 CARRIED = "carried"
 """In place of an outcome: rows that the next step goes on with (``rollout.segment_tokens``), a part of those in flight.
 """
+ALL_TAKEN = "taken"
+"""In place of an outcome: all rows that dynamic sampling has taken, with those in flight."""
 UNRECORDED = "unrecorded"
 """In place of an outcome: rows of steps before a checkpoint of an older version."""
 

@@ -136,6 +136,8 @@ class BatchShape:
     for each prompt of as many rounds: its prompt ``p`` is number ``p // segments`` of those that the round
     ``p % segments`` steps before took. Places of one number are never separated, so that rows are carried from step to
     step on one rank.
+    ``attempts``: most times that dynamic sampling takes prompts. Prompt ``p`` is number ``p // attempts`` of attempt
+    ``p % attempts``; a mini-batch has as many numbers as groups that it trains on.
     """
 
     num_prompts: int
@@ -144,6 +146,7 @@ class BatchShape:
     num_chunks: int = 1
     num_blocks: int = 1
     segments: int = 1
+    attempts: int = 1
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
@@ -156,6 +159,7 @@ class BatchShape:
             spec.schedule.num_chunks,
             spec.num_blocks,
             segments,
+            algorithm.attempts,
         )
 
     @property
@@ -169,17 +173,22 @@ class BatchShape:
     @property
     def num_new(self) -> int:
         """Prompts that a step takes from the data."""
-        return self.num_prompts // self.segments
+        return self.num_prompts // self.segments // self.attempts
 
     @property
     def num_taken(self) -> int:
-        """Rows of the prompts that a step takes from the data."""
-        return self.num_new * self.samples_per_prompt
+        """Rows of the prompts that a step takes from the data, with all attempts."""
+        return self.num_new * self.attempts * self.samples_per_prompt
+
+    @property
+    def of_attempt(self) -> Self:
+        """Shape of one attempt of a step."""
+        return replace(self, num_prompts=self.num_prompts // self.attempts, attempts=1)
 
     @property
     def of_one_round(self) -> Self:
         """The shape of the prompts that a step takes from the data."""
-        return replace(self, num_prompts=self.num_new, segments=1)
+        return replace(self, num_prompts=self.num_prompts // self.segments, segments=1)
 
     def as_taken(self, row: int) -> tuple[int, int]:
         """Return how many steps ago the prompt of ``row`` was taken, and the row in the batch that step took."""
@@ -195,6 +204,11 @@ class BatchShape:
         """Return the contiguous prompts of one mini-batch; sizes differ by at most one (times ``segments``)."""
         return self._places(self.numbers(mini_batch))
 
+    def prompts_of_attempt(self, mini_batch: int, attempt: int | None) -> range:
+        """Return the prompts of one mini-batch, or those of one attempt."""
+        prompts = self.prompts(mini_batch)
+        return prompts if attempt is None else prompts[attempt :: self.attempts]
+
     def numbers(self, mini_batch: int) -> range:
         """Return the numbers of a mini-batch's prompts among those that one step takes."""
         start = mini_batch * self.num_new // self.num_mini_batches
@@ -202,15 +216,21 @@ class BatchShape:
 
     def _places(self, numbers: range) -> range:
         """Return the prompts of a step's batch that have ``numbers`` among those that one step takes."""
-        return range(numbers.start * self.segments, numbers.stop * self.segments)
+        places = self.segments * self.attempts
+        return range(numbers.start * places, numbers.stop * places)
 
     def chunk(self, index: int) -> range:
         """Return the consecutive whole mini-batches of one chunk."""
         size = self.num_mini_batches // self.num_chunks
         return range(index * size, (index + 1) * size)
 
-    def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
-        """Return the prompts of ``mini_batches`` that ``rank`` computes under ``layout``, ascending."""
+    def prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> tuple[int, ...]:
+        """Return the prompts of ``mini_batches`` that ``rank`` computes under ``layout``, ascending.
+
+        ``attempt``: of this attempt alone.
+        """
+        if attempt is not None:
+            return tuple(self.attempts * p + attempt for p in self.of_attempt.prompts_on(layout, rank, mini_batches))
         replica = layout.replica(rank)
         return tuple(prompt for m in mini_batches for prompt in self.part(layout, replica, m))
 
@@ -236,7 +256,7 @@ class BatchShape:
     def block_rows(self) -> int:
         """Most rows of a block."""
         largest = max(-(-len(self.numbers(m)) // self.num_blocks) for m in self.mini_batches)
-        return self.samples_per_prompt * self.segments * largest
+        return self.samples_per_prompt * self.segments * self.attempts * largest
 
     def rows(self, prompts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the rows of ``prompts``: all samples of each."""

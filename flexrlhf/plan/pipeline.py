@@ -25,6 +25,7 @@ from flexrlhf.placement.place import place, with_placed_dtypes
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
+from flexrlhf.plan.attempts import with_attempts
 from flexrlhf.plan.engine_checks import check_engines
 from flexrlhf.plan.hub_names import with_snapshots
 from flexrlhf.plan.model_checks import check_models
@@ -95,7 +96,8 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
             for each in graph.operators
         )
         graph = replace(graph, operators=tuple(operators))
-    graph = with_segments(with_rollout(graph, spec, is_remote=graph.generated in shadowed), spec)
+    graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
+    graph = with_attempts(with_segments(graph, spec), spec)
     return behind_training(graph, placement) if spec.schedule.lag else graph
 
 

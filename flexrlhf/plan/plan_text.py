@@ -313,7 +313,7 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
             notes = [_period(instruction, plan.spec.steps)]
     chunk = instruction.chunk
     if chunk is not None:
-        notes.append(f"chunk {chunk}")
+        notes.append(f"attempt {chunk}" if plan.batch.attempts > 1 else f"chunk {chunk}")
     if instruction.lag:
         notes.append("of the last batch")
     return notes

@@ -29,7 +29,7 @@ class EvaluationShape(BatchShape):
         start = mini_batch * self.places
         return range(start, min(start + self.places, self.num_prompts))
 
-    def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
+    def prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> tuple[int, ...]:
         mine = self.planned.prompts_on(layout, rank, range(1))
         return tuple(prompt for batch in mini_batches for prompt in self.at(batch, mine))
 

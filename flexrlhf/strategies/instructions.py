@@ -18,7 +18,7 @@ class Instruction:
 
     ranks:  ranks that execute it; all others skip it.
     lag:    number of steps that it works behind the newest batch.
-    chunk:  None where it works on whole steps.
+    chunk:  None where it works on whole steps; an attempt of dynamic sampling is one, too.
     """
 
     ranks: tuple[int, ...]
@@ -118,11 +118,12 @@ class _OfModel(_Periodic):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Instruction):
-    """One operator on one placed model, over whole mini-batches."""
+    """One operator on one placed model, over whole mini-batches, or on the rows of one ``attempt`` of them."""
 
     operator: Operator
     model: ModelName
     mini_batches: range
+    attempt: int | None = None
 
     @property
     def uses(self) -> tuple[ModelName, ...]:
@@ -143,8 +144,10 @@ class Run(Instruction):
 
     def reads_from(self, writer: Run) -> bool:
         """Whether it reads a column that ``writer`` writes, of mini-batches that both work on."""
-        common = common_range(self.mini_batches, writer.mini_batches)
-        return bool(common) and not set(writer.operator.writes).isdisjoint(self.operator.reads)
+        if not common_range(self.mini_batches, writer.mini_batches):
+            return False
+        reads = columns_read(self.operator, self.attempt, writer.attempt)
+        return not set(writer.operator.writes).isdisjoint(reads)
 
     def due(self, step: int, steps: int) -> bool:
         is_turn = step % self.operator.every == 0 or step == self.operator.also
@@ -153,6 +156,14 @@ class Run(Instruction):
     @property
     def label(self) -> str:
         return f"{self.operator.name} on {self.model}"
+
+
+def columns_read(operator: Operator, attempt: int | None, of_attempt: int | None) -> tuple[str, ...]:
+    """Return the columns that ``operator`` in ``attempt`` reads of the rows of another one; None: of all rows."""
+    if None in (attempt, of_attempt) or attempt == of_attempt:
+        return operator.reads
+    assert attempt is not None and of_attempt is not None
+    return operator.earlier if of_attempt < attempt else ()
 
 
 @dataclass(frozen=True, kw_only=True)

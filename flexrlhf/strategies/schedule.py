@@ -20,7 +20,17 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save
+from flexrlhf.strategies.instructions import (
+    Checkpoint,
+    Eval,
+    Instruction,
+    Move,
+    Offload,
+    Reload,
+    Run,
+    Save,
+    columns_read,
+)
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,12 @@ def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, 
 
 
 def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
-    """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded."""
+    """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded.
+
+    Rows of a later attempt depend on the scores of an earlier one.
+    """
     chunks: list[range] = []
-    for instruction in instructions[instructions.index(run) + 1 :]:
+    for instruction in instructions[instructions.index(run) + 1 :] if run.attempt is None else ():
         if isinstance(instruction, Offload) and instruction.model == run.model:
             break
         if isinstance(instruction, Run) and (instruction.operator, instruction.model) == (run.operator, run.model):
@@ -101,9 +114,10 @@ def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
 class OperatorTask:
     """An operator on one chunk.
 
-    chunk:       None for the whole step.
+    chunk:       None for the whole step; or an attempt of dynamic sampling.
     tick:        wave + chunk: tasks of one tick may overlap.
     is_awaited:  a child process computes it.
+    is_attempt:  whether its chunk is an attempt.
     """
 
     operator: Operator
@@ -111,6 +125,12 @@ class OperatorTask:
     chunk: int | None
     tick: int
     is_awaited: bool = False
+    is_attempt: bool = False
+
+    @property
+    def attempt(self) -> int | None:
+        """Attempt of dynamic sampling; None for the rows of all attempts."""
+        return self.chunk if self.is_attempt else None
 
     @property
     def order(self) -> tuple[int, bool, int]:
@@ -132,11 +152,24 @@ def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
 def make_tasks(
     graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]
 ) -> list[OperatorTask]:
-    """Return tasks in schedule order: by tick, inside it generation, then the deepest wave, then in graph order."""
+    """Return tasks in schedule order: by tick, inside it generation, then the deepest wave, then in graph order.
+
+    Attempts of dynamic sampling follow one another, and all other operators the last of them.
+    """
     whole = whole_step(graph, placement)
+    taken = [graph.waves[operator.name] for operator in graph.operators if operator.is_repeated]
+    depth = max(taken, default=-1) + 1
     tasks = []
     for operator in operators:
         wave, awaited = graph.waves[operator.name], _is_awaited(operator, placement)
+        if operator.is_repeated:
+            ticks = enumerate(range(wave, wave + shape.attempts * depth, depth))
+            tasks += [OperatorTask(operator, wave, attempt, tick, awaited, is_attempt=True) for attempt, tick in ticks]
+            continue
+        if depth:
+            last = (shape.attempts - 1) * depth
+            tasks.append(OperatorTask(operator, wave, None, wave + last, awaited))
+            continue
         if operator.name in whole or shape.num_chunks == 1:
             tasks.append(OperatorTask(operator, wave, None, wave + shape.num_chunks - 1, awaited))
         else:
@@ -183,7 +216,7 @@ class Builder:
         model = self.model_of(task.operator)
         mini_batches = self.mini_batches(task)
         for rank in model.ranks:
-            prompts = self._prompts(model.layout, rank, mini_batches)
+            prompts = self._prompts(model.layout, rank, mini_batches, task.attempt)
             for column in task.operator.writes:
                 self.produced[column][rank].update(prompts)
                 self.available[column][rank].update(prompts)
@@ -194,6 +227,7 @@ class Builder:
             model=model.name,
             mini_batches=mini_batches,
             chunk=task.chunk,
+            attempt=task.attempt,
         )
 
     def moves(self, writers: Iterable[OperatorTask], readers: Iterable[OperatorTask]) -> list[Move]:
@@ -204,7 +238,7 @@ class Builder:
         bundles: dict[tuple[int | None, tuple[str, ...]], list[tuple[str, OperatorTask]]] = defaultdict(list)
         for writer in writers:
             for column in writer.operator.writes:
-                lacking = [r for r in readers if column in r.operator.reads and self._lacks(column, r, writer)]
+                lacking = [r for r in readers if self._lacks(column, r, writer)]
                 if lacking:
                     names = tuple(dict.fromkeys(self.model_of(reader.operator).name for reader in lacking))
                     bundles[writer.chunk, names].append((column, writer))
@@ -216,21 +250,23 @@ class Builder:
 
     def mini_batches(self, task: OperatorTask) -> range:
         """Return the mini-batches of ``task``."""
-        return self.shape.mini_batches if task.chunk is None else self.shape.chunk(task.chunk)
+        return self.shape.mini_batches if task.chunk is None or task.is_attempt else self.shape.chunk(task.chunk)
 
-    def _needs(self, model: PlacedModel, mini_batches: range) -> Holdings:
-        return {rank: set(self._prompts(model.layout, rank, mini_batches)) for rank in model.ranks}
+    def _needs(self, model: PlacedModel, mini_batches: range, attempt: int | None) -> Holdings:
+        return {rank: set(self._prompts(model.layout, rank, mini_batches, attempt)) for rank in model.ranks}
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
-        """Whether a rank of the reader misses prompts of the mini-batches that both work on."""
+        """Whether a rank of the reader misses prompts of the mini-batches that both work on, of what it reads."""
+        if column not in columns_read(reader.operator, reader.attempt, writer.attempt):
+            return False
         both = common_range(self.mini_batches(reader), self.mini_batches(writer))
-        needs = self._needs(self.model_of(reader.operator), both)
+        needs = self._needs(self.model_of(reader.operator), both, writer.attempt)
         return any(not prompts <= self.available[column].get(rank, set()) for rank, prompts in needs.items())
 
     def _all_have(self, columns: list[tuple[str, OperatorTask]], ranks: tuple[int, ...]) -> bool:
         """Whether each of ``ranks`` has all rows that the writers of ``columns`` wrote."""
         return all(
-            self.available[column][rank].issuperset(self.shape.prompts(mini_batch))
+            self.available[column][rank].issuperset(self.shape.prompts_of_attempt(mini_batch, writer.attempt))
             for column, writer in columns
             for mini_batch in self.mini_batches(writer)
             for rank in ranks
@@ -241,7 +277,8 @@ class Builder:
         for column, writer in columns:
             needed: Holdings = defaultdict(set)
             for name in destinations:
-                for rank, prompts in self._needs(self.placement[name], self.mini_batches(writer)).items():
+                needs = self._needs(self.placement[name], self.mini_batches(writer), writer.attempt)
+                for rank, prompts in needs.items():
                     needed[rank] |= prompts
             transfers += route(column, self.produced[column], self.available[column], needed)
         for transfer in transfers:

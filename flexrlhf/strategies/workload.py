@@ -79,7 +79,7 @@ def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) 
     layout = placement[run.model].layout
     single = [range(index, index + 1) for index in run.mini_batches]
     calls = single if run.operator.kind == "train" else [run.mini_batches]
-    return batch.samples_per_prompt * max(len(batch.prompts_on(layout, rank, call)) for call in calls)
+    return batch.samples_per_prompt * max(len(batch.prompts_on(layout, rank, call, run.attempt)) for call in calls)
 
 
 def rows_in_flight_bytes(
@@ -100,7 +100,7 @@ def rows_in_flight_bytes(
     rare: set[str] = set()
     for each in instructions if num_kept else ():
         if isinstance(each, Run) and rank in each.ranks:
-            prompts = batch.prompts_on(placement[each.model].layout, rank, each.mini_batches)
+            prompts = batch.prompts_on(placement[each.model].layout, rank, each.mini_batches, each.attempt)
             outcomes = (FINAL_OUTCOME,) if each.operator.kind == "train" else ()
             for column in (*each.operator.writes, *outcomes, *set(inputs).intersection(each.operator.reads)):
                 stored[column].update(prompts)

@@ -151,7 +151,7 @@ def _generating_runs(plan: Plan, rank: int) -> Iterable[Run]:
 
 def _rows_of(plan: Plan, run: Run, rank: int) -> Sequence[int]:
     layout = plan.placement[run.model].layout
-    return plan.batch.rows(plan.batch.prompts_on(layout, rank, run.mini_batches))
+    return plan.batch.rows(plan.batch.prompts_on(layout, rank, run.mini_batches, run.attempt))
 
 
 def _read_all(checkpoint: Path, steps: range) -> dict[str, dict[int, Tensor]]:

@@ -41,7 +41,7 @@ from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
 from flexrlhf.trainer.results_writer import ResultsWriter
-from flexrlhf.trainer.row_ledger import RowLedger
+from flexrlhf.trainer.row_ledger import RowLedger, merged_account
 from flexrlhf.trainer.step_rows import StepRows
 
 Value = TypeVar("Value")
@@ -234,7 +234,7 @@ def merged_progress(reports: Sequence[Progress]) -> Progress:
         controllers=_united(report.controllers for report in reports),
         best=_united(report.best for report in reports),
         reports=in_flight,
-        rows=_united(report.rows for report in reports),
+        rows=merged_account(report.rows for report in reports),
         carried=_united(report.carried for report in reports),
     )
 

@@ -15,9 +15,10 @@ from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec, SafeRlhfSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple, add
-from flexrlhf.operators.graph import Operator
+from flexrlhf.operators.graph import TAKE_PROMPTS, Operator
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
+from flexrlhf.trainer.attempts import TAKEN
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
 State = dict[str, float]
@@ -41,7 +42,10 @@ class Controllers(Observer):
         """Values by operator."""
         if isinstance(algorithm, PolicySpec):
             controlled = [operator for operator in plan.graph.operators if operator.is_controlled]
-            self.states = {operator.name: first_state(algorithm) for operator in controlled}
+            self.states = {
+                operator.name: {TAKEN: 0.0} if operator.function == TAKE_PROMPTS.function else first_state(algorithm)
+                for operator in controlled
+            }
         self._statistics: dict[str, dict[str, Triple]] = {}
         self._run_here: set[str] = set()
 
@@ -73,6 +77,9 @@ class Controllers(Observer):
             return
         assert isinstance(self._algorithm, PolicySpec), "only these have controllers"
         self._run_here.add(name)
+        if run.operator.function == TAKE_PROMPTS.function:
+            self.states[name] = {TAKEN: self.states[name][TAKEN] + statistics[TAKEN][1]}
+            return
         add(self._statistics.setdefault(name, {}), statistics)
         if run.mini_batches.stop == self._algorithm.num_mini_batches:
             self.states[name] = next_state(self._algorithm, self.states[name], self._statistics.pop(name))

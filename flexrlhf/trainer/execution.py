@@ -30,8 +30,9 @@ class OperatorRun:
     shape:         prompts and mini-batches of the step or evaluation.
     mini_batches:  those that it works on.
     rank:          this rank.
-    examples:      of the prompts of ``shape``, for an operator that reads them as text.
+    examples:      of the prompts of ``shape``, for an operator that reads them as text; in an attempt, of its prompts.
     state:         values of the operator's controllers.
+    attempt:       that it works on; None: on the rows of all.
     """
 
     operator: Operator
@@ -39,12 +40,13 @@ class OperatorRun:
     shape: BatchShape
     mini_batches: range
     rank: int
-    examples: Sequence[Example] = ()
+    examples: Sequence[Example] | Mapping[int, Example] = ()
     state: Mapping[str, float] = field(default_factory=dict)
+    attempt: int | None = None
 
     def rows_of(self, mini_batches: range) -> tuple[int, ...]:
         """Return the rows of ``mini_batches`` on this rank."""
-        return self.shape.rows(self.shape.prompts_on(self.model.placed.layout, self.rank, mini_batches))
+        return self.shape.rows(self.shape.prompts_on(self.model.placed.layout, self.rank, mini_batches, self.attempt))
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -117,6 +119,7 @@ class Execution:
     moments:     its statistics over the rows of this rank.
     samples:     samples that it has written, as far as this rank reports them.
     outcomes:    rows by outcome, of a training that accounts for them.
+    positions:   prompt → its place in the order of the data, of an attempt.
     statistics:  its statistics, summed over the data-parallel group.
     """
 
@@ -130,6 +133,7 @@ class Execution:
     moments: Moments = field(init=False)
     samples: Sequence[dict[str, Any]] = ()
     outcomes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    positions: Mapping[int, int] = field(default_factory=dict)
     statistics: Mapping[str, Triple] = field(default_factory=dict)
 
 

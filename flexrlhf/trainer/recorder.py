@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
+from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
 from flexrlhf.trainer.execution import Execution, Observer
@@ -23,7 +24,7 @@ from flexrlhf.trainer.samples import Part
 
 Report = dict[str, Any]
 """``statistics`` of an operator, ``labels``: words for the row of metrics, ``samples``: parts of samples, ``outcomes``:
-rows by outcome."""
+rows by outcome, ``positions``: prompts of an attempt and their places in the order of the data."""
 
 
 def make_report(
@@ -31,6 +32,7 @@ def make_report(
     labels: Mapping[str, str] | None = None,
     samples: Sequence[Part] = (),
     outcomes: Mapping[str, Sequence[int]] | None = None,
+    positions: Iterable[tuple[int, int]] = (),
 ) -> Report:
     """Return the report of an operator; without arguments an empty one."""
     return {
@@ -38,6 +40,7 @@ def make_report(
         "labels": dict(labels or {}),
         "samples": list(samples),
         "outcomes": dict(outcomes or {}),
+        "positions": list(positions),
     }
 
 
@@ -67,7 +70,8 @@ class Recorder(Observer):
         if self.world.rank == work.model.placed.ranks[0]:
             is_sampled = execution.inner is None and work.operator.samples_responses
             labels = {"rollout_engine": work.model.placed.engine} if is_sampled else {}
-            report = make_report(execution.statistics, labels, execution.samples, execution.outcomes)
+            taken = sorted(execution.positions.items())
+            report = make_report(execution.statistics, labels, execution.samples, execution.outcomes, taken)
             self.publish(execution.step, execution.position, report, execution.inner)
 
     def publish(self, step: int, position: int, report: Report, inner: int | None = None) -> None:
@@ -90,6 +94,7 @@ class Recorder(Observer):
         add(kept["statistics"], report["statistics"])
         kept["labels"] |= report["labels"]
         kept["samples"] += report["samples"]
+        kept["positions"] += report["positions"]
 
     def reports_from(self, step: int) -> dict[int, dict[str, Report]]:
         """Return the reports that this rank has published from ``step`` on, by operator; earlier ones are forgotten."""
@@ -136,6 +141,12 @@ class Recorder(Observer):
             for key in (*keys, f"best/{step}/read"):
                 self.store.delete_key(key)
         return evaluate(total)
+
+    def attempt_keys(self, step: int) -> dict[str, str]:
+        """Return the keys of the reports of the attempts of a step, and who publishes each."""
+        listed = enumerate(self.plan.schedule.instructions)
+        runs = [(index, run) for index, run in listed if isinstance(run, Run) and run.operator == TAKE_PROMPTS]
+        return {self._key(step, index, None): _publisher(run) for index, run in runs}
 
     def keys(self, step: int, *kinds: type[Run | Eval]) -> dict[str, str]:
         """Return the keys of the reports of a step, or of its instructions of ``kinds``, and who publishes each."""

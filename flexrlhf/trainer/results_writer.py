@@ -44,7 +44,7 @@ class ResultsWriter(Observer):
         work: WorkTime,
         loggers: RunLoggers,
         send: Send,
-        prompts: Callable[[int], Sequence[int]],
+        prompts: Callable[[int, Mapping[int, int]], Sequence[int | None]],
         start: RunStart = ANEW,
     ) -> None:
         """Begin with the row of the first step that ``start`` trains on.
@@ -53,7 +53,8 @@ class ResultsWriter(Observer):
         work:       time of all ranks.
         loggers:    of the run; on ranks other than 0 none.
         send:       to the display of the run.
-        prompts:    step → numbers of its prompts in the data.
+        prompts:    step, and prompt → its place in the order of the data if the step decides it → numbers of its
+                    prompts in the data.
         """
         self.recorder, self.work = recorder, work
         self.next_step = start.next_step
@@ -71,13 +72,21 @@ class ResultsWriter(Observer):
 
     def collect(self) -> None:
         """Write the metrics of all steps that have been published in full, without waiting."""
-        while self.next_step < self._plan.spec.steps and self._store.check(list(self.recorder.keys(self.next_step))):
+        while self.next_step < self._plan.spec.steps and self._store.check(list(self._keys(self.next_step))):
             self._write_step()
+
+    def _keys(self, step: int) -> dict[str, str]:
+        """Return the keys of the reports that the row of ``step`` needs, and who publishes each: with attempts also of
+        those of the steps in flight."""
+        in_flight = [
+            self.recorder.attempt_keys(later) for later in self._plan.steps_in_flight(step + 1, self._start.generated)
+        ]
+        return self.recorder.keys(step) | {key: who for keys in in_flight for key, who in keys.items()}
 
     def write_until(self, step: int) -> None:
         """Wait for the metrics of all steps before ``step``, and write those that are not written."""
         while self.next_step < step:
-            self.recorder.wait(self.recorder.keys(self.next_step), f"the metrics of step {self.next_step}")
+            self.recorder.wait(self._keys(self.next_step), f"the metrics of step {self.next_step}")
             self._write_step()
 
     def _write_step(self) -> None:
@@ -87,6 +96,7 @@ class ResultsWriter(Observer):
         reporters: dict[str, str] = {}
         parts: list[Part] = []
         outcomes: dict[str, list[int]] = defaultdict(list)
+        positions: dict[int, int] = {}
         for key, reporter in self.recorder.keys(step).items():
             report = json.loads(self._store.get(key))
             add(total, report["statistics"])
@@ -94,12 +104,13 @@ class ResultsWriter(Observer):
             parts += report["samples"]
             for name, rows in report["outcomes"].items():
                 outcomes[name] += rows
+            positions |= dict(report["positions"])
             reporters |= dict.fromkeys(report["statistics"], reporter)
             self._store.delete_key(key)
         now = time.time()
         if samples := merged_samples(step, parts):
             append_samples(self._directory, samples)
-        add(total, self._account(step, outcomes))
+        add(total, self._account(step, outcomes, positions))
         seconds = now - self._last_time
         times = time_statistics(self.work.since_last(), seconds, self._plan.batch.num_taken, total)
         row = {"step": step, "seconds": seconds, **evaluate({**total, **times})}
@@ -112,15 +123,27 @@ class ResultsWriter(Observer):
         self._warnings.observe(step, row)
         self.next_step, self._last_time = step + 1, now
 
-    def _account(self, step: int, outcomes: Mapping[str, Sequence[int]]) -> dict[str, Triple]:
+    def _account(
+        self, step: int, outcomes: Mapping[str, Sequence[int]], positions: Mapping[int, int]
+    ) -> dict[str, Triple]:
         """Write the outcomes of the rows of ``step``, and return their statistics. A step without any is frozen."""
         rows = dict(outcomes) or {FROZEN: range(self._plan.batch.num_rows)}
         spans = {name: span_of(tuple(rows[name])) for name in (*OUTCOMES, CARRIED) if name in rows}
         with (self._directory / ROWS).open("a") as file:
-            file.write(json.dumps({"step": step, "prompts": list(self._prompts(step)), "outcomes": spans}) + "\n")
+            line = {"step": step, "prompts": list(self._prompts(step, positions)), "outcomes": spans}
+            file.write(json.dumps(line) + "\n")
         counts = {name: len(rows[name]) for name in spans}
-        counts[IN_FLIGHT] = self._plan.rows_in_flight(step + 1, self._start.generated) + counts.pop(CARRIED, 0)
+        counts[IN_FLIGHT] = self._in_flight(step + 1) + counts.pop(CARRIED, 0)
         return {row_metric(name): (1.0, float(count), 0.0) for name, count in counts.items()}
+
+    def _in_flight(self, next_step: int) -> int:
+        """Return the rows of the steps in flight before ``next_step``; with attempts, as many as these have taken."""
+        if self._plan.batch.attempts == 1:
+            return self._plan.rows_in_flight(next_step, self._start.generated)
+        steps = self._plan.steps_in_flight(next_step, self._start.generated)
+        keys = [key for step in steps for key in self.recorder.attempt_keys(step)]
+        prompts = sum(len(json.loads(self._store.get(key))["positions"]) for key in keys)
+        return prompts * self._plan.batch.samples_per_prompt
 
     def finish(
         self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int, start: Mapping[str, int]

@@ -6,10 +6,12 @@ The training of one role accounts for the rows of a step (``Graph.accounting``),
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from flexrlhf.operators.columns import FINAL_OUTCOME
-from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, UNRECORDED
+from flexrlhf.operators.columns import FINAL_OUTCOME, POSITION, PRESENT
+from flexrlhf.operators.graph import TAKE_PROMPTS
+from flexrlhf.operators.outcomes import ALL_TAKEN, CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, UNRECORDED
+from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import span_of
@@ -28,6 +30,8 @@ class RowLedger(Observer):
         self._plan, training = plan, plan.graph.accounting
         runs = [each for each in plan.schedule.for_rank(rank) if isinstance(each, Run)]
         self._is_accounting = any(run.operator == training for run in runs)
+        self._is_taking = any(run.operator == TAKE_PROMPTS for run in runs)
+        self._num_taken = 0
         self._first_step = plan.spec.steps if training is None else training.first_step
         self._counts: Counter[str] = Counter()
         self._of_step: list[int] = []
@@ -39,17 +43,19 @@ class RowLedger(Observer):
         has none."""
         self._counts = Counter({name: count for name, count in counts.items() if name not in (FROZEN, IN_FLIGHT)})
         self._open = {int(step): set(rows) for step, rows in carried.items()}
+        self._num_taken = sum(counts.values())
         if not counts:
             self._counts[UNRECORDED] = self._due(next_step)
         self._check(next_step)
 
     def counts(self, next_step: int) -> dict[str, int]:
-        """Return the rows that were taken for the steps before ``next_step``, and those in flight, by outcome.
-
-        None on ranks that do not account for rows.
-        """
+        """Return the part of this rank in ``merged_account``: the rows that were taken for the steps before
+        ``next_step``, and those in flight, by outcome; none on ranks that neither account for rows nor take them."""
+        taken = {ALL_TAKEN: self._num_taken} if self._is_taking else {}
         if not self._is_accounting:
-            return {}
+            return taken
+        if self._plan.batch.attempts > 1:
+            return {**self._counts, **taken}
         in_flight = self._plan.rows_in_flight(next_step, self._generated) + sum(map(len, self._open.values()))
         further = {FROZEN: min(next_step, self._first_step) * self._plan.batch.num_taken, IN_FLIGHT: in_flight}
         return {name: count for name, count in {**self._counts, **further}.items() if count}
@@ -60,8 +66,14 @@ class RowLedger(Observer):
         return {str(step): sorted(rows) for step, rows in self._open.items()} if self._is_accounting else {}
 
     def computed(self, execution: Execution) -> None:
-        """Add the outcomes of the rows of a training, of all replicas; the last chunk completes the step."""
+        """Add the outcomes of the rows of a training, of all replicas; the last chunk completes the step.
+
+        Of an attempt, the prompts that it has taken.
+        """
         work, plan = execution.work, self._plan
+        if execution.inner is None and work.operator == TAKE_PROMPTS:
+            execution.positions = _gathered_positions(execution)
+            self.take(execution.positions)
         if execution.inner is not None or work.operator != plan.graph.accounting:
             return
         rows = work.present_rows(execution.store, work.mini_batches)
@@ -72,6 +84,10 @@ class RowLedger(Observer):
         if work.mini_batches.stop == plan.batch.num_mini_batches:
             carried = self.complete(execution.step)
             execution.outcomes = {**execution.outcomes, **({CARRIED: carried} if carried else {})}
+
+    def take(self, positions: Mapping[int, int]) -> None:
+        """Add the prompts of an attempt."""
+        self._num_taken += len(positions) * self._plan.batch.samples_per_prompt
 
     def add(self, outcomes: Mapping[str, Sequence[int]]) -> None:
         """Add rows of the step that is trained on."""
@@ -86,7 +102,7 @@ class RowLedger(Observer):
         """
         shape = self._plan.batch
         found, self._of_step = sorted(self._of_step), []
-        self._open[step] = set(range(shape.num_taken))
+        self._open[step] = set(range(shape.num_taken) if shape.attempts == 1 else rows_of_attempts(shape, found))
         wrong = []
         for row in found:
             age, number = shape.as_taken(row)
@@ -107,8 +123,41 @@ class RowLedger(Observer):
         assert counted == due, f"{counted} rows have an outcome before step {next_step}, and {due} should"
 
     def _due(self, next_step: int) -> int:
-        """Return the rows before ``next_step`` that training accounts for."""
+        """Return the rows before ``next_step`` that training accounts for; with attempts a step has its own number."""
+        if self._plan.batch.attempts > 1:
+            return self._counts.total()
         return max(next_step - self._first_step, 0) * self._plan.batch.num_taken
+
+
+def rows_of_attempts(shape: BatchShape, found: Sequence[int]) -> list[int]:
+    """Return the rows that a step with ``found`` ones has: of each mini-batch all rows of its first attempts."""
+    prompts = {row // shape.samples_per_prompt for row in found}
+    expected: list[int] = []
+    for mini_batch in shape.mini_batches:
+        attempts = [prompt % shape.attempts for prompt in prompts.intersection(shape.prompts(mini_batch))]
+        for number in range(max(attempts, default=0) + 1):
+            expected += shape.rows(tuple(shape.prompts_of_attempt(mini_batch, number)))
+    return expected
+
+
+def _gathered_positions(execution: Execution) -> dict[int, int]:
+    """Return prompt → place in the order of the data, of all replicas of an attempt."""
+    work, store = execution.work, execution.store
+    firsts = work.rows[:: work.shape.samples_per_prompt]
+    positions, present = store.get(POSITION, firsts).long(), store.get(PRESENT, firsts).bool()
+    numbers = positions.new_tensor(firsts) // work.shape.samples_per_prompt
+    keys = work.model.dp.gather((positions * work.shape.num_prompts + numbers)[present]).tolist()
+    return {key % work.shape.num_prompts: key // work.shape.num_prompts for key in keys}
+
+
+def merged_account(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the rows of a run by outcome, and those in flight, from the ``counts`` of its ranks, which agree."""
+    total = {name: count for part in parts for name, count in part.items()}
+    if ALL_TAKEN in total:
+        taken = total.pop(ALL_TAKEN)
+        if in_flight := taken - sum(total.values()):
+            total[IN_FLIGHT] = in_flight
+    return total
 
 
 def outcomes_of(keys: list[int]) -> Outcomes:

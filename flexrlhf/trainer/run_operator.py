@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.algorithms.base import SampledSpec
+from flexrlhf.config.algorithms.grpo import GroupSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.retokenized import TextEncoder
@@ -22,8 +23,10 @@ from flexrlhf.objectives.functions import check_returned, combine_of, make_loss,
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import FINAL_OUTCOME, GROUP_SCORES, PRESENT, column_of, plain
+from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
+from flexrlhf.trainer.attempts import take_prompts
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
 from flexrlhf.trainer.rank_context import RankContext
@@ -205,8 +208,12 @@ def _generate(
 def _combine(
     run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext, before: RowStore | None
 ) -> tuple[Columns, Moments]:
-    """Return the columns and statistics of a function of ``objectives/``."""
+    """Return the columns and statistics of an attempt, or of a function of ``objectives/``."""
     function, sampling = run.operator.function, context.sampling
+    if function == TAKE_PROMPTS.function:
+        assert isinstance(context.spec.algorithm, GroupSpec), "only these sample dynamically"
+        alone = CombineContext((), run.model.dp, run.state, sampling.step, sampling.seed)
+        return take_prompts(run, store, context.spec.algorithm, alone)
     scores = carried_scores(run, before, context.device) if GROUP_SCORES in run.operator.carries else None
     combine_context = CombineContext(
         run.parts(store),

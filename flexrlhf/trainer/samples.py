@@ -63,7 +63,7 @@ def collect_samples(
     """
     # samples are made of the first responses, which a greedy operator does not sample, and their scores
     columns = TEXTS if run.operator.samples_responses else tuple(name for name in SCORES if name in run.operator.writes)
-    prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts(m)}
+    prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
     if not columns or not chosen:
         return []
@@ -71,7 +71,7 @@ def collect_samples(
     if run.rank != run.model.placed.ranks[0]:
         return []
     parts = _texts(values, decode) if "tokens" in values else _scores(values)
-    return [{"rows": rows, "row": row, **part} for row, part in zip(chosen, parts, strict=True)]
+    return [{"rows": rows, "row": row, **part} for row, part in zip(chosen, parts, strict=True) if part]
 
 
 def merged_samples(step: int, parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def _gathered(run: OperatorRun, store: RowStore, chosen: Sequence[int], columns:
 
 
 def _texts(values: Mapping[str, Tensor], decode: Callable[..., str]) -> list[Part]:
-    """Return prompt, response, length, finish and weights version of each row."""
+    """Return prompt, response, length, finish and weights version of each row; nothing of one without a prompt."""
     tokens, mask = values["tokens"].long(), values["response_mask"].bool()
     width = tokens.shape[1] - mask.shape[1]
     attention = values["attention_mask"].bool()[:, :width]
@@ -118,6 +118,8 @@ def _texts(values: Mapping[str, Tensor], decode: Callable[..., str]) -> list[Par
             "finished": bool(values["finished"][i]),
             "weights_version": int(values["policy_version"][i].max()),
         }
+        if attention[i].any()
+        else {}
         for i in range(len(tokens))
     ]
 

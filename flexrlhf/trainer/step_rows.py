@@ -12,11 +12,12 @@ from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import mixed_indices, step_indices
-from flexrlhf.operators.columns import MISMATCHED, PTX, Lengths, plain, qualified
+from flexrlhf.operators.columns import MISMATCHED, POSITION, PTX, Lengths, plain, qualified
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.strategies.schedule import RunStart
+from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.rank_context import RankContext
 
 MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"
@@ -68,13 +69,30 @@ class StepRows:
         self._mover.close()
 
     def examples(self, step: int) -> list[Example]:
-        """Return the example of each prompt of a step."""
-        return [self._data.examples[number] for number in prompt_numbers(self._plan, self._data, step)]
+        """Return the example of each prompt of a step; none where the step itself decides which it takes."""
+        if self._plan.batch.attempts > 1:
+            return []
+        return [self._data.examples[number] for number in _taken_numbers(self._plan, self._data, step)]
+
+    def take_examples(self, work: OperatorRun, step: int) -> dict[int, Example]:
+        """Return the examples that the rows of ``work`` have been taken, by prompt, and put their prompts."""
+        store, samples = self.at(step), self._plan.batch.samples_per_prompt
+        rows = work.present_rows(store, work.mini_batches)
+        positions = zip(rows, store.get(POSITION, rows).tolist(), strict=True)
+        examples = {row // samples: self._data.examples[self._number(place)] for row, place in positions}
+        columns = input_columns(examples, rows, samples, self._plan.lengths, self._data.pad_token_id)
+        for name in set(work.operator.reads) & columns.keys():
+            store.put(name, rows, columns[name].to(self.device))
+        return examples
+
+    def _number(self, position: int) -> int:
+        return prompt_at(self._plan, self._data, position)
 
     def _put_inputs(self, step: int, store: RowStore) -> None:
         """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, pretraining texts."""
         shape, examples = self._plan.batch, self.examples(step)
-        self._put(store, self._columns(examples, shape.samples_per_prompt))
+        if examples:
+            self._put(store, self._columns(examples, shape.samples_per_prompt))
         if MISMATCHED_TOKENS in self._plan.graph.inputs:
             parts = [shape.prompts(number) for number in shape.mini_batches]
             mismatched = self._columns(mismatched_examples(examples, parts), shape.samples_per_prompt)
@@ -95,13 +113,32 @@ class StepRows:
                 store.put(name, self._input_rows, columns[name].to(self.device))
 
 
-def prompt_numbers(plan: Plan, data: RunData, step: int) -> list[int]:
+def prompt_numbers(
+    plan: Plan, data: RunData, step: int, positions: Mapping[int, int] | None = None
+) -> Sequence[int | None]:
+    """Return the number of each prompt of a step in the examples of the data.
+
+    ``positions``: prompt → its place in the order of the data, of prompts that attempts have taken; others have none.
+    """
+    shape = plan.batch
+    if positions:
+        places = [positions.get(prompt) for prompt in range(shape.num_prompts)]
+        return [None if place is None else prompt_at(plan, data, place) for place in places]
+    return _taken_numbers(plan, data, step)
+
+
+def _taken_numbers(plan: Plan, data: RunData, step: int) -> list[int]:
     """Return the number of each prompt of a step in the examples of the data; where it has none, any."""
     shape = plan.batch
     taken = [
         mixed_indices(plan.spec.seed, max(0, step - age), shape.num_new, data.shares) for age in range(shape.segments)
     ]
     return [taken[prompt % shape.segments][prompt // shape.segments] for prompt in range(shape.num_prompts)]
+
+
+def prompt_at(plan: Plan, data: RunData, position: int) -> int:
+    """Return the number in the examples of the prompt at a place of the order of the data."""
+    return mixed_indices(plan.spec.seed, position, 1, data.shares)[0]
 
 
 def mismatched_examples(examples: Sequence[Example], mini_batches: Sequence[range]) -> list[Example]:
@@ -119,12 +156,16 @@ def rows_with_inputs(plan: Plan, rank: int) -> tuple[int, ...]:
     for run in plan.schedule.for_rank(rank):
         if isinstance(run, Run) and set(run.operator.reads) & set(plan.graph.inputs):
             layout = plan.placement[run.model].layout
-            prompts.update(plan.batch.prompts_on(layout, rank, run.mini_batches))
+            prompts.update(plan.batch.prompts_on(layout, rank, run.mini_batches, run.attempt))
     return plan.batch.rows(tuple(sorted(prompts)))
 
 
 def input_columns(
-    examples: Sequence[Example], rows: Sequence[int], samples_per_prompt: int, lengths: Lengths, pad_token_id: int
+    examples: Sequence[Example] | Mapping[int, Example],
+    rows: Sequence[int],
+    samples_per_prompt: int,
+    lengths: Lengths,
+    pad_token_id: int,
 ) -> dict[str, Tensor]:
     """Return the columns of ``rows``; a row has example row // samples_per_prompt and its response of the remainder.
 
@@ -137,7 +178,7 @@ def input_columns(
         prompts[i, -len(example.prompt) :] = torch.tensor(example.prompt, dtype=torch.int32)
         prompt_mask[i, -len(example.prompt) :] = 1
     columns = {"prompts": prompts, "prompt_mask": prompt_mask}
-    if examples and examples[0].responses:
+    if examples and not isinstance(examples, Mapping) and examples[0].responses:
         columns |= _with_responses(columns, chosen, lengths, pad_token_id)
     return columns
 

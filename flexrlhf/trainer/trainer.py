@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from flexrlhf.config.code_loading import load_function
+from flexrlhf.operators.columns import POSITION
 from flexrlhf.strategies.instructions import (
     Checkpoint,
     Eval,
@@ -158,6 +159,8 @@ class Trainer:
         work = execution.work = self._work(run, step)
         store = execution.store = self._rows.at(step)
         store.arrive(run.operator.reads, work.rows)
+        if POSITION in run.operator.reads:
+            work = execution.work = replace(work, examples=self._rows.take_examples(work, step))
         for observer in self._observers:
             observer.arrived(execution)
         ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
@@ -173,7 +176,7 @@ class Trainer:
         operator, examples = run.operator, self._rows.examples(step) if run.operator.reads_texts else ()
         state = self._controllers.state(operator)
         model, rank = self._models[run.model], self._rank.rank
-        return OperatorRun(operator, model, self.plan.batch, run.mini_batches, rank, examples, state)
+        return OperatorRun(operator, model, self.plan.batch, run.mini_batches, rank, examples, state, run.attempt)
 
     def _finish(self, next_step: int) -> None:
         """Await everything that is under way, and publish the timeline and memory usage.

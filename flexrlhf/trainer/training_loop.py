@@ -39,7 +39,8 @@ class PromptBatch:
     """Prompts of one training step, in the order of the data set's shuffle; all ranks have the same.
 
     turn:      round of the schedule that generates for them.
-    examples:  rows of the data set; empty in the last rounds with a lag, which train alone.
+    examples:  rows of the data set; empty in the last rounds with a lag, which train alone, and with dynamic sampling,
+               which takes as many as it needs.
     """
 
     turn: int

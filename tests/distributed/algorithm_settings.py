@@ -173,7 +173,7 @@ ALGORITHMS: dict[str, Raw] = {
         "grpo",
         {**_scored(COUNTED), "data": {"max_response_tokens": 3}},
         samples_per_prompt=3,
-        prompts_per_step=2,
+        prompts_per_step=5,
         dynamic_sampling={"rounds": 3},
     ),
     "grpo-counted": _of("grpo", _scored(COUNTED), kl={"place": "reward", "estimator": "k1", "coefficient": 0.05}),

@@ -29,7 +29,7 @@ from flexrlhf.verify.deviations import FLOAT32
 RELATIVE = FLOAT32.numbers
 EXACT = (
     *("tokens", "response_mask", "finished", "policy_version"),
-    *("loss_mask", "step_ends", "kept_mask", "selected_tokens", "outcome"),
+    *("loss_mask", "step_ends", "kept_mask", "selected_tokens", "outcome", "data_position"),
 )
 """Columns of whole numbers, without the qualifiers after their dots."""
 NOT_REFERENCED = ("attention_mask", "trainer_logprobs", "computed_logprobs")
@@ -47,7 +47,7 @@ COUNTED = (
         "pair_accuracy",
     ),
     *("score_invalid", "score_failed", "text_cut", "eval_text_cut", "group_alike"),
-    "kept_length_ratio",
+    *("kept_length_ratio", "prompts_taken"),
     *("eval_accuracy", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
     *("eval_pass_at_1", "eval_pass_at_k", "eval_score_failed"),
     *(

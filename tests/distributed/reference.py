@@ -12,8 +12,8 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from reference_advantages import estimate_advantages
-from reference_experience import describe, first_controls, next_controls, shape_scores
+from reference_advantages import are_alike, estimate_advantages
+from reference_experience import describe, first_controls, is_scored, next_controls, shape_scores
 from reference_losses import policy_loss, pretraining_loss, shared_loss, value_loss
 from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
 from reference_outcomes import outcome_column, row_metrics
@@ -67,11 +67,16 @@ class Reference:
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
         self.pretraining = self._pretraining_rows()
         self.controls = first_controls(self.policy)
+        self.taken = 0
         # responses to a prompt by the step that took it and its number there, if they are generated in segments
         self.under_way: dict[tuple[int, int], list[Response]] = {}
 
     def run(self) -> Result:
         steps = [self._step(step) for step in range(self.spec.steps)]
+        if self.policy.attempts > 1:
+            for step, lagging in enumerate(steps):
+                later = steps[step + 1 : step + 1 + self.spec.schedule.lag]
+                lagging.metrics["rows_in_flight"] = Metric(sum(len(each.responses) for each in later), 1.0)
         weights = {role: saved(trainee.model) for role, trainee in self.trainees.items()}
         return Result(steps, weights, {role: trainee.moved() for role, trainee in self.trainees.items()})
 
@@ -141,7 +146,10 @@ class Reference:
             return Step({}, metrics, [], [])
         columns = pad_columns(self.spec, responses, self.tokenizer.pad_token_id)
         columns["outcome"] = outcome_column(self.policy, responses)
-        is_whole = self.spec.rollout.segment_tokens is None
+        is_whole = self.spec.rollout.segment_tokens is None and self.policy.attempts == 1
+        if self.policy.attempts > 1:
+            columns["data_position"] = torch.tensor([response.position for response in responses])
+            metrics["prompts_taken"] = Metric(len(responses) // self.policy.samples_per_prompt, 1.0)
         return Step(columns, metrics, responses, None if is_whole else self.places)
 
     def _score_evaluation(self, responses: list[Response], terms: Terms) -> None:
@@ -164,26 +172,53 @@ class Reference:
 
     def _mini_batches(self) -> list[range]:
         """Rows of the contiguous prompts of every mini-batch, of sizes that differ by at most one."""
-        if self.spec.rollout.segment_tokens is not None:
+        if self.spec.rollout.segment_tokens is not None or self.policy.attempts > 1:
             return self._whole_in_mini_batches()
         policy = self.policy
         prompts, count, samples = policy.num_prompts, policy.num_mini_batches, policy.samples_per_prompt
         return [range(i * prompts // count * samples, (i + 1) * prompts // count * samples) for i in range(count)]
 
     def _whole_in_mini_batches(self) -> list[range]:
-        """The same of the prompts that a step takes, of which each has places for all its segments."""
+        """The same of the prompts that a step takes, of which each has places for all its segments or all attempts."""
         policy, first = self.policy, 0
-        prompts, count = policy.num_prompts, policy.num_mini_batches
+        prompts, count = policy.num_prompts // policy.attempts, policy.num_mini_batches
         found = []
         for index in range(count):
-            stop = (index + 1) * prompts // count * self.segments * policy.samples_per_prompt
+            stop = (index + 1) * prompts // count * self.segments * policy.attempts * policy.samples_per_prompt
             last = first + sum(place < stop for place in self.places[first:])
             found.append(range(first, last))
             first = last
         return found
 
+    def _attempted(self, step: int) -> list[Response]:
+        """DAPO, section 3.2: while a mini-batch has fewer groups that differ than its share, it takes the next prompts
+        of the data, as many as its share."""
+        policy, found = self.policy, list[Response]()
+        prompts, count = policy.num_prompts // policy.attempts, policy.num_mini_batches
+        parts = [range(i * prompts // count, (i + 1) * prompts // count) for i in range(count)]
+        for attempt in range(policy.attempts):
+            for part in parts:
+                keys = [(number, earlier) for number in part for earlier in range(attempt)]
+                groups = [[r for r in found if (r.number, r.attempt) == key] for key in keys]
+                scores = [[r.scores["reward"] for r in group if is_scored(policy, r)] for group in groups]
+                if attempt and sum(not are_alike(each) for each in scores) >= len(part):
+                    continue
+                for number in part:
+                    index = step_indices(self.spec.seed, self.taken, 1, len(self.examples))[0]
+                    for sample in range(policy.samples_per_prompt):
+                        row = (number * policy.attempts + attempt) * policy.samples_per_prompt + sample
+                        response = self._sampled(step, row, self.examples[index])
+                        response.place, response.number, response.attempt = row, number, attempt
+                        response.position = self.taken
+                        self._look_at(response)
+                        found.append(response)
+                    self.taken += 1
+        return sorted(found, key=lambda response: response.place)
+
     @torch.no_grad()
     def _experience(self, step: int) -> list[Response]:
+        if self.policy.attempts > 1:
+            return self._attempted(step)
         indices = step_indices(self.spec.seed, step, self.policy.num_prompts, len(self.examples))
         rows = [self.examples[i] for i in indices for _ in range(self.policy.samples_per_prompt)]
         if self.spec.rollout.segment_tokens is None:

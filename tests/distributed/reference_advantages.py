@@ -171,15 +171,11 @@ def compared(spec: GroupSpec, totals: list[float]) -> list[float]:
 
 
 def leave_out(spec: GroupSpec, responses: list[Response], rows: range) -> None:
-    """DAPO, section 3.2: groups of one score teach nothing; of the others in a mini-batch the first are taken.
-
-    Prompts i * rounds to (i + 1) * rounds - 1 of a step may fill one trained group, so the prompts of a
-    mini-batch for as many as end in it.
-    """
-    assert spec.dynamic_sampling is not None
-    rounds, samples = spec.dynamic_sampling.rounds, spec.samples_per_prompt
-    left = rows.stop // samples // rounds - rows.start // samples // rounds
-    for group in groups_of([responses[row] for row in rows], samples):
+    """DAPO, section 3.2: groups of one score teach nothing; of the others in a mini-batch the first are taken, in the
+    order in which they were sampled, as many as its first attempt has."""
+    groups = groups_of([responses[row] for row in rows], spec.samples_per_prompt)
+    left = sum(group[0].attempt == 0 for group in groups)
+    for group in sorted(groups, key=lambda group: (group[0].attempt, group[0].number)):
         alike = are_alike([response.scores["reward"] for response in group if response.counts])
         is_taken = left > 0 and not alike
         left -= is_taken

@@ -58,6 +58,9 @@ class Response:
     counts: bool = True
     is_taken: bool = True
     reason: str = ""
+    number: int = 0
+    attempt: int = 0
+    position: int = 0
     shaped: float = 0.0
     step_ends: list[int] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)

@@ -61,6 +61,8 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
     for row in (0, count // 3, 2 * count // 3):
         tokens, mask = columns["tokens"][row], columns["response_mask"][row].bool()
         prompt = tokens[:width][columns["attention_mask"][row, :width].bool()]
+        if not len(prompt):
+            continue  # a place without a row
         samples.append(
             {
                 **{"rows": "training", "step": step, "row": row},

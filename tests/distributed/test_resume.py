@@ -241,25 +241,29 @@ def test_every_row_has_one_outcome_before_and_after_an_interruption(resumptions:
     whole, resumed = resumptions.whole(FILTERED.first), resumptions.resumed(FILTERED)
     lines = read_lines(resumed.directory / ROWS)
     assert lines == read_lines(whole.directory / ROWS)
-    num_rows, steps = resumed.plan.batch.num_rows, resumed.plan.spec.steps
+    shape = resumed.plan.batch
+    prompts_of_steps = [[p for p, number in enumerate(line["prompts"]) if number is not None] for line in lines]
+    num_rows = [len(prompts) * shape.samples_per_prompt for prompts in prompts_of_steps]
+    assert len(set(num_rows)) > 1, "some steps attempt more often than others"
     total = Counter[str]()
     for step, line in enumerate(lines):
         outcomes = {name: rows_of(text) for name, text in line["outcomes"].items()}
-        assert sorted(row for rows in outcomes.values() for row in rows) == list(range(num_rows)), line
+        expected = shape.rows(tuple(prompts_of_steps[step]))
+        assert sorted(row for rows in outcomes.values() for row in rows) == [*expected], line
         counts = {name: len(rows) for name, rows in outcomes.items()}
         total.update(counts)
-        in_flight = num_rows * (step + 1 < steps)
+        in_flight = sum(num_rows[step + 1 : step + 2])
         row = resumed.metrics[step]
         assert {name: row[f"rows_{name}"] for name in counts} == counts and row["rows_in_flight"] == in_flight
         found = read_manifest(checkpoint_directory(resumed.directory, step + 1)).progress.rows
         assert found == dict(total) | ({"in_flight": in_flight} if in_flight else {})
-        assert sum(found.values()) == num_rows * min(step + 2, steps)
+        assert sum(found.values()) == sum(num_rows[: step + 2])
     assert total.keys() >= {"trained", "alike", "surplus", "invalid_score"}
-    taken = [number for line in lines for number in line["prompts"]]
-    number = len(taken) // steps
+    by_attempt = [line["prompts"][attempt :: shape.attempts] for line in lines for attempt in range(shape.attempts)]
+    taken = [number for prompts in by_attempt for number in prompts if number is not None]
     data = resumed.plan.spec.data
     examples = read_examples(resumed.plan.spec, AutoTokenizer.from_pretrained(data.tokenizer), data.path)
-    assert taken == step_indices(resumed.plan.spec.seed, 0, number * steps, len(examples))
+    assert taken == step_indices(resumed.plan.spec.seed, 0, len(taken), len(examples))
     epochs = [taken[start : start + len(examples)] for start in range(0, len(taken), len(examples))]
     assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
 

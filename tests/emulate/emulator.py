@@ -274,6 +274,10 @@ class Rank:
 
     def _combine(self, position: Position, step: int, run: Run, model: PlacedModel) -> None:
         """Rows by themselves, or with a statistic over the run (whiten: batch) or over each mini-batch."""
+        for attempt in range(run.attempt or 0):
+            # an attempt depends on the scores of those before
+            earlier = replace(run, operator=replace(run.operator, reads=run.operator.earlier), attempt=attempt)
+            self._reads(step, earlier, run.mini_batches)
         whiten = getattr(self._plan.spec.algorithm, "whiten", "none")
         parts = [run.mini_batches] if whiten == "batch" else [range(m, m + 1) for m in run.mini_batches]
         for part in parts:
@@ -308,7 +312,7 @@ class Rank:
     def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
         """Digest of this rank's rows of ``mini_batches`` in the columns that the operator reads, and carries."""
         batch, layout = self._plan.batch, self._plan.placement[run.model].layout
-        rows = batch.rows(batch.prompts_on(layout, self.number, mini_batches))
+        rows = batch.rows(batch.prompts_on(layout, self.number, mini_batches, run.attempt))
         moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
         self._rows_of(step).land(moved)
         names = run.operator.reads

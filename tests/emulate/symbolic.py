@@ -14,6 +14,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.attempts import with_attempts
 from flexrlhf.plan.rollout_engine import with_rollout
 from flexrlhf.plan.segments import with_segments
 
@@ -132,7 +133,8 @@ class _Run:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         plain = make_graph(spec)
-        self._graph = with_segments(with_rollout(plain, spec, is_remote=has_shadows(spec, len(plain.roles))), spec)
+        graph = with_rollout(plain, spec, is_remote=has_shadows(spec, len(plain.roles)))
+        self._graph = with_attempts(with_segments(graph, spec), spec)
         self._columns: dict[Cell, Value] = {}
         self._evaluated: dict[Cell, Value] = {}
         self._versions = {role: [initial_weights(role)] for role in self._graph.roles}
@@ -173,7 +175,7 @@ class _Run:
         """Rows by mini-batch: contiguous prompts with all segments and samples; sizes differ by at most one prompt."""
         algorithm = self._spec.algorithm
         prompts, count = algorithm.prompts_per_step, algorithm.num_mini_batches
-        rows = algorithm.samples_per_prompt * self._spec.num_segments
+        rows = algorithm.samples_per_prompt * self._spec.num_segments * algorithm.attempts
         return [range(m * prompts // count * rows, (m + 1) * prompts // count * rows) for m in range(count)]
 
     def _reads(self, operator: Operator, step: int, rows: Iterable[int]) -> dict[int, Value]:

@@ -246,6 +246,8 @@ RECOMPUTE: dict[str, Any] = {"logprobs": "recompute"}
 STREAM: dict[str, Any] = {"num_chunks": 4}
 PAIR: dict[str, Any] = {"samples_per_prompt": 2}
 THIRDS: dict[str, Any] = {"segment_tokens": 32, "max_segments": 3}
+DYNAMIC: dict[str, Any] = {"name": "grpo", **PAIR, "dynamic_sampling": {"rounds": 3}}
+REWARD: dict[str, Any] = {"place": "reward"}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,11 @@ THIRDS: dict[str, Any] = {"segment_tokens": 32, "max_segments": 3}
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, STREAM, rollout=HYBRID), id="hybrid-chunks"),
         pytest.param(lambda: ppo_plan(None, 4, rollout=HYBRID, models=SHARDED), id="hybrid-of-shards"),
         pytest.param(lambda: ppo_plan(None, 2, importance={}), id="importance"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, **DYNAMIC), id="attempts"),
+        pytest.param(lambda: ppo_plan(SIX[:4], 4, {"lag": 2}, **DYNAMIC, kl=REWARD), id="attempts-lag-2"),
+        pytest.param(
+            lambda: ppo_plan(SIX[:4], 4, STREAM, **DYNAMIC, rollout=CHILD, importance={}), id="attempts-child"
+        ),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=RECOMPUTE), id="recompute-lag-1"),
         pytest.param(lambda: ppo_plan(SIX[:5], 4, num_mini_batches=1, kl=None), id="one-pass"),
         pytest.param(

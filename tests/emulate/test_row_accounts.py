@@ -17,11 +17,13 @@ from emulator import emulate
 from random_runs import LONGEST, other_plan, plan_of, random_settings
 from symbolic import inference_version
 
+from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.operators.outcomes import CODES, FROZEN, IN_FLIGHT, OUTCOMES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.strategies.schedule import ANEW, RunStart, checkpointed_models, rounds, walk_round
-from flexrlhf.trainer.row_ledger import RowLedger, outcomes_of
+from flexrlhf.trainer.attempts import taken_positions
+from flexrlhf.trainer.row_ledger import RowLedger, merged_account, outcomes_of
 
 NUM_RUNS, BY_DEFAULT, PER_TEST = 2000, 500, 50
 """Numbers of random runs, in total, in `make test` and in one test."""
@@ -51,6 +53,14 @@ def last_age(plan: Plan, row: Row) -> int:
     return min(-(-longest // tokens), most) - 1
 
 
+def is_taken(plan: Plan, state: State, row: Row) -> bool:
+    """Whether a step has taken a row; without attempts it takes all."""
+    shape, (step, number) = plan.batch, row
+    prompt = number // shape.samples_per_prompt
+    mini_batch = next(m for m in shape.mini_batches if prompt in shape.prompts(m)) if shape.attempts > 1 else 0
+    return shape.attempts == 1 or mini_batch in state.taken[step, prompt % shape.attempts]
+
+
 @dataclass
 class State:
     """All that a checkpoint has of a run.
@@ -64,6 +74,8 @@ class State:
     most_stale:   bound of the age of tokens, under the largest lag and segments so far.
     is_changed:   whether segments have changed since some rows began.
     account:      of the ledgers: rows by outcome, and rows that are carried.
+    taken:        step and attempt → mini-batches that take prompts in it.
+    positions:    places of these prompts in the order of the data.
     """
 
     begun: set[Row] = field(default_factory=set)
@@ -75,6 +87,8 @@ class State:
     most_stale: int = 0
     is_changed: bool = False
     account: tuple[dict[str, int], dict[str, list[int]]] = ({}, {})
+    taken: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    positions: list[int] = field(default_factory=list)
 
 
 class EmulatedRun:
@@ -124,12 +138,26 @@ class EmulatedRun:
             if isinstance(each, Sync):
                 self.state.versions[each.destination] = step + each.after_training
                 continue
+            if each.operator == TAKE_PROMPTS:
+                self._take(step, each)
             if each.operator == first:
                 self._generate(step, each)
             if each.operator == self.training:
                 self._train(step, each)
             if each.operator.kind == "train":
                 self.state.versions[each.model] = step + 1
+
+    def _take(self, step: int, run: Run) -> None:
+        """Take prompts for some of the mini-batches of the attempt before."""
+        state, number = self.state, run.attempt
+        assert number is not None
+        before = state.taken[step, number - 1] if number else self.shape.mini_batches
+        chosen = [m for m in before if not number or Random(f"attempt {step} {number} {m}").random() < 0.5]
+        state.taken[step, number] = chosen
+        positions = taken_positions(self.shape, number, chosen, len(state.positions))
+        state.positions += positions.values()
+        for rank in run.ranks:
+            self.ledgers[rank].take(positions)
 
     def _generate(self, step: int, run: Run) -> None:
         """Continue each response that is under way by a segment, with the weights that its model has."""
@@ -142,7 +170,8 @@ class EmulatedRun:
         expected = inference_version(max(step - lag, self.start.next_step), 0, spec.sync.every)
         assert version == expected, f"step {step} with version {version}"
         assert step - state.num_trained <= lag, f"more than {lag + 1} batches in flight"
-        rows = {(step - age, number): age for age, number in map(self.shape.as_taken, self._rows_of(run))}
+        places = [place for place in self._rows_of(run) if is_taken(self.plan, state, (step, place))]
+        rows = {(step - age, number): age for age, number in map(self.shape.as_taken, places)}
         fresh = {row for row, age in rows.items() if not age}
         assert state.begun.isdisjoint(fresh), "a row is generated twice"
         state.begun |= fresh
@@ -183,7 +212,8 @@ class EmulatedRun:
         """Rows that all replicas of a Run work on."""
         layout = self.plan.placement[run.model].layout
         ranks = [rank for rank in run.ranks if layout.is_first_of_replica(rank)]
-        rows = [row for rank in ranks for row in self.shape.rows(self.shape.prompts_on(layout, rank, run.mini_batches))]
+        parts = [self.shape.prompts_on(layout, rank, run.mini_batches, run.attempt) for rank in ranks]
+        rows = [row for prompts in parts for row in self.shape.rows(prompts)]
         assert len(rows) == len(set(rows)), "two replicas have the same row"
         return rows
 
@@ -192,9 +222,12 @@ class EmulatedRun:
         state, shape, next_step = self.state, self.shape, self.next_step
         frozen = min(next_step, self.training.first_step)
         state.num_trained = max(state.num_trained, frozen)
-        reports = [(counts, ledger.carried) for ledger in self.ledgers if (counts := ledger.counts(next_step))]
-        assert reports and all(each == reports[0] for each in reports)
-        state.account = reports[0]
+        counts, carried = [each.counts(next_step) for each in self.ledgers], [each.carried for each in self.ledgers]
+        for reports in (counts, carried):
+            names = {name for report in reports for name in report}
+            found = {name: {repr(report[name]) for report in reports if name in report} for name in names}  # type: ignore[index]
+            assert all(len(values) == 1 for values in found.values()), f"ranks differ: {found}"
+        state.account = merged_account(counts), {step: rows for report in carried for step, rows in report.items()}
         in_flight = {(taken, number) for taken, number in state.begun - state.ended.keys() if taken >= frozen}
         rows = {FROZEN: frozen * shape.num_taken, IN_FLIGHT: len(in_flight)}
         assert state.account[0] == Counter(state.ended.values()) + Counter(rows)
@@ -218,7 +251,10 @@ def check_run(random: Random) -> Plan:
         if run.next_step < steps:
             run = EmulatedRun(plan, State()) if saved is None else saved.resumed(other_plan(saved.plan, raw, random))
     state, taken, first = run.state, plan.batch.num_taken, min(steps, run.training.first_step)
-    assert state.begun == {(step, number) for step in range(steps) for number in range(taken)}
+    everything = {(step, number) for step in range(steps) for number in range(taken)}
+    assert state.begun == {row for row in everything if is_taken(plan, state, row)}
+    # no prompt of the data is left out, and none is taken twice
+    assert state.positions == list(range(len(state.begun) // plan.batch.samples_per_prompt * (plan.batch.attempts > 1)))
     going = {row for row in state.begun - state.ended.keys() if row[0] >= first}
     assert going.isdisjoint(state.whole)
     assert state.is_changed or all(row[0] + last_age(plan, row) >= steps for row in going)

@@ -53,7 +53,7 @@ def test_samples_are_written_with_the_metrics_of_their_step(tmp_path: Path) -> N
     plan = plan_of(None, 1, "steps=2")
     world = World(0, 1, dist.HashStore(), device("cpu"), "gloo")
     recorder, work = Recorder(plan, world), WorkTime("run", world, Timeline(0, 1))
-    results = ResultsWriter(recorder, tmp_path, work, RunLoggers(tmp_path), discard, lambda step: [])
+    results = ResultsWriter(recorder, tmp_path, work, RunLoggers(tmp_path), discard, lambda step, positions: [])
     runs = [index for index, each in enumerate(plan.schedule.instructions) if isinstance(each, Run)]
     for step in (0, 1):
         for index in runs:

@@ -323,7 +323,7 @@ def rows_by_operator(plan: Plan) -> dict[tuple[str, int], set[int]]:
     rows: dict[tuple[str, int], set[int]] = defaultdict(set)
     for run in runs(plan):
         for rank in run.ranks:
-            held = plan.batch.prompts_on(plan.placement[run.model].layout, rank, run.mini_batches)
+            held = plan.batch.prompts_on(plan.placement[run.model].layout, rank, run.mini_batches, run.attempt)
             assert not rows[run.operator.name, rank] & set(held), "a row is computed twice"
             rows[run.operator.name, rank] |= set(held)
     return rows
@@ -547,3 +547,23 @@ def test_the_printed_plans_of_the_quick_start() -> None:
 def test_no_snapshot_is_left_over() -> None:
     stored = {file.stem for file in (HERE / "snapshots").glob("*.txt")}
     assert stored == set(config_files()) | {f"quickstart-{stage}" for stage in quickstart.STAGES}
+
+
+def test_attempts_follow_one_another_and_the_rest_follows_the_last() -> None:
+    """Each attempt's rows are scored before the next one decides; advantages and training are of all of them."""
+    grpo = ("algorithm={name: grpo, prompts_per_step: 8, kl: null}", "algorithm.dynamic_sampling={rounds: 2}")
+    plan = plan_of(None, 2, *grpo)
+    listed = [(run.operator.name, run.attempt) for run in runs(plan) if not run.is_rare]
+    chain = [(name, attempt) for attempt in (0, 1) for name in ("take_prompts", "generate", "scores")]
+    assert listed == [*chain, ("advantages", None), ("train_actor", None)]
+    assert plan.batch.num_prompts == 16 and plan.batch.num_new == 8
+    taken = [rows_of_attempt(plan, attempt) for attempt in (0, 1)]
+    assert not taken[0] & taken[1] and taken[0] | taken[1] == set(range(16))
+
+
+def rows_of_attempt(plan: Plan, attempt: int) -> set[int]:
+    """Prompts that all ranks generate for in an attempt."""
+    (run,) = [run for run in runs(plan) if (run.operator.name, run.attempt) == ("generate", attempt)]
+    layout = plan.placement[run.model].layout
+    parts = [plan.batch.prompts_on(layout, rank, run.mini_batches, attempt) for rank in run.ranks]
+    return {prompt for part in parts for prompt in part}

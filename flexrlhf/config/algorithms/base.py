@@ -44,6 +44,11 @@ class AlgorithmSpec(StrictModel):
         """Number of prompts whose rows one step trains on."""
         return self.prompts_per_step
 
+    @property
+    def attempts(self) -> int:
+        """Most times that a step takes prompts from the data, by dynamic sampling."""
+        return 1
+
     def step_graph(self) -> Graph:
         """Return the operators of a step, each role with a model of its own: the package's, whatever ``graph`` is."""
         raise NotImplementedError

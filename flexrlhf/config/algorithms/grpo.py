@@ -24,12 +24,12 @@ from flexrlhf.operators.graph import Graph
 class DynamicSamplingSpec(StrictModel):
     """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2).
 
-    ``rounds`` times as many groups are sampled as a step trains on; those whose responses all have the same score are
-    left out. The number of rounds is fixed, so that it can be planned: a mini-batch with more groups than its share
-    trains on the first of them, one with fewer on fewer.
+    Groups whose responses all have the same score are left out. A mini-batch with fewer others than its share of
+    ``prompts_per_step`` samples this share again, of the next prompts of the data, up to ``rounds`` times in total. One
+    with more groups trains on the first of them, one that still has fewer on fewer.
     """
 
-    rounds: int = Field(2, ge=2, description="groups that are sampled for each that is trained on")
+    rounds: int = Field(2, ge=2, description="most times that a mini-batch samples its share of prompts")
 
 
 class GroupSpec(PolicySpec):
@@ -51,8 +51,11 @@ class GroupSpec(PolicySpec):
 
     @property
     def num_prompts(self) -> int:
-        rounds = 1 if self.dynamic_sampling is None else self.dynamic_sampling.rounds
-        return rounds * super().num_prompts
+        return self.attempts * super().num_prompts
+
+    @property
+    def attempts(self) -> int:
+        return 1 if self.dynamic_sampling is None else self.dynamic_sampling.rounds
 
     @property
     def reports_kl(self) -> bool:

@@ -322,7 +322,7 @@ class OptionEnumerator:
                 moved = self._state(placed, state_key).offloaded if has_copy else 0
                 yield kind, self.costs.switch(moved, mesh.device).seconds, 0
                 continue
-            rows = self._most_rows(placed, kind, call.mini_batches)
+            rows = self._most_rows(placed, kind, call)
             key = state_key, kind, _relevant_settings(kind, placed.settings)
             seconds = self.cached(("seconds", key, call), partial(self._seconds, placed, priced_mesh, kind, call))
             work = partial(self._bytes, placed, state_key, call, rows)
@@ -337,7 +337,7 @@ class OptionEnumerator:
         return value
 
     def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
-        rows = row_patterns(self.maker.batch, placed.layout, call.mini_batches)
+        rows = row_patterns(call.shape(self.maker.batch), placed.layout, call.mini_batches)
         if kind == "combine" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
@@ -356,9 +356,9 @@ class OptionEnumerator:
         assert isinstance(state, State), "shapes are known"
         return state
 
-    def _most_rows(self, placed: PlacedModel, kind: OperatorKind, batches: range) -> int:
+    def _most_rows(self, placed: PlacedModel, kind: OperatorKind, call: PlacedCall) -> int:
         """Most rows decoded together that the settings allow; of passes, which texts of any lengths fill, all rows."""
-        patterns = row_patterns(self.batch, placed.layout, batches)
+        patterns = row_patterns(call.shape(self.batch), placed.layout, call.mini_batches)
         most = max(map(max if kind == "train" else sum, patterns))
         if kind == "generate":
             return self._lengths.rows_decoded(placed, most)

@@ -109,7 +109,7 @@ class OperatorSpace(Space):
     def _models_by_part(self) -> dict[str, SearchModel]:
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
         for run in self.sketch.runs:
-            calls[self.sketch.part_of(run.model)].append(PlacedCall.of(run.operator, run.mini_batches))
+            calls[self.sketch.part_of(run.model)].append(PlacedCall.of(run))
         return {
             name: SearchModel(
                 ModelName(each.role), each.kind == "train", tuple(calls[name]), self.roles.heads[each.role]

@@ -11,7 +11,7 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.simulation.calls import texts_per_row
 from flexrlhf.guideline.simulation.pricing import source_section
-from flexrlhf.operators.graph import Graph, Operator, OperatorKind
+from flexrlhf.operators.graph import Graph, OperatorKind
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
@@ -34,6 +34,7 @@ class PlacedCall:
     score_source:  section of the YAML with the sources of a score.
     texts:         texts in a row.
     compares:      whether all texts of a prompt are in one pass.
+    is_attempt:    whether its rows are those of one attempt of dynamic sampling.
     """
 
     kind: PlacedCallKind
@@ -41,12 +42,18 @@ class PlacedCall:
     score_source: str = ""
     texts: int = 1
     compares: bool = False
+    is_attempt: bool = False
 
     @classmethod
-    def of(cls, operator: Operator, mini_batches: range) -> Self:
-        """Return the call of ``operator``."""
-        texts, compares = texts_per_row(operator), operator.compares_responses
-        return cls(operator.kind, mini_batches, source_section(operator), texts, compares)
+    def of(cls, run: Run) -> Self:
+        """Return the call of ``run``."""
+        operator, texts, compares = run.operator, texts_per_row(run.operator), run.operator.compares_responses
+        section, is_attempt = source_section(operator), run.attempt is not None
+        return cls(operator.kind, run.mini_batches, section, texts, compares, is_attempt)
+
+    def shape(self, batch: BatchShape) -> BatchShape:
+        """Return the shape of its rows, as of every attempt of a step if it is one."""
+        return batch.of_attempt if self.is_attempt else batch
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,8 @@ class Sketch:
         """Instructions of a usual step as the strategy orders them for the sketch, with a prompt in each mini-batch."""
         strategy = next(each for each in STRATEGIES.values() if each.matches(self.placement))
         batch = BatchShape.of(self.spec)
-        batch = replace(batch, num_prompts=batch.num_mini_batches, samples_per_prompt=1, segments=1)
+        prompts = batch.num_mini_batches * batch.attempts
+        batch = replace(batch, num_prompts=prompts, samples_per_prompt=1, segments=1)
         ordered = strategy.order(self.whole_graph, self.placement, batch, self.spec)
         return tuple(each for each in ordered if not each.is_rare)
 
@@ -169,7 +177,7 @@ class Sketch:
         """Yield the placed models with their calls, in vector order. ``offloaded``: those in host memory when idle."""
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
         for run in self.runs:
-            calls[run.model].append(PlacedCall.of(run.operator, run.mini_batches))
+            calls[run.model].append(PlacedCall.of(run))
         if self.sleeper is not None:
             calls[self.sleeper] += [PlacedCall("switch", BatchShape.of(self.spec).mini_batches)] * 2
         syncs = [each for each in self.instructions if isinstance(each, Sync)]

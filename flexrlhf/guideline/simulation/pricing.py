@@ -38,6 +38,7 @@ from flexrlhf.strategies.instructions import (
     Run,
     Save,
     Sync,
+    columns_read,
 )
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
@@ -116,7 +117,8 @@ class Pricer:
     def _operator(self, operator: Operator, model: PlacedModel, run: Run) -> Cost:
         if operator.call is None:
             batch = self.plan.batch
-            most = max(sum(rows) for rows in replica_rows(batch, model.layout, run.mini_batches).values())
+            rows_of = replica_rows(attempt_shape(batch, run), model.layout, run.mini_batches)
+            most = max(map(sum, rows_of.values()))
             # of places for rows in segments as many have one as a round takes, on the average
             most = -(-most // batch.segments)
             return model_free_cost(self.costs, self.plan.spec, source_section(operator), most, self.lengths.width)
@@ -126,7 +128,7 @@ class Pricer:
     def calls(self, run: Run) -> Iterator[tuple[Call, Mesh]]:
         """Yield the call and mesh of a Run for each device class among the replicas that have rows."""
         model = self.plan.placement[run.model]
-        rows = replica_rows(self.plan.batch, model.layout, run.mini_batches)
+        rows = replica_rows(attempt_shape(self.plan.batch, run), model.layout, run.mini_batches)
         for device, replicas in self.replicas_by_class(model).items():
             class_rows = [rows[replica] for replica in replicas if any(rows[replica])]
             if not class_rows:
@@ -165,7 +167,7 @@ class Pricer:
     def _move(self, move: Move) -> Cost:
         """Return the time of the source and destination that take longest."""
         batch, lengths = self.plan.batch, self.plan.lengths
-        chunks = 1 if move.chunk is None else batch.num_chunks
+        chunks = 1 if move.chunk is None else batch.num_chunks * batch.attempts
         size = batch.num_rows // chunks * sum(map(lengths.row_bytes, move.columns))
         pairs = (self.model_link(source, to) for source in move.sources for to in move.destinations)
         return max((pair.rows_cost(self.costs, size) for pair in pairs), key=lambda cost: cost.seconds)
@@ -229,6 +231,11 @@ class Pricer:
         return Cost(parts)
 
 
+def attempt_shape(batch: BatchShape, run: Run) -> BatchShape:
+    """Return the shape of the rows of ``run``: of all, or of an attempt of dynamic sampling as if it were needed."""
+    return batch if run.attempt is None else batch.of_attempt
+
+
 def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """Return the layout of ``model`` as one end of an exchange."""
     shards = max(map(len, model.gather_sets))
@@ -239,8 +246,10 @@ def side_of(model: PlacedModel, per_node: int) -> MeshSide:
 def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Run, reader: Run) -> int:
     """Return the padded bytes of all rows of the columns that ``writer`` writes and ``reader`` reads."""
     common = common_range(writer.mini_batches, reader.mini_batches)
-    num_rows = batch.samples_per_prompt * sum(len(batch.prompts(m)) for m in common)
-    columns = (column for column in writer.operator.writes if column in reader.operator.reads)
+    shape = attempt_shape(batch, writer)
+    num_rows = shape.samples_per_prompt * sum(len(shape.prompts(m)) for m in common)
+    reads = columns_read(reader.operator, reader.attempt, writer.attempt)
+    columns = (column for column in writer.operator.writes if column in reads)
     return num_rows * sum(map(lengths.row_bytes, columns))
 
 

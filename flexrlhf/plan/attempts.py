@@ -1,0 +1,42 @@
+"""Dynamic sampling (``algorithm.dynamic_sampling``): the graph rewritten for attempts that follow one another.
+
+A step first samples as many prompts as it trains on. Once these are scored, mini-batches that lack groups sample their
+share again, and so on, up to a largest number of attempts, all of which are in the list of instructions. The column
+``present`` says which rows an attempt has; operators compute for these alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import POSITION, PRESENT
+from flexrlhf.operators.graph import TAKE_PROMPTS, Graph, Operator
+
+
+def with_attempts(graph: Graph, spec: Spec) -> Graph:
+    """Return ``graph`` with its attempts, if ``spec`` has several. Raises UserError for settings that skip steps."""
+    algorithm = spec.algorithm
+    if algorithm.attempts == 1:
+        return graph
+    if isinstance(algorithm, PolicySpec) and algorithm.freeze_actor_steps:
+        raise UserError(
+            f"algorithm.dynamic_sampling samples until there is enough to train on, and algorithm.freeze_actor_steps "
+            f"{algorithm.freeze_actor_steps} leaves steps out; use null, or freeze_actor_steps: 0"
+        )
+    taken = _before(graph, graph.producers["scores"])
+    operators = (_with_presence(each, each.name in taken) for each in graph.operators)
+    return replace(graph, operators=(TAKE_PROMPTS, *operators))
+
+
+def _before(graph: Graph, operator: Operator) -> frozenset[str]:
+    """Return the names of ``operator`` and of all whose columns it depends on."""
+    return frozenset((operator.name,)).union(*(_before(graph, parent) for parent in graph.parents(operator)))
+
+
+def _with_presence(operator: Operator, is_repeated: bool) -> Operator:
+    reads_data = operator.samples_responses or operator.reads_texts
+    further = (PRESENT, POSITION) if reads_data else (PRESENT,)
+    return replace(operator, reads=(*operator.reads, *further), is_repeated=is_repeated)
