@@ -1,12 +1,14 @@
 """Operators that run on the ranks of training, so with a lag as many batches behind the newest as training is.
 
-There they are where these ranks would else wait: for a batch that is generated long ago, before they train on it.
+There they are where these ranks would else wait, for rows that have been generated long ago. Generation then waits for
+nothing but weights: combines, which need the results of all other models, are not on its ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import Placement
 
@@ -22,16 +24,29 @@ def is_late(operator: Operator, graph: Graph, placement: Placement) -> bool:
 
 
 def behind_training(graph: Graph, placement: Placement) -> Graph:
-    """Return ``graph`` with each combine on the trained copy if it needs columns that are written on ranks of training.
-
-    Such columns are of the batch that is trained on next, not of the newest.
+    """Return ``graph`` with its combines on trained copies, but for those whose columns a model or a source of scores
+    on other ranks reads. Raises UserError where such a reader needs columns of the ranks of training.
     """
-    late: set[str] = set()
-    operators = []
-    for operator in graph.operators:
-        if operator.kind == "combine" and late.intersection(operator.reads):
+    operators, needed = [], set[str]()
+    for operator in reversed(graph.operators):
+        is_needed = not needed.isdisjoint(operator.writes)
+        if operator.kind == "combine" and operator.role in graph.trained and not is_needed:
             operator = replace(operator, on_trained=True)
+        if not is_late(operator, graph, placement):
+            needed.update(operator.reads)
+        operators.insert(0, operator)
+    behind = replace(graph, operators=tuple(operators))
+    _check_readers(behind, placement)
+    return behind
+
+
+def _check_readers(graph: Graph, placement: Placement) -> None:
+    for operator in graph.operators:
         if is_late(operator, graph, placement):
-            late.update(operator.writes)
-        operators.append(operator)
-    return replace(graph, operators=tuple(operators))
+            continue
+        for parent in graph.parents(operator):
+            if is_late(parent, graph, placement):
+                raise UserError(
+                    f"schedule.lag: {operator.name} is computed for the newest batch and reads columns of {parent.name}, "
+                    f"which {placement.copy_for(parent).name} computes when the batch is trained on; use lag 0"
+                )
