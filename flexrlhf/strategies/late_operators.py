@@ -27,7 +27,8 @@ def behind_training(graph: Graph, placement: Placement) -> Graph:
     """Return ``graph`` with its combines on trained copies, but for those whose columns a model or a source of scores
     on other ranks reads. Raises UserError where such a reader needs columns of the ranks of training.
     """
-    operators, needed = [], set[str]()
+    operators: list[Operator] = []
+    needed: set[str] = set()
     for operator in reversed(graph.operators):
         is_needed = not needed.isdisjoint(operator.writes)
         if operator.kind == "combine" and operator.role in graph.trained and not is_needed:
@@ -47,6 +48,6 @@ def _check_readers(graph: Graph, placement: Placement) -> None:
         for parent in graph.parents(operator):
             if is_late(parent, graph, placement):
                 raise UserError(
-                    f"schedule.lag: {operator.name} is computed for the newest batch and reads columns of {parent.name}, "
-                    f"which {placement.copy_for(parent).name} computes when the batch is trained on; use lag 0"
+                    f"schedule.lag: {operator.name} is computed for the newest batch and reads columns of "
+                    f"{parent.name}, computed on {placement.copy_for(parent).name} when it is trained on; use lag 0"
                 )
