@@ -91,7 +91,7 @@ def first_tie(runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> Tie | No
         if "tokens" not in one or "tokens" not in other:
             continue
         if any((one["tokens"].values[row] != values).any() for row, values in other["tokens"].values.items()):
-            return find_tie(one, other, spec.seed, step, spec.data.max_prompt_tokens, limits.tie)
+            return find_tie(one, other, runs[0].plan, step, limits.tie)
     return None
 
 
@@ -107,7 +107,7 @@ def _report(verdict: Verdict, runs: tuple[RecordedRun, RecordedRun]) -> Sequence
     return [*lines, "", *format_verdict(verdict.deviations, runs, verdict.limits)]
 
 
-def find_tie(first: Columns, second: Columns, seed: int, step: int, num_prompt_tokens: int, limit: float) -> Tie | None:
+def find_tie(first: Columns, second: Columns, plan: Plan, step: int, limit: float) -> Tie | None:
     """Return the tie where every response that differs parts at a token whose margin is at most ``limit``."""
     tokens = [run.get("tokens") for run in (first, second)]
     sampled = [next((run[name] for name in SAMPLED if name in run), None) for run in (first, second)]
@@ -119,10 +119,11 @@ def find_tie(first: Columns, second: Columns, seed: int, step: int, num_prompt_t
         places = (one != other).nonzero().flatten().tolist()
         if not places:
             continue
-        position = places[0] - num_prompt_tokens
+        position = places[0] - plan.lengths.prompt
         if position < 0:
             return None
-        noise = _noise(seed, step, row, position, int(one[places[0]]), int(other[places[0]]))
+        age, taken = plan.batch.as_taken(row)
+        noise = _noise(plan.spec.seed, step - age, taken, position, int(one[places[0]]), int(other[places[0]]))
         chosen = [float(run.values[row][position]) for run in (sampled[0], sampled[1])]
         margins[row] = abs(chosen[0] + noise[0] - chosen[1] - noise[1])
     if not margins or max(margins.values()) > limit:

@@ -104,9 +104,12 @@ def test_missing_and_repeated_rows_are_named() -> None:
 # --- ties
 
 
-def tokens_at_a_place(margin: float) -> tuple[dict[str, RecordedColumn], dict[str, RecordedColumn]]:
-    """Two runs whose row 1 parts at response position 1 by ``margin`` nats: tokens 4 and 6."""
-    noise = gumbel_noise(3, 2, torch.tensor([1]), 1, 10)[0]
+def tokens_at_a_place(
+    margin: float, step: int = 2, row: int = 1
+) -> tuple[dict[str, RecordedColumn], dict[str, RecordedColumn]]:
+    """Two runs whose row 1 parts at response position 1 by ``margin`` nats: tokens 4 and 6. Its noise is that of
+    ``row`` in ``step``."""
+    noise = gumbel_noise(3, step, torch.tensor([row]), 1, 10)[0]
     tokens = torch.tensor([[9, 9, 5, 5], [9, 9, 5, 4]], dtype=torch.int32)
     others = tokens.clone()
     others[1, 3] = 6
@@ -120,16 +123,27 @@ def tokens_at_a_place(margin: float) -> tuple[dict[str, RecordedColumn], dict[st
     )
 
 
+TIED = plan_of(None, 1, "seed=3", "data.max_prompt_tokens=2")
+CARRIED = plan_of(None, 1, "seed=3", "data.max_prompt_tokens=2", "rollout.segment_tokens=4")
+
+
 def test_a_tie_is_where_perturbed_logits_are_near() -> None:
-    tie = find_tie(*tokens_at_a_place(3e-5), seed=3, step=2, num_prompt_tokens=2, limit=FLOAT32.tie)
+    tie = find_tie(*tokens_at_a_place(3e-5), plan=TIED, step=2, limit=FLOAT32.tie)
     assert tie is not None and tie.rows == (1,) and tie.margin == pytest.approx(3e-5)
-    assert find_tie(*tokens_at_a_place(3e-4), seed=3, step=2, num_prompt_tokens=2, limit=FLOAT32.tie) is None
+    assert find_tie(*tokens_at_a_place(3e-4), plan=TIED, step=2, limit=FLOAT32.tie) is None
+
+
+def test_a_row_that_is_carried_has_the_noise_of_the_step_that_took_it() -> None:
+    """In segments, row 1 of step 2 is the first prompt of the step before."""
+    tie = find_tie(*tokens_at_a_place(3e-5, step=1, row=0), plan=CARRIED, step=2, limit=FLOAT32.tie)
+    assert tie is not None and tie.rows == (1,) and tie.margin == pytest.approx(3e-5)
+    assert find_tie(*tokens_at_a_place(3e-5), plan=CARRIED, step=2, limit=FLOAT32.tie) is None
 
 
 def test_another_prompt_is_no_tie() -> None:
     one, other = tokens_at_a_place(0.0)
     other["tokens"].values[0] = torch.tensor([8, 9, 5, 5], dtype=torch.int32)
-    assert find_tie(one, other, seed=3, step=2, num_prompt_tokens=2, limit=FLOAT32.tie) is None
+    assert find_tie(one, other, plan=TIED, step=2, limit=FLOAT32.tie) is None
 
 
 # --- limits
