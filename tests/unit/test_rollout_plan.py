@@ -666,7 +666,7 @@ def test_a_seldom_sync_needs_an_engine_apart() -> None:
 
 def test_an_engine_apart_generates_while_the_last_batch_trains() -> None:
     lines = overlapping_operators(plan_of(SIX, 2, VLLM, LAG, IMPORTANCE, RECOMPUTE).schedule)
-    assert "generate" in lines[-1] and lines[-1].startswith("logprobs, train_actor, train_critic with")
+    assert "generate" in lines[-1] and lines[-1].startswith("logprobs, advantages, train_actor, train_critic with")
 
 
 def test_the_printed_plan_shows_the_engine() -> None:
