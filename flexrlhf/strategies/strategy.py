@@ -22,6 +22,7 @@ from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.strategies.late_operators import is_late
 from flexrlhf.strategies.schedule import Builder, closing, make_tasks, opening
 from flexrlhf.strategies.syncs import with_refills, with_syncs
+from flexrlhf.text import counted
 
 COLOCATED, INTERLEAVING, DISAGGREGATED = "co-located", "interleaving", "disaggregated"
 
@@ -89,6 +90,11 @@ def choose_strategy(spec: Spec, placement: Placement) -> str:
         raise UserError(
             f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; "
             f"use lag 0"
+        )
+    if spec.schedule.lag and spec.schedule.lag >= spec.steps:
+        raise UserError(
+            f"schedule.lag: {spec.schedule.lag} in a run of {counted(spec.steps, 'step')}, so every batch would be "
+            f"generated with the first weights; use at most {spec.steps - 1}, or more steps"
         )
     if name != DISAGGREGATED and spec.sync.every != 1:
         raise UserError(

@@ -119,7 +119,7 @@ def make_spec(rng: Random) -> Raw:
             spec["save"]["best"] = rng.choice((None, "eval_reward_mean"))
         spec["eval"]["before"] = spec["eval"]["every"] != 1 and chance(Random(repr(spec)), 0.8)
     if spec["schedule"]["lag"]:
-        spec["schedule"]["lag"] = Random(repr(spec)).choice((1, 1, 2, 3, 6))
+        spec["schedule"]["lag"] = Random(repr(spec)).choice((1, 1, 2, 2, 3))
     return spec
 
 
@@ -419,7 +419,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "device classes": [str(len(classes))],
         "row shares": ["unequal" if any(m.layout.row_shares for m in placement.models) else "equal"],
         "replicas without rows": ["some" if _empty_replicas(plan, placement) else "none"],
-        "lag": [str(plan.schedule.lag) if plan.schedule.lag < 2 else "2 to 6"],
+        "lag": [str(plan.schedule.lag) if plan.schedule.lag < 2 else "2 or 3"],
         "segments": [str(plan.batch.segments), *(["several, lagging"] if _lags_in_segments(plan) else [])],
         "chunks": [str(plan.batch.num_chunks)],
         "sync every": [str(spec.sync.every) if placement.shadows else "no sync"],

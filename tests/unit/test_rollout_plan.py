@@ -664,6 +664,13 @@ def test_a_seldom_sync_needs_an_engine_apart() -> None:
     )
 
 
+def test_a_lag_is_shorter_than_the_run() -> None:
+    assert refused(SIX, 2, "schedule.lag=4", "steps=3") == (
+        "schedule.lag: 4 in a run of 3 steps, so every batch would be generated with the first weights; use at most "
+        "2, or more steps"
+    )
+
+
 def test_an_engine_apart_generates_while_the_last_batch_trains() -> None:
     lines = overlapping_operators(plan_of(SIX, 2, VLLM, LAG, IMPORTANCE, RECOMPUTE).schedule)
     assert "generate" in lines[-1] and lines[-1].startswith("logprobs, advantages, train_actor, train_critic with")
