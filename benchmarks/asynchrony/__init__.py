@@ -1,1 +1,1 @@
-"""What a lag and segments cost in learning and gain in speed: the figures of docs/asynchrony.md."""
+"""Cost of a lag and of segments in learning, and their gain in speed: the figures of docs/asynchrony.md."""

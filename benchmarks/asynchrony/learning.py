@@ -44,7 +44,7 @@ LAST = 10
 
 @dataclass(frozen=True)
 class Variant:
-    """What the runs of a line have in common."""
+    """Runs of a line in the table, which differ by their seed."""
 
     name: str
     rate: float
@@ -149,7 +149,7 @@ HEAD = "| task | learning rate | lag | correction | steps to the goal | highest 
 
 
 def train(directory: Path, variants: Sequence[Variant], seeds: int) -> None:
-    """Run what has not been run."""
+    """Make the runs that are not in the directory yet."""
     starts = any(each.name == "quick-start" for each in variants)
     if starts and not (directory / "runs/quickstart-reward/reward").is_dir():
         _command(directory, "run", "--set", "quickstart-ppo:steps=1")
