@@ -45,9 +45,11 @@ def _check_readers(graph: Graph, placement: Placement) -> None:
     for operator in graph.operators:
         if is_late(operator, graph, placement):
             continue
-        for parent in graph.parents(operator):
-            if is_late(parent, graph, placement):
+        for parent in graph.operators:
+            is_read = not set(parent.writes).isdisjoint((*operator.reads, *operator.earlier))
+            if is_read and is_late(parent, graph, placement):
                 raise UserError(
                     f"schedule.lag: {operator.name} is computed for the newest batch and reads columns of "
-                    f"{parent.name}, computed on {placement.copy_for(parent).name} when it is trained on; use lag 0"
+                    f"{parent.name}, computed on {placement.copy_for(parent).name} when it is trained on; place that "
+                    f"on ranks that do not train, or use lag 0"
                 )

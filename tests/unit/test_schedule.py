@@ -16,6 +16,7 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data import quickstart
+from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.pipeline import make_plan, make_plans
@@ -179,6 +180,16 @@ def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
 
 
 # --- lag
+
+
+def test_prompts_are_taken_by_scores_of_ranks_that_do_not_train() -> None:
+    """The attempts of dynamic sampling need the scores of the newest batch."""
+    placement = {"actor.shadow": {"ranks": [1]}, **{name: {"ranks": [0]} for name in ("actor", "ref", "reward")}}
+    settings = (LAG, "algorithm={name: grpo, dynamic_sampling: {rounds: 2}}")
+    with pytest.raises(UserError, match="take_prompts .* reads columns of scores, .* on reward .*; place that on"):
+        whole_plan_of(placement, 2, *settings)
+    apart = whole_plan_of({**placement, "reward": {"ranks": [1]}}, 2, *settings)
+    assert {run.operator.name for run in runs(apart) if run.lag} == {"ref_logprobs", "advantages", "train_actor"}
 
 
 @pytest.mark.parametrize(("placement", "devices"), [(SIX, 2), (SIX, 4), (SIX_APART, 4)])
