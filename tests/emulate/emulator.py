@@ -135,8 +135,6 @@ class Rank:
         self._plan = plan
         self._fabric = fabric
         self._mode = mode
-        carries = any(operator.carries for operator in plan.graph.operators)
-        self._num_kept = max(plan.schedule.lag, int(carries))
         self._rows: dict[int, Rows] = {}
         self._edges: dict[str, deque[tuple[Position, tuple[int, ...]]]] = defaultdict(deque)
         self._offloaded = set(plan.offloaded.get(number, ()))
@@ -201,7 +199,7 @@ class Rank:
     def _rows_of(self, step: int) -> Rows:
         """Rows of a step; rows of steps that no instruction works on any more are dropped."""
         if step not in self._rows:
-            for old in [each for each in self._rows if each < step - self._num_kept]:
+            for old in [each for each in self._rows if each < step - self._plan.num_steps_kept]:
                 self._rows.pop(old).land()
             self._rows[step] = Rows()
         return self._rows[step]
@@ -322,7 +320,7 @@ class Rank:
         }
 
     def _carried(self, step: int, run: Run, row: int) -> list[Value]:
-        """Columns that a generate has left in the step before, of a row of a prompt that was taken earlier."""
+        """Columns that the operator has left in the step before, of a row of a prompt that was taken earlier."""
         is_new = self._plan.batch.as_taken(row)[0] == 0
         if is_new or not step:
             return []

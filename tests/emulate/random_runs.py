@@ -46,7 +46,11 @@ def random_settings(random: Random) -> Raw:
         "data": {"path": "rows.jsonl", "max_response_tokens": LONGEST},
         "schedule": {"lag": lag},
         "sync": {"every": random.choice((1, 2, 3)) if is_apart else 1},
-        "rollout": {"segment_tokens": tokens, "max_segments": random.choice((None, 1, 2, 3)) if tokens else None},
+        "rollout": {
+            "segment_tokens": tokens,
+            "max_segments": random.choice((None, 1, 2, 3)) if tokens else None,
+            "groups": random.choice(("wait", "as-ended")) if tokens and name in ("ppo", "grpo") else "wait",
+        },
     }
 
 
@@ -80,7 +84,7 @@ def changed(raw: Raw, random: Random) -> Raw:
     if lag and random.random() < 0.5:
         lag = random.choice((1, 2, 4, 7))
     if raw["algorithm"]["name"] in IN_SEGMENTS and random.random() < 0.5:
-        rollout = {"segment_tokens": random.randint(1, 5), "max_segments": None}
+        rollout = {**rollout, "segment_tokens": random.randint(1, 5), "max_segments": None}
     return {**raw, "schedule": {"lag": lag}, "rollout": rollout}
 
 

@@ -248,6 +248,9 @@ PAIR: dict[str, Any] = {"samples_per_prompt": 2}
 THIRDS: dict[str, Any] = {"segment_tokens": 32, "max_segments": 3}
 DYNAMIC: dict[str, Any] = {"name": "grpo", **PAIR, "dynamic_sampling": {"rounds": 3}}
 REWARD: dict[str, Any] = {"place": "reward"}
+ENDED: dict[str, Any] = THIRDS | {"groups": "as-ended"}
+GROUPS: dict[str, Any] = PAIR | {"name": "grpo"}
+LATE: dict[str, Any] = {"lag": 2, "num_chunks": 2}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +279,13 @@ REWARD: dict[str, Any] = {"place": "reward"}
             id="six-rollout-lag-2-segments",
         ),
         pytest.param(lambda: ppo_plan(ALONE, 4, {"lag": 2, "num_chunks": 2}), id="generation-alone-lag-2"),
+        pytest.param(lambda: ppo_plan([1, "1/2", "1/2"], 2, STREAM, rollout=ENDED, **GROUPS), id="as-ended-chunks"),
+        pytest.param(lambda: ppo_plan(SIX[:4], 4, {"lag": 2}, rollout=ENDED | VLLM, **GROUPS), id="as-ended-lag-2"),
+        # scores of the groups are carried on the ranks of training
+        pytest.param(
+            lambda: ppo_plan({n: ALONE[n] for n in ALONE if n != "critic"}, 4, LATE, rollout=ENDED, **GROUPS),
+            id="as-ended-alone-lag-2",
+        ),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, models=SHARDED), id="shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="none", models=CROSSED), id="six-crossed"),
@@ -378,10 +388,12 @@ def test_a_response_that_goes_on_on_another_rank_is_reported() -> None:
 
 
 def test_rows_that_are_dropped_before_they_are_carried_on_are_reported() -> None:
-    plan = ppo_plan([1, 1, 1, 1], 2, rollout=THIRDS)
-    operators = tuple(replace(operator, carries=()) for operator in plan.graph.operators)
+    class Forgetting(Plan):
+        num_steps_kept = 0
+
+    plan = Forgetting(**vars(ppo_plan([1, 1, 1, 1], 2, rollout=THIRDS)))
     with pytest.raises(EmulationError, match=r"rank \d reads tokens of step 0, whose rows are dropped"):
-        emulate(replace(plan, graph=replace(plan.graph, operators=operators)), "asynchronous")
+        emulate(plan, "asynchronous")
 
 
 def test_a_transfer_of_a_row_that_is_already_there_is_reported() -> None:

@@ -40,16 +40,18 @@ def outcome_of(row: Row) -> str:
     return Random(f"outcome {row}").choice([name for name in OUTCOMES if name != FROZEN])
 
 
-def group_of(row: Row, samples: int) -> list[Row]:
-    """Rows of the same prompt."""
-    taken, number = row
+def group_of(plan: Plan, row: Row) -> list[Row]:
+    """Rows that are trained on together: those of the same prompt, or each by itself."""
+    (taken, number), samples = row, plan.batch.samples_per_prompt
+    if plan.spec.rollout.groups == "as-ended":
+        return [row]
     return [(taken, number // samples * samples + sample) for sample in range(samples)]
 
 
 def last_age(plan: Plan, row: Row) -> int:
-    """Steps from the one that took a row to the one that trains on it: that of the longest response to its prompt."""
+    """Steps from the one that took a row to the one that trains on it: that of the longest response of its group."""
     tokens, most = plan.spec.rollout.segment_tokens or LONGEST, plan.spec.rollout.max_segments or LONGEST
-    longest = max(map(length_of, group_of(row, plan.batch.samples_per_prompt)))
+    longest = max(map(length_of, group_of(plan, row)))
     return min(-(-longest // tokens), most) - 1
 
 
@@ -67,7 +69,7 @@ class State:
 
     begun:        rows that have been generated, or read where nothing is generated.
     tokens:       weights versions of the tokens of each row so far.
-    whole:        step in which the responses to a row's prompt were whole, which trains on it.
+    whole:        step in which the responses of a row's group were whole, which trains on it.
     ended:        outcome of each row that has been trained on.
     versions:     of the weights of models that train, and of their copies for inference.
     num_trained:  batches.
@@ -182,7 +184,7 @@ class EmulatedRun:
             assert is_next or state.is_changed, f"a segment of {row} is left out"
             before += [version] * min(most, length_of(row) - len(before))
         for row, age in going.items():
-            group = group_of(row, self.shape.samples_per_prompt)
+            group = group_of(self.plan, row)
             if age == self.shape.segments - 1 or all(len(state.tokens[each]) == length_of(each) for each in group):
                 state.whole[row] = step
 

@@ -65,7 +65,8 @@ def test_the_noise_is_that_of_the_step_that_took_a_row() -> None:
 class Rounds:
     """Ranks of a model that generate round by round; ``stores``: rows of the newest step by rank."""
 
-    def __init__(self, num_ranks: int, segments: int) -> None:
+    def __init__(self, num_ranks: int, segments: int, by_row: bool = False) -> None:
+        self.by_row = by_row
         self.shape = BatchShape(PROMPTS * segments, SAMPLES, 2, segments=segments)
         model = placed(generate_tokens=6 * (LENGTHS.prompt + LENGTHS.response))
         self.engine = engine_for(model, lengths=LENGTHS)
@@ -90,7 +91,8 @@ class Rounds:
                     store.put(name, [row], taken[name][number : number + 1])
             each = make_round(run, run.batch(store, torch.device("cpu")), before, step, LENGTHS)
             sampling = replace(PLAIN, step=step, most_tokens=TOKENS)
-            columns = whole_columns(run, each, self.engine.generate(each.continued, sampling), version)
+            generated = self.engine.generate(each.continued, sampling)
+            columns = whole_columns(run, each, generated, version, self.by_row)
             for name in run.operator.writes:
                 store.put(name, run.rows, columns[name])
             made.append(each)
@@ -108,13 +110,15 @@ class Rounds:
         return found
 
 
-@pytest.mark.parametrize(("num_ranks", "segments"), [(1, 3), (2, 3), (3, 2), (2, 1)])
-def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: int, segments: int) -> None:
-    """Each is trained on once, with its prompt's other samples, in the step in which the last of them ends.
+@pytest.mark.parametrize(
+    ("num_ranks", "segments", "by_row"), [(1, 3, False), (2, 3, True), (3, 2, False), (1, 2, True), (2, 1, False)]
+)
+def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: int, segments: int, by_row: bool) -> None:
+    """Each is trained on once, when it ends, or with its prompt's other samples, when the last of them ends.
 
     Versions are those of the rounds. With too few segments responses end early.
     """
-    rounds, steps, ends = Rounds(num_ranks, segments), 6, dict[tuple[int, int], int]()
+    rounds, steps, ends = Rounds(num_ranks, segments, by_row), 6, dict[tuple[int, int], int]()
     whole = [rounds.engine.generate(prompts_of(step), replace(PLAIN, step=step)) for step in range(steps)]
     longest = torch.arange(LENGTHS.response) < TOKENS * segments
     for step in range(steps):
@@ -135,10 +139,11 @@ def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: in
             assert (step - age, number) not in ends, "trained on twice"
             ends[step - age, number] = step
     for taken, columns in enumerate(whole):
-        lengths = (columns["response_mask"].bool() & longest).sum(1).view(PROMPTS, SAMPLES).max(1).values
+        lengths = (columns["response_mask"].bool() & longest).sum(1)
+        if not by_row:
+            lengths = lengths.view(PROMPTS, SAMPLES).max(1).values.repeat_interleave(SAMPLES)
         last = [taken + -(-length // TOKENS) - 1 for length in lengths.tolist()]
-        found = [ends.get((taken, prompt * SAMPLES + sample)) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
-        assert found == [end if end < steps else None for end in last for _ in range(SAMPLES)]
+        assert [ends.get((taken, row), steps) for row in range(len(last))] == [min(end, steps) for end in last]
 
 
 def test_an_empty_place_has_nothing() -> None:

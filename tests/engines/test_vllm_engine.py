@@ -241,7 +241,7 @@ def test_no_rows(engine: VllmEngine) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, PLAIN, {"eos_token_ids": (END, 5, 17, 23, 31, 40)}, {"stop": ("a", "xy"), "decode": letters}],
+    [{}, PLAIN, {"eos_token_ids": tuple(range(40)), "min_tokens": 3}, {"stop": ("a", "xy"), "decode": letters}],
     ids=["whole", "cut", "ends", "stop"],
 )
 def test_segments_are_the_response_that_is_generated_whole(engine: VllmEngine, changes: dict[str, Any]) -> None:

@@ -6,13 +6,13 @@ import pytest
 from small_runs import plan_of, spec_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.columns import GROUP_SCORES, PRESENT
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.pipeline import make_plan
 
 GRPO = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
-THREE = "rollout.segment_tokens=3"
+THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
 
 
 def refused(*overrides: str) -> str:
@@ -64,6 +64,16 @@ def test_generation_carries_its_columns_and_all_others_read_which_rows_are_prese
     assert cut.evaluation == whole.evaluation
 
 
+def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group() -> None:
+    """Of earlier steps; other operators compute for single rows."""
+    waiting, alone = (plan_of(None, 1, GRPO, THREE, *further).graph for further in ((), (ENDED,)))
+    assert [operator.name for operator in alone.operators] == [operator.name for operator in waiting.operators]
+    for operator, before in zip(alone.operators, waiting.operators, strict=True):
+        assert operator.is_by_row == (operator.kind != "generate") and not before.is_by_row
+        scores = (GROUP_SCORES,) if operator.function == "group_advantages" else ()
+        assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
+
+
 def test_segments_as_long_as_responses_change_no_plan() -> None:
     assert plan_of(None, 1, "rollout.segment_tokens=8").schedule == plan_of(None, 1).schedule
 
@@ -101,6 +111,21 @@ def test_segments_as_long_as_responses_change_no_plan() -> None:
             "texts as a step takes prompts; use null, or ptx: null",
         ),
         (
+            ("algorithm={name: raft, prompts_per_step: 8, samples_per_prompt: 2}", THREE, ENDED),
+            "rollout.groups: as-ended trains on each response when it ends, and raft trains on the best of all "
+            "responses to a prompt; use wait",
+        ),
+        (
+            (
+                "algorithm={name: reinforce++, prompts_per_step: 8, samples_per_prompt: 2, baseline: group}",
+                THREE,
+                ENDED,
+            ),
+            "rollout.groups: as-ended trains on each response when it ends, and baseline: group is the mean of all "
+            "responses to a prompt; use wait",
+        ),
+        ((ENDED,), "config: rollout: groups: as-ended goes with segments: give segment_tokens, or remove it"),
+        (
             ("rollout.segment_tokens=9",),
             "rollout.segment_tokens: 9 exceeds data.max_response_tokens 8, so nothing is cut; use less, or null",
         ),
@@ -123,6 +148,7 @@ def test_settings_that_cannot_be_cut_are_refused(overrides: tuple[str, ...], sen
         (GRPO, THREE, "algorithm.dynamic_sampling=null"),
         (THREE, "algorithm.freeze_actor_steps=0"),
         (THREE, "algorithm.ptx=null"),
+        (GRPO, THREE, "rollout.groups=wait"),
     ],
 )
 def test_what_the_refusals_name_works(overrides: tuple[str, ...]) -> None:
