@@ -98,7 +98,7 @@ def _rollout(spec: Spec) -> dict[str, Any]:
     settings: dict[str, Any] = {"noise": rollout.noise}
     if spec.num_segments > 1:
         settings |= {"segment_tokens": rollout.segment_tokens, "max_segments": spec.num_segments}
-        settings["groups"] = rollout.groups
+        settings |= {"groups": rollout.groups} if rollout.groups != "wait" else {}
     if isinstance(spec.algorithm, AcShareSpec) and spec.most_stale:
         settings["engine"] = spec.rollout.engine
     return settings
