@@ -28,12 +28,13 @@ def random_settings(random: Random) -> Raw:
     mini_batches = random.choice((1, 2, 4))
     prompts = random.randint(mini_batches, 9)
     algorithm: Raw = {"name": name, "prompts_per_step": prompts, "num_mini_batches": mini_batches}
-    tokens = random.choice((None, 1, 2, 3, 5, 6, LONGEST)) if name in IN_SEGMENTS else None
+    is_dynamic = name == "grpo" and random.random() < 0.4
+    tokens = random.choice((None, 1, 2, 3, 5, 6, LONGEST)) if name in IN_SEGMENTS and not is_dynamic else None
     if name in GENERATED and tokens is None:
         algorithm["freeze_actor_steps"] = random.choice((0, 0, 2)) * (name != "ac-share")
     if name in ("grpo", "raft", "ppo"):
         algorithm["samples_per_prompt"] = random.randint(2, 4)
-    if name == "grpo" and tokens is None and random.random() < 0.7:
+    if is_dynamic:
         algorithm["dynamic_sampling"] = {"rounds": random.randint(2, 3)}
     is_apart = name in MODELS and random.random() < 0.7
     lag = random.choice((0, 1, 1, 2, 3, 4, 6, 8, 16)) if is_apart else 0
