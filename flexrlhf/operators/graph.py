@@ -20,7 +20,7 @@ LOSSES: Mapping[str, bool] = {
 }
 """Loss in ``objectives/functions.py`` → whether it compares the chosen and the rejected response to a prompt."""
 COMBINES = frozenset(
-    ("best_of_group", "covariant_tokens", "cost", "diversity", "take_prompts", "group_advantages", "held_out_scores")
+    ("best_of_group", "covariant_tokens", "cost", "diversity", "group_advantages", "held_out_scores")
     + ("likelihood", "pair_accuracy", "parity", "ppo_advantages", "preference_accuracy", "reference_point")
     + ("reinforce_advantages", "rejection", "remax_advantages", "reward", "safe_advantages")
 )

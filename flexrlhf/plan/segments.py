@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import GROUP_SCORES, PRESENT
-from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.graph import Graph, Operator, is_own
 
 GROUPED = "group_advantages"
 """Combine that compares the responses of a group, also with the ones of earlier steps."""
@@ -66,7 +67,7 @@ def _check(graph: Graph, spec: Spec) -> None:
             f"{key} goes on with a response in the next step, and algorithm.freeze_actor_steps "
             f"{algorithm.freeze_actor_steps} leaves steps out; use null, or freeze_actor_steps: 0"
         )
-    if spec.rollout.groups == "as-ended" and (reason := _needs_whole_groups(spec)):
+    if spec.rollout.groups == "as-ended" and (reason := _needs_whole_groups(graph, spec)):
         raise UserError(f"rollout.groups: as-ended trains on each response when it ends, and {reason}; use wait")
     if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
         raise UserError(
@@ -78,16 +79,24 @@ def _check(graph: Graph, spec: Spec) -> None:
             f"{key} trains on as many responses as end in a step, and algorithm.ptx on as many texts as a step takes "
             f"prompts; use null, or ptx: null"
         )
-    if tokens > spec.data.max_response_tokens:
+    if spec.rollout.max_segments == 1:
         raise UserError(
-            f"{key} exceeds data.max_response_tokens {spec.data.max_response_tokens}, so nothing is cut; use less, or "
-            f"null"
+            f"rollout.max_segments: 1 would end each response after {tokens} tokens; use 2 or more, or "
+            f"data.max_response_tokens: {tokens} without segments"
         )
+    if spec.num_segments == 1:
+        longest = spec.data.max_response_tokens
+        raise UserError(f"{key} cuts nothing, since data.max_response_tokens is {longest}; use less, or null")
 
 
-def _needs_whole_groups(spec: Spec) -> str:
+def _needs_whole_groups(graph: Graph, spec: Spec) -> str:
     """Return why all responses to a prompt must be trained on together, in words; empty if they need not."""
     algorithm = spec.algorithm
+    if isinstance(algorithm, SampledSpec) and algorithm.samples_per_prompt == 1:
+        return "samples_per_prompt is 1"
+    own = next((each.function for each in graph.operators if is_own(each.function)), None)
+    if own is not None:
+        return f"{own} may compare the responses to a prompt"
     if isinstance(algorithm, RaftSpec):
         return "raft trains on the best of all responses to a prompt"
     if isinstance(algorithm, ReinforceSpec) and algorithm.baseline == "group":

@@ -97,7 +97,7 @@ class Trainer:
     def generate_experience(self, batch: PromptBatch) -> Experiences:
         """Execute a round of the schedule up to its first training: generation, scores, advantages.
 
-        Returns what this rank trains on next; with a lag it is of the batch before.
+        Returns the rows that this rank trains on next; with a lag of k they are of the batch k before.
         """
         self._calls.take(batch.turn, "generate_experience")
         self._syncs.begin_round(batch.turn)

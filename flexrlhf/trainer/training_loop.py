@@ -57,13 +57,14 @@ class Experiences(Mapping[str, Tensor]):
     none.
 
     turn:  round of the schedule.
-    rows:  numbers of the rows in the step's batch.
+    rows:  numbers of the rows in the step's batch; of a batch in segments those that are trained on.
     """
 
     def __init__(self, turn: int, store: RowStore | None, works: Sequence[OperatorRun]) -> None:
         """``works``: trainings of this rank in the round. ``store``: their rows; None without any."""
         self.turn, self._store = turn, store
-        self.rows = tuple(dict.fromkeys(row for work in works for row in work.rows))
+        rows = (work.present_rows(store, work.mini_batches) for work in works) if store is not None else ()
+        self.rows = tuple(dict.fromkeys(row for of_work in rows for row in of_work))
         self._names = tuple(dict.fromkeys(name for work in works for name in work.operator.reads))
 
     def __getitem__(self, name: str) -> Tensor:

@@ -28,9 +28,8 @@ def refused(*overrides: str) -> str:
         ("{segment_tokens: 1}", 8),
         ("{segment_tokens: 3}", 3),
         ("{segment_tokens: 4}", 2),
-        ("{segment_tokens: 8}", 1),
+        ("{segment_tokens: 8, max_segments: 2}", 2),
         ("{segment_tokens: 1, max_segments: 5}", 5),
-        ("{segment_tokens: 3, max_segments: 1}", 1),
         # a run that goes on may need further places for rows of shorter segments
         ("{segment_tokens: 3, max_segments: 5}", 5),
     ],
@@ -72,10 +71,6 @@ def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group() 
         assert operator.is_by_row == (operator.kind != "generate") and not before.is_by_row
         scores = (GROUP_SCORES,) if operator.function == "group_advantages" else ()
         assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
-
-
-def test_segments_as_long_as_responses_change_no_plan() -> None:
-    assert plan_of(None, 1, "rollout.segment_tokens=8").schedule == plan_of(None, 1).schedule
 
 
 @pytest.mark.parametrize(
@@ -127,7 +122,16 @@ def test_segments_as_long_as_responses_change_no_plan() -> None:
         ((ENDED,), "config: rollout: groups: as-ended goes with segments: give segment_tokens, or remove it"),
         (
             ("rollout.segment_tokens=9",),
-            "rollout.segment_tokens: 9 exceeds data.max_response_tokens 8, so nothing is cut; use less, or null",
+            "rollout.segment_tokens: 9 cuts nothing, since data.max_response_tokens is 8; use less, or null",
+        ),
+        (
+            ("rollout={segment_tokens: 3, max_segments: 1}",),
+            "rollout.max_segments: 1 would end each response after 3 tokens; use 2 or more, or "
+            "data.max_response_tokens: 3 without segments",
+        ),
+        (
+            ("rollout={segment_tokens: 3, groups: as-ended}",),
+            "rollout.groups: as-ended trains on each response when it ends, and samples_per_prompt is 1; use wait",
         ),
         (
             ("algorithm.prompts_per_step=500000", THREE),
