@@ -449,16 +449,16 @@ def test_a_wrong_sync_period_is_reported() -> None:
 class Forgetful(BatchShape):
     """Rank 1 misses the last prompt that it should have."""
 
-    def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
-        prompts = super().prompts_on(layout, rank, mini_batches)
+    def prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> tuple[int, ...]:
+        prompts = super().prompts_on(layout, rank, mini_batches, attempt)
         return prompts[:-1] if rank == 1 else prompts
 
 
 class Greedy(BatchShape):
     """Rank 1 also has the first prompt of the mini-batches, which is rank 0's."""
 
-    def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
-        prompts = super().prompts_on(layout, rank, mini_batches)
+    def prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> tuple[int, ...]:
+        prompts = super().prompts_on(layout, rank, mini_batches, attempt)
         return (self.prompts(mini_batches[0])[0], *prompts) if rank == 1 else prompts
 
 
@@ -525,8 +525,8 @@ def test_a_save_without_all_parts_is_reported() -> None:
 class Askew(BatchShape):
     """Rank 1 has the rows of the next replica."""
 
-    def prompts_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[int, ...]:
-        return super().prompts_on(layout, 2 if rank == 1 else rank, mini_batches)
+    def prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> tuple[int, ...]:
+        return super().prompts_on(layout, 2 if rank == 1 else rank, mini_batches, attempt)
 
 
 def test_tensor_parallel_ranks_with_different_rows_are_reported() -> None:
