@@ -1,6 +1,7 @@
 """Settings that a run's numbers depend on, and those in which two specs differ.
 
-All other settings (placement, cluster, engines, ZeRO stages, chunks, micro-batches) change times and bytes. Types of
+All other settings (placement but for roles without a shadow under a lag, cluster, engines, ZeRO stages, chunks,
+micro-batches) change times and bytes. Types of
 numbers (``dtype``) are among those: they change numbers by their rounding alone.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.config.algorithms.ppo import AcShareSpec
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 
@@ -76,7 +78,18 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     # a learning rate that falls towards the last step makes every step depend on their number
     is_falling = any(model is not None and model.optimizer.schedule != "constant" for _, model in spec.models)
     raw["steps"] = spec.steps if is_falling else None
-    return raw | {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}, "rollout": _rollout(spec)}
+    stale = {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}}
+    return raw | stale | {"rollout": _rollout(spec), "placement": _shadows(spec)}
+
+
+def _shadows(spec: Spec) -> dict[str, bool]:
+    """Return which trained roles infer with a copy, whose weights are older than the trained ones with a lag or rare
+    syncs; empty if all do."""
+    entries = spec.placement.models if isinstance(spec.placement, PlacementMap) else {}
+    copied = {name.partition(".")[0] for name in entries if "." in name}
+    if not copied or (not spec.schedule.lag and spec.sync.every == 1):
+        return {}
+    return {f"{role}.shadow": False for role in spec.algorithm.step_graph().trained if role not in copied}
 
 
 def type_changes(first: Spec, second: Spec) -> Iterator[tuple[str, str, str]]:

@@ -67,13 +67,13 @@ COLUMNS = {
 TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
 PRESENT = "present"
-"""Column of the rows that a step trains on, where responses are generated in segments or prompts are taken.
-"""
+"""Column of the rows that a step trains on, where responses are generated in segments or prompts are taken by
+attempts."""
 POSITION = "data_position"
 """Column of the places of prompts in the order of the data, where a step takes as many as it needs."""
 GROUP_SCORES = "group_scores"
-"""Column of scores that advantages are relative to, of the responses to a prompt that have ended by now; NaN of others.
-"""
+"""Column of scores that advantages are relative to, of the responses to a prompt that have ended by
+now; NaN of others."""
 STEP_ENDS = "step_ends"
 """Column of the tokens that end a step."""
 CALLED, GENERATED, MISMATCHED, PTX = "called", "drawn", "mismatched", "ptx"

@@ -115,7 +115,8 @@ def _batch(plan: Plan) -> list[str]:
     chunked = f"{counted(c, 'chunk')} of {counted(m // c, 'mini-batch')}"
     p, r = plan.lengths.prompt, plan.lengths.response
     return [
-        f"rows per step        {rows:>8} = {counted(batch.num_prompts, 'prompt')} x {counted(n, _response(plan))}",
+        f"rows per step        {rows:>8} = {counted(batch.num_prompts, 'prompt')} x {counted(n, _response(plan))}"
+        + _places(batch),
         f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {counted(m, 'mini-batch')}, whole prompts",
         f"rows per chunk       {_range(chunks):>8} = {rows} rows / {chunked}",
         f"optimizer steps      {m * epochs:>8} = {counted(m, 'mini-batch')} x {counted(epochs, 'epoch')}",
@@ -125,6 +126,13 @@ def _batch(plan: Plan) -> list[str]:
         f"blocks of passes     {batch.num_blocks:>8} in a mini-batch, {_blocks(plan)}",
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
+
+
+def _places(batch: BatchShape) -> str:
+    """Return how many of the prompts of a step are there at most once."""
+    if batch.segments > 1:
+        return f", places of {batch.num_new} new ones in {batch.segments} segments"
+    return f", at most, in {batch.attempts} attempts" if batch.attempts > 1 else ""
 
 
 def _response(plan: Plan) -> str:
@@ -315,7 +323,7 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
     if chunk is not None:
         notes.append(f"attempt {chunk}" if plan.batch.attempts > 1 else f"chunk {chunk}")
     if instruction.lag:
-        notes.append("of the last batch")
+        notes.append("of the last batch" if instruction.lag == 1 else f"of the batch {instruction.lag} before")
     return notes
 
 

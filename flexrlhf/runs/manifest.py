@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 
 FOLDER = "checkpoints"
@@ -59,6 +60,13 @@ class Progress:
     rows: Mapping[str, int] = field(default_factory=dict)
     carried: Mapping[str, list[int]] = field(default_factory=dict)
     generated: int | None = None
+
+
+def first_generated(progress: Progress, spec: Spec) -> int:
+    """Return the first step that is not generated yet. ``spec``: of the run that wrote the checkpoint."""
+    if progress.generated is not None:
+        return progress.generated
+    return min(progress.next_step + spec.schedule.lag, spec.steps)
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,12 @@ def _files(run: Path, pattern: str) -> Iterator[tuple[str, int, Path]]:
 def replay_responses(run: str, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:
     """Replace the rows that a generate ``operator`` wrote by those that the run in ``run`` recorded.
 
-    The tokens' versions remain those of the weights that this run generated with.
+    The tokens' versions remain the ones of the weights that this run generated with; in segments, where these may be
+    several for a row, they are the recorded ones, which follow from the same rule.
     """
     recorded = read_columns(Path(run), step)
     for name in operator.writes if rows else ():
-        if plain(name) == VERSIONS:
+        if plain(name) == VERSIONS and not operator.carries:
             mask = store.get(name.replace(VERSIONS, "response_mask"), rows)
             store.put(name, rows, store.get(name, rows).amax(1, keepdim=True) * mask)
             continue

@@ -17,7 +17,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import fixed_inputs
-from flexrlhf.runs.manifest import MANIFEST, Manifest, Progress, checkpoints_of, read_manifest
+from flexrlhf.runs.manifest import MANIFEST, Manifest, Progress, checkpoints_of, first_generated, read_manifest
 from flexrlhf.runs.run_directory import read_status
 from flexrlhf.text import counted
 from flexrlhf.weights.model_files import weight_files
@@ -186,7 +186,7 @@ def _drain(plan: Plan, before: Spec, progress: Progress) -> Iterator[str]:
     """Yield how rows in flight are trained on under another lag or other segments than they were generated with."""
     was, now = before.schedule.lag, plan.spec.schedule.lag
     if was != now:
-        number = min(progress.next_step + was, before.steps) - progress.next_step
+        number = first_generated(progress, before) - progress.next_step
         yield (
             f"schedule.lag was {was} and is {now}: {counted(number, 'batch')} in flight, trained on as generated, then "
             f"lag {now} holds; no row is lost"

@@ -80,7 +80,9 @@ def overlapping_operators(schedule: Schedule) -> list[str]:
     partners: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for first, second, steps_ahead in _unordered_runs(_unroll(schedule)):
         if first.operator.name != second.operator.name:
-            partners[first.operator.name, _relation(first, second, steps_ahead)][second.operator.name] = None
+            partners[first.operator.name, _relation(first, second, steps_ahead, schedule.lag)][second.operator.name] = (
+                None
+            )
     groups: dict[tuple[tuple[str, ...], str], list[str]] = defaultdict(list)
     for (name, relation), names in partners.items():
         groups[tuple(names), relation].append(name)
@@ -100,7 +102,7 @@ def _unordered_runs(nodes: list[_UnrolledInstruction]) -> Iterator[tuple[Run, Ru
                 yield first, second, candidate.step - node.step
 
 
-def _relation(first: Run, second: Run, steps_ahead: int) -> str:
+def _relation(first: Run, second: Run, steps_ahead: int, lag: int) -> str:
     if steps_ahead:
-        return " of the next step"
+        return " of the next step" if lag < 2 else " of a later step"
     return "" if first.chunk == second.chunk else " of a later chunk"

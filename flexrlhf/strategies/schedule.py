@@ -51,16 +51,28 @@ class RunStart:
 
     next_step:  first batch that is not trained on yet.
     generated:  first batch that is not generated yet.
+    missing:    columns that batches in flight lack, since another placement computes them with training.
     """
 
     next_step: int = 0
     generated: int = 0
+    missing: frozenset[str] = frozenset()
 
     def begins(self, instruction: Instruction, lag: int) -> int:
         """Return the first batch that ``instruction`` is executed for, in a list of the largest lag ``lag``."""
         if isinstance(instruction, Offload | Reload) and not instruction.rare:
             return 0  # models move in every round
-        return self.next_step if instruction.lag == lag else self.generated
+        return self.next_step if instruction.lag == lag or self.brings(instruction) else self.generated
+
+    def brings(self, instruction: Instruction) -> bool:
+        """Whether ``instruction`` computes or moves columns that batches in flight lack."""
+        columns: tuple[str, ...] = ()
+        match instruction:
+            case Run(operator=operator):
+                columns = operator.writes
+            case Move():
+                columns = instruction.columns
+        return not self.missing.isdisjoint(columns)
 
 
 ANEW = RunStart()
@@ -69,9 +81,10 @@ ANEW = RunStart()
 def rounds(schedule: Schedule, steps: int, start: RunStart = ANEW) -> range:
     """Return the rounds of the list in a run that begins with ``start``; the last batch takes ``lag`` more.
 
-    More batches in flight than the lag are trained on first; with fewer the first rounds generate alone.
+    More batches in flight than the lag are trained on first; with fewer the first rounds generate alone. Columns that
+    batches in flight lack are computed in the rounds that generated these.
     """
-    first = start.next_step + schedule.lag
+    first = start.next_step + (0 if start.missing else schedule.lag)
     return range(min(first, start.generated) if start.generated < steps else first, steps + schedule.lag)
 
 
@@ -144,7 +157,7 @@ def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
     Such a role infers and trains with the same weights: no chunk may be generated or scored with weights that another
     chunk has trained already. The same holds where the trained copy also forwards.
     """
-    scored = {o.role for o in graph.operators if o.on_trained}
+    scored = {o.role for o in graph.operators if o.on_trained and o.call is not None}
     scored |= {role for role in graph.roles if not placement.inference_copy(role).follows}
     return graph.after_barrier | {o.name for o in graph.operators if o.kind == "train" and o.role in scored}
 
@@ -257,8 +270,7 @@ class Builder:
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on, of what it reads."""
-        reads = columns_read(reader.operator, reader.attempt, writer.attempt)
-        if column not in (*reads, *reader.operator.carries):
+        if column not in columns_read(reader.operator, reader.attempt, writer.attempt):
             return False
         both = common_range(self.mini_batches(reader), self.mini_batches(writer))
         needs = self._needs(self.model_of(reader.operator), both, writer.attempt)

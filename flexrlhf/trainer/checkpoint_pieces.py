@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexrlhf.engines.base import WEIGHTS, StateTensor
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import POSITION, PRESENT
+from flexrlhf.operators.columns import PRESENT
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.tensor_files import Piece, piece_key
@@ -87,13 +87,15 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
     if not steps or (steps.start < next_step and shape.segments == 1):
         return
     stored = _read_all(checkpoint, steps)
-    device = rows.device
+    device, missing = rows.device, missing_columns(plan, checkpoint, steps)
     for step in steps:
         for column, needed in _needed(plan, rank, step, next_step).items():
+            if column in missing:
+                continue
             ordered, values = sorted(needed), stored.get(f"{step}/{column}", {})
             places = {_place_in(plan.batch, shape, row): value for row, value in values.items()}
             empty = rows.at(step).get(column, ())
-            absent = empty.new_zeros(empty.shape[1:]) - int(column == POSITION)
+            absent = empty.new_zeros(empty.shape[1:])
             if column == PRESENT and not values:
                 # rows that were generated whole are all there
                 places = {row: torch.ones_like(absent) for row in ordered if not plan.batch.as_taken(row)[0]}
@@ -103,6 +105,22 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
                 raise UserError(f"checkpoint {checkpoint}: it lacks rows of {column} of step {step}; use another one")
             found = [places.get(row, absent).to(device) for row in ordered]
             rows.at(step).put(column, ordered, torch.stack(found))
+
+
+def missing_columns(plan: Plan, checkpoint: Path, steps: range) -> frozenset[str]:
+    """Return the columns of ``steps`` in flight that are not in a checkpoint: of frozen models and sources of scores,
+    which the run that wrote it has placed on ranks of training."""
+    if not steps:
+        return frozenset()
+    stored: set[str] = set()
+    for path in sorted(checkpoint.glob("rows-[0-9]*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            stored.update(key.split("/")[1] for key in file.keys())  # noqa: SIM118
+    runs = [each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.every == 1]
+    early = [
+        run.operator for run in runs if run.lag < plan.schedule.lag and run.operator.role not in plan.graph.trained
+    ]
+    return frozenset(column for operator in early for column in operator.writes if column not in stored)
 
 
 def _place_in(shape: BatchShape, before: BatchShape, row: int) -> int:

@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
+from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
+from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.samples import Part
 
@@ -101,7 +103,7 @@ class Recorder(Observer):
             del self._in_flight[old]
         return dict(self._in_flight)
 
-    def restore(self, reports: Mapping[str, Mapping[str, Report]], best: Mapping[str, float]) -> None:
+    def restore(self, reports: Mapping[str, Mapping[str, Report]], best: Mapping[str, float], start: RunStart) -> None:
         """Publish reports of steps in flight again, and set the best metrics.
 
         An operator's report is that of its first chunk; further chunks report nothing.
@@ -110,7 +112,7 @@ class Recorder(Observer):
         for step, operators in reports.items():
             pending = dict(operators)
             for index, run in enumerate(self.plan.schedule.instructions):
-                is_due = run.due(int(step), self.plan.spec.steps)
+                is_due = run.due(int(step), self.plan.spec.steps) and not start.brings(run)
                 if isinstance(run, Run) and run.lag < self.plan.schedule.lag and is_due:
                     report = make_report(**pending.pop(run.operator.name, {}))
                     if self.world.rank == run.ranks[0]:
@@ -144,7 +146,7 @@ class Recorder(Observer):
     def attempt_keys(self, step: int) -> dict[str, str]:
         """Return the keys of the reports of the attempts of a step, and who publishes each."""
         listed = enumerate(self.plan.schedule.instructions)
-        runs = [(index, run) for index, run in listed if isinstance(run, Run) and run.operator.takes_prompts]
+        runs = [(index, run) for index, run in listed if isinstance(run, Run) and run.operator == TAKE_PROMPTS]
         return {self._key(step, index, None): _publisher(run) for index, run in runs}
 
     def keys(self, step: int, *kinds: type[Run | Eval]) -> dict[str, str]:

@@ -23,13 +23,13 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, data_digest
-from flexrlhf.runs.manifest import Manifest, damage, read_manifest
+from flexrlhf.runs.manifest import Manifest, damage, first_generated, read_manifest
 from flexrlhf.runs.run_directory import RunStatus, set_aside_checkpoints, trim_lines, write_status
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import RunStart, checkpointed_models
-from flexrlhf.trainer.checkpoint_pieces import load_rows, part_of
+from flexrlhf.trainer.checkpoint_pieces import load_rows, missing_columns, part_of
 from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
@@ -57,13 +57,11 @@ class StartingPoint:
         """Settings of the run that wrote it."""
         return parse_spec(read_yaml(self.manifest.spec))
 
-    @property
-    def run_start(self) -> RunStart:
-        """First steps that a run goes on with."""
-        generated = self.manifest.progress.generated
-        if generated is None:
-            generated = min(self.next_step + self.spec.schedule.lag, self.spec.steps)
-        return RunStart(self.next_step, generated)
+    def run_start(self, plan: Plan) -> RunStart:
+        """Return the first steps that the run of ``plan`` goes on with."""
+        generated = first_generated(self.manifest.progress, self.spec)
+        in_flight = range(self.next_step, generated)
+        return RunStart(self.next_step, generated, missing_columns(plan, self.checkpoint, in_flight))
 
 
 def choose_start(
@@ -152,7 +150,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
         context.models[name].reload()
     state.controllers.load(progress.controllers)
     state.ledger.load(progress.rows, progress.carried, progress.next_step)
-    state.recorder.restore(progress.reports, progress.best)
+    state.recorder.restore(progress.reports, progress.best, start.run_start(plan))
     load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step, BatchShape.of(start.spec))
 
 

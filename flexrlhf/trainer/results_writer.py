@@ -112,7 +112,8 @@ class ResultsWriter(Observer):
             append_samples(self._directory, samples)
         add(total, self._account(step, outcomes, positions))
         seconds = now - self._last_time
-        times = time_statistics(self.work.since_last(), seconds, self._plan.batch.num_taken, total)
+        num_rows = sum(len(rows) for name, rows in outcomes.items() if name != CARRIED) or self._plan.batch.num_taken
+        times = time_statistics(self.work.since_last(), seconds, num_rows, total)
         row = {"step": step, "seconds": seconds, **evaluate({**total, **times})}
         with (self._directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, **labels}) + "\n")
@@ -142,10 +143,8 @@ class ResultsWriter(Observer):
             return self._plan.rows_in_flight(next_step, self._start.generated)
         steps = self._plan.steps_in_flight(next_step, self._start.generated)
         keys = [key for step in steps for key in self.recorder.attempt_keys(step)]
-        shape = self._plan.batch
-        positions = [position for key in keys for position in json.loads(self._store.get(key))["positions"]]
-        # others are carried from a step before
-        return sum(prompt % shape.segments == 0 for prompt, _ in positions) * shape.samples_per_prompt
+        prompts = sum(len(json.loads(self._store.get(key))["positions"]) for key in keys)
+        return prompts * self._plan.batch.samples_per_prompt
 
     def finish(
         self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int, start: Mapping[str, int]

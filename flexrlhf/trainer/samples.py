@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.output_settings import SamplesSpec
+from flexrlhf.operators.columns import PRESENT
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
@@ -49,9 +50,11 @@ class Samples(Observer):
 
 
 def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
-    """Return ``count`` rows, or all if there are fewer, evenly spaced from the first one."""
-    count = min(count, shape.num_rows)
-    return tuple(index * shape.num_rows // count for index in range(count))
+    """Return ``count`` rows of the prompts that a step takes, or all if there are fewer, evenly spaced from the first
+    one: in segments each of its places in the batches of the steps that it may be trained on in."""
+    count = min(count, shape.num_taken)
+    taken = (index * shape.num_taken // count for index in range(count))
+    return tuple(shape.place_of(row, age) for row in taken for age in range(shape.segments))
 
 
 def collect_samples(
@@ -67,11 +70,15 @@ def collect_samples(
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
     if not columns or not chosen:
         return []
-    values = _gathered(run, store, chosen, columns)
+    # in segments rows of other steps are there as well
+    is_of_step = (PRESENT,) if run.shape.segments > 1 else ()
+    values = _gathered(run, store, chosen, (*columns, *is_of_step))
     if run.rank != run.model.placed.ranks[0]:
         return []
+    present = values.pop(PRESENT, torch.ones(len(chosen), 1))[:, 0].bool().tolist()
     parts = _texts(values, decode) if "tokens" in values else _scores(values)
-    return [{"rows": rows, "row": row, **part} for row, part in zip(chosen, parts, strict=True) if part]
+    found = zip(chosen, parts, present, strict=True)
+    return [{"rows": rows, "row": row, **part} for row, part, is_present in found if part and is_present]
 
 
 def merged_samples(step: int, parts: Iterable[Part]) -> list[dict[str, Any]]:

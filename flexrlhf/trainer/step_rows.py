@@ -74,13 +74,16 @@ class StepRows:
             return []
         return [self._data.examples[number] for number in _taken_numbers(self._plan, self._data, step)]
 
+    def taken(self, step: int) -> list[Example]:
+        """Return the examples that a step takes from the data; none where the step itself decides which it takes."""
+        return self.examples(step)[:: self._plan.batch.segments]
+
     def take_examples(self, work: OperatorRun, step: int) -> dict[int, Example]:
-        """Return the examples that the rows of ``work`` have been taken, by prompt, and put their prompts; of rows
-        without one, any."""
+        """Return the examples that the rows of ``work`` have been taken, by prompt, and put their prompts."""
         store, samples = self.at(step), self._plan.batch.samples_per_prompt
         rows = work.present_rows(store, work.mini_batches)
         positions = zip(rows, store.get(POSITION, rows).tolist(), strict=True)
-        examples = {row // samples: self._data.examples[self._number(max(0, place))] for row, place in positions}
+        examples = {row // samples: self._data.examples[self._number(place)] for row, place in positions}
         columns = input_columns(examples, rows, samples, self._plan.lengths, self._data.pad_token_id)
         for name in set(work.operator.reads) & columns.keys():
             store.put(name, rows, columns[name].to(self.device))
@@ -125,7 +128,9 @@ def prompt_numbers(
     if positions:
         places = [positions.get(prompt) for prompt in range(shape.num_prompts)]
         return [None if place is None else prompt_at(plan, data, place) for place in places]
-    return _taken_numbers(plan, data, step)
+    numbers, segments = _taken_numbers(plan, data, step), shape.segments
+    # the first steps have no prompts of steps before
+    return [number if prompt % segments <= step else None for prompt, number in enumerate(numbers)]
 
 
 def _taken_numbers(plan: Plan, data: RunData, step: int) -> list[int]:

@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, rank: RankContext, start: StartingPoint | None = None) -> None:
         """Go on from the checkpoint ``start``; None: begin with the first step."""
         self.plan, self._rank, self._models = rank.plan, rank, rank.models
-        self._start = ANEW if start is None else start.run_start
+        self._start = ANEW if start is None else start.run_start(rank.plan)
         self._calls = LoopCalls()
         self._operators = make_operator_context(rank)
         self._rows, self._syncs = StepRows(rank, self._start), WeightSyncs(rank, self._start)
@@ -87,7 +87,7 @@ class Trainer:
         for turn in rounds(self.plan.schedule, steps, self._start):
             self._calls.begin(turn)
             is_generated = self._start.generated <= turn < steps
-            yield PromptBatch(turn, tuple(self._rows.examples(turn)) if is_generated else ())
+            yield PromptBatch(turn, tuple(self._rows.taken(turn)) if is_generated else ())
             self._calls.end(turn)
             if self._rank.ends_after(turn):
                 self._calls.next_step = min(steps, max(self._start.next_step, turn + 1 - lag))
@@ -159,7 +159,7 @@ class Trainer:
         work = execution.work = self._work(run, step)
         store = execution.store = self._rows.at(step)
         store.arrive(run.operator.reads, work.rows)
-        if run.operator.reads_data and POSITION in run.operator.reads:
+        if POSITION in run.operator.reads:
             work = execution.work = replace(work, examples=self._rows.take_examples(work, step))
         for observer in self._observers:
             observer.arrived(execution)

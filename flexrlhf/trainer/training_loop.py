@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeGuard
 
 from torch import Tensor
@@ -57,15 +58,19 @@ class Experiences(Mapping[str, Tensor]):
     none.
 
     turn:  round of the schedule.
-    rows:  numbers of the rows in the step's batch; of a batch in segments those that are trained on.
     """
 
     def __init__(self, turn: int, store: RowStore | None, works: Sequence[OperatorRun]) -> None:
         """``works``: trainings of this rank in the round. ``store``: their rows; None without any."""
-        self.turn, self._store = turn, store
-        rows = (work.present_rows(store, work.mini_batches) for work in works) if store is not None else ()
-        self.rows = tuple(dict.fromkeys(row for of_work in rows for row in of_work))
+        self.turn, self._store, self._works = turn, store, works
         self._names = tuple(dict.fromkeys(name for work in works for name in work.operator.reads))
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of the rows in the step's batch, in segments of the ones that are trained on, once they are there."""
+        store = self._store
+        rows = () if store is None else (work.present_rows(store, work.mini_batches) for work in self._works)
+        return tuple(dict.fromkeys(row for of_work in rows for row in of_work))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._checked(name).get(name, self.rows)

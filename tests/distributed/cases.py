@@ -270,7 +270,7 @@ SHAPES: dict[str, Raw] = {
             **{name: {"ranks": [0]} for name in ("actor", "critic", "ref")},
         },
         "schedule": {"lag": 2},
-        "steps": 5,
+        "steps": 6,
     },
     "lag-3": {"placement": SIX, "schedule": {"lag": 3}, "steps": 7},
     "lag-4-every-2": {
@@ -649,8 +649,6 @@ DEFAULT = [
     Case("grpo-rule", "co-located", 2, rollout="torch"),
     Case("grpo-dapo", "lag-chunks", 2),
     Case("grpo-dynamic", "every-3", 2),
-    Case("grpo-dynamic-segments", "co-located", 2),
-    Case("grpo-dynamic-segments", "lag-2", 2),
     Case("grpo-counted", "halves", 2),
     Case("grpo-uneven", "co-located", 2),
     Case("grpo-corrected", "co-located", 2),

@@ -56,9 +56,13 @@ def test_samples_are_the_same_rows_under_every_placement(launches: Launches, cas
 
 def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
     columns, tokenizer = outcome.columns(step), AutoTokenizer.from_pretrained(outcome.plan.spec.data.tokenizer)
-    count, width = outcome.plan.batch.num_rows, outcome.plan.spec.data.max_prompt_tokens
-    samples = []
-    for row in (0, count // 3, 2 * count // 3):
+    shape, width = outcome.plan.batch, outcome.plan.spec.data.max_prompt_tokens
+    samples, count = [], shape.num_taken
+    taken = (0, count // 3, 2 * count // 3)
+    rows = [shape.place_of(row, age) for row in taken for age in range(shape.segments)]
+    if shape.segments > 1:
+        rows = sorted(row for row in rows if columns["present"][row])
+    for row in rows:
         tokens, mask = columns["tokens"][row], columns["response_mask"][row].bool()
         prompt = tokens[:width][columns["attention_mask"][row, :width].bool()]
         if not len(prompt):

@@ -26,8 +26,6 @@ from flexrlhf.guideline.simulation.lengths import expected_lengths, heavy_tail
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.variants import Variant, Variants
 from flexrlhf.guideline.simulation.walk import TimedInstruction, walk_steps
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.strategies.instructions import Run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "asynchrony.md"
 HALVES = [0.5] * 6
@@ -96,7 +94,7 @@ def test_a_step_takes_what_its_rows_take() -> None:
     """The mean over steps is that of the longest rows and of all tokens, not that of the mean length."""
     variants = variants_of((1.0, 41.0))
     found = variants.simulate(0)
-    batches = list(variants.batches(variants.measured().stop, variants.num_rows))[variants.measured().start :]
+    batches = list(variants.batches(variants.measured().stop))[variants.measured().start :]
     assert found.generation == pytest.approx(sum(max(rows) - 1 for rows in batches) / len(batches))
     # two replicas, of which the longer counts
     halves = [max(sum(rows[:4]), sum(rows[4:])) for rows in batches]
@@ -125,19 +123,6 @@ def test_a_plan_with_segments_takes_the_mean_of_its_rounds() -> None:
     assert simulation.plan.batch.num_rows == 4 * simulation.plan.batch.num_taken
     assert simulation.seconds == pytest.approx(variants.simulate(1, 16).seconds, rel=0.03)
     assert simulation.samples_per_second == pytest.approx(8 / simulation.seconds)
-
-
-def test_places_for_prompts_that_replace_others_have_no_price() -> None:
-    """A step takes its share in the mean, whatever number it may take."""
-    lengths, prices = TextLengths(4, heavy_tail(12, 64, "test")), []
-    for further in ("null", "{rounds: 4}"):
-        grpo = f"algorithm={{name: grpo, prompts_per_step: 8, kl: null, dynamic_sampling: {further}}}"
-        plan = make_plan(spec_of(None, 4, NODES, LONG, "rollout.segment_tokens=16", grpo))
-        simulation = simulate(plan, AnalyticCosts(), lengths)
-        runs = [(each.instruction, each.cost.seconds) for each in simulation.priced]
-        prices.append({run.operator.name: seconds for run, seconds in runs if isinstance(run, Run)})
-    assert prices[1].pop("take_prompts") >= 0
-    assert prices[1] == pytest.approx(prices[0])
 
 
 def test_texts_of_carried_rows_are_read_again_with_new_weights() -> None:

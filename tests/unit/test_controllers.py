@@ -256,3 +256,10 @@ def test_a_frozen_actor_is_trained_from_its_first_step_on(first: int, due: list[
 
 def test_a_coefficient_is_finite_whatever_is_measured() -> None:
     assert math.isfinite(after(ADAPTIVE, kl=[1e300] * 10)["kl_coefficient"])
+
+
+def test_a_step_of_segments_in_which_no_response_ends_is_no_failed_one() -> None:
+    nothing = {name: NO_SCORE for name in ("reward", "score_invalid")}
+    state = first_state(PpoSpec()) | {"failed_steps": 2.0}
+    assert next_state(PpoSpec(), state, nothing)["failed_steps"] == 2
+    assert next_state(PpoSpec(), state, nothing | {"score_invalid": triple([1.0])})["failed_steps"] == 3

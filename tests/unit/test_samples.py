@@ -32,6 +32,11 @@ def test_rows_are_evenly_spaced(prompts: int, samples: int, count: int, rows: tu
     assert sample_rows(BatchShape(prompts, samples), count) == rows
 
 
+def test_a_sampled_prompt_of_segments_has_a_place_in_each_step_that_may_train_on_it() -> None:
+    """Rows 0 and 4 of the 8 that a step takes: first prompts of 4, in 3 places each, of 2 responses."""
+    assert sample_rows(BatchShape(12, 2, segments=3), 2) == (0, 2, 4, 12, 14, 16)
+
+
 def test_parts_of_a_row_are_one_line_in_the_order_of_rows() -> None:
     parts = [
         {"rows": "evaluation", "row": 1, **TEXT},

@@ -120,7 +120,7 @@ class Pricer:
             rows_of = replica_rows(attempt_shape(batch, run), model.layout, run.mini_batches)
             most = max(map(sum, rows_of.values()))
             # of places for rows in segments as many have one as a round takes, on the average
-            most = -(-most * batch.num_taken // batch.num_rows)
+            most = -(-most // batch.segments)
             return model_free_cost(self.costs, self.plan.spec, source_section(operator), most, self.lengths.width)
         costs = [self.costs.call(call, mesh) for call, mesh in self.calls(run)]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())

@@ -135,8 +135,7 @@ class RoundPricer:
         """Return the prompts of a replica in each mini-batch of ``run``, by their numbers among those of one round."""
         batch = self.pricer.plan.batch
         parts = (batch.part(model.layout, replica, mini_batch) for mini_batch in run.mini_batches)
-        places = batch.num_rows // batch.num_taken
-        return tuple(range(part.start // places, part.stop // places) for part in parts)
+        return tuple(range(part.start // batch.segments, part.stop // batch.segments) for part in parts)
 
 
 def _tokens(rows: Sequence[EndedRow]) -> int:

@@ -201,7 +201,7 @@ class Variants:
         segments, samples = self._segments(tokens), self.spec.algorithm.samples_per_prompt
         if tokens not in self._rounds:
             steps = self.measured(tokens).stop + self.most_lag
-            self._rounds[tokens] = make_rounds(self.batches(steps, plan.batch.num_taken), samples, segments)
+            self._rounds[tokens] = make_rounds(self.batches(steps), samples, segments)
         rounds, expected = self._rounds[tokens], Pricer(plan, self.costs, self.lengths)
         simulation = simulate(plan, self.costs, self.lengths, expected.price)
         pricer = RoundPricer(expected, rounds, plan.spec.sync.every, self.are_joined)
@@ -220,16 +220,16 @@ class Variants:
 
         return RoundTimes(simulation, rounds, seconds)
 
-    def batches(self, number: int, num_rows: int) -> Iterator[list[int]]:
+    def batches(self, number: int) -> Iterator[list[int]]:
         """Yield the response length of each row of ``number`` batches."""
         for step in range(number):
-            yield step_lengths(self.lengths.responses, self.spec.seed, step, num_rows)
+            yield step_lengths(self.lengths.responses, self.spec.seed, step, self.num_rows)
 
     def in_completion_order(self, lag: int) -> float:
         """Return the mean time of a step by the model of ``completion_order``, which knows no instructions."""
         plan, samples, measured = self.plan(lag), self.spec.algorithm.samples_per_prompt, self.measured()
         timing, pricer = self.timing(plan), Pricer(plan, self.costs, self.lengths)
-        batches = list(self.batches(measured.stop + lag + 1, self.num_rows))
+        batches = list(self.batches(measured.stop + lag + 1))
         tokens = sum(sum(batches[step]) for step in measured) / len(measured)
         training, scoring = timing.mean(measured, _trains), timing.mean(measured, _scores)
         generation = next(each for each in plan.schedule.instructions if isinstance(each, Run) and _generates(each))
