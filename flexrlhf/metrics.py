@@ -116,6 +116,12 @@ METRICS = (
         over="response_length",
     ),
     Metric("prompts_taken", "prompts_taken", "prompts that dynamic sampling takes from the data in the step", "sum"),
+    Metric(
+        "prompts_left_out",
+        "prompts_left_out",
+        "prompts of responses in segments that the step before left out, and a further prompt is taken in place of",
+        "sum",
+    ),
     Metric("rows_trained", "rows_trained", "rows of the step that are trained on", "sum"),
     *(Metric(f"rows_{name}", f"rows_{name}", f"rows filtered: {text}", "sum") for name, text in FILTERED.items()),
     *(Metric(f"rows_{name}", f"rows_{name}", f"rows not counted: {text}", "sum") for name, text in NOT_COUNTED.items()),

@@ -11,6 +11,7 @@ import typer
 from flexrlhf.cli.options import ConfigOption, Overrides, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.engines import MODEL_ENGINES
+from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError, either
 
@@ -37,7 +38,7 @@ PromptTokens = Annotated[Count, typer.Option(min=1, help="maximum prompt length;
 ResponseTokens = Annotated[Count, typer.Option(min=1, help="maximum response length; default: 1024")]
 MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response length; default: the maximum")]
 Lengths = Annotated[Text, typer.Option(metavar="WHAT", help="response lengths instead, as of `simulate`")]
-MaxLag = Annotated[int, typer.Option(min=0, max=16, help="largest schedule.lag that is tried and shown")]
+MaxLag = Annotated[int, typer.Option(min=0, max=MAX_LAG, help="largest schedule.lag that is tried and shown")]
 Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
 MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]

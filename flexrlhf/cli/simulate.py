@@ -64,7 +64,8 @@ def simulate(
         check_output(output, "--output", "trace.json", is_simulated, (*runs.paths, profile, against))
     variants = lags is not None or segments is not None
     if variants and (against or output):
-        raise UserError(f"{'--against' if against else '--output'}: goes with one run, and --lags compares several")
+        option, several = "--against" if against else "--output", "--segments" if lags is None else "--lags"
+        raise UserError(f"{option}: goes with one run, and {several} compares several")
     measured = read_run(against) if against is not None else None
     plans = plan_runs(runs.specs())
     if len(plans) > 1 and (against or output):

@@ -52,6 +52,7 @@ class CombineContext:
     step:     number of the step.
     seed:     of the run, for hashes of places.
     earlier:  scores of responses that ended before those of the batch; None: the batch has whole groups.
+    has_surplus: whether dynamic sampling takes groups beyond a mini-batch's share, which are left out.
     """
 
     segments: Sequence[slice]
@@ -60,3 +61,4 @@ class CombineContext:
     step: int = 0
     seed: int = 0
     earlier: EarlierScores | None = None
+    has_surplus: bool = True

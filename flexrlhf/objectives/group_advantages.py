@@ -169,7 +169,7 @@ def _selected_of_mini_batch(
     prompts = batch.rows[::samples] // samples
     # in the order of the data: attempt by attempt
     order = (prompts % spec.attempts << 32) + prompts // spec.attempts
-    share = int((context.reducer.gather(order) < 1 << 32).sum())
+    share = int((context.reducer.gather(order) < 1 << 32).sum()) if context.has_surplus else len(order)
     first = context.reducer.gather(order[useful]).sort().values[:share]
     return torch.isin(order, first).repeat_interleave(samples)
 

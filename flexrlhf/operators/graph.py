@@ -56,7 +56,8 @@ class Operator:
     adapters:     False: computed by the base weights alone, without the low-rank adapters that are trained.
     every, also:  it runs at step 0 and every so many steps, and at step ``also``.
     on_trained:   runs on the copy that is trained even where another copy is for inference, before that copy trains.
-    carries:      columns that it also reads as it wrote them in the step before, of rows that are not whole yet.
+    carries:      columns that it also reads of the step before: as it wrote them, of rows that are not whole yet, or
+                  scores.
     is_by_row:    samples of a prompt may be missing, since they are trained on in other steps.
     is_repeated:  it runs once for each attempt of dynamic sampling, on the rows of that attempt.
     earlier:      columns that it also reads of the rows of earlier attempts.
@@ -118,6 +119,16 @@ class Operator:
     def reads_texts(self) -> bool:
         """Whether it reads the rows of the data set as text."""
         return self.kind in ("score", "retokenize")
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether it reads rows of the data set."""
+        return self.samples_responses or self.reads_texts
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether it decides which prompts of the data a step takes."""
+        return self.function == TAKE_PROMPTS.function
 
     @property
     def extra_reads(self) -> tuple[str, ...]:

@@ -137,7 +137,8 @@ class BatchShape:
     ``p % segments`` steps before took. Places of one number are never separated, so that rows are carried from step to
     step on one rank.
     ``attempts``: most times that dynamic sampling takes prompts. Prompt ``p`` is number ``p // attempts`` of attempt
-    ``p % attempts``; a mini-batch has as many numbers as groups that it trains on.
+    ``p % attempts``; a mini-batch has as many numbers as groups that it trains on. With segments a round has as many
+    places for the prompts that it takes, in one attempt.
     """
 
     num_prompts: int
@@ -172,13 +173,13 @@ class BatchShape:
 
     @property
     def num_new(self) -> int:
-        """Prompts that a step takes from the data."""
+        """Prompts that a step takes from the data in one attempt."""
         return self.num_prompts // self.segments // self.attempts
 
     @property
     def num_taken(self) -> int:
-        """Rows of the prompts that a step takes from the data, with all attempts."""
-        return self.num_new * self.attempts * self.samples_per_prompt
+        """Rows of the prompts that a step takes from the data: with all attempts, or in segments, on the average."""
+        return self.num_new * self.samples_per_prompt * (self.attempts if self.segments == 1 else 1)
 
     @property
     def of_attempt(self) -> Self:

@@ -3,6 +3,9 @@
 A step first samples as many prompts as it trains on. Once these are scored, mini-batches that lack groups sample their
 share again, and so on, up to a largest number of attempts, all of which are in the list of instructions. The column
 ``present`` says which rows an attempt has; operators compute for these alone.
+
+Responses in segments are scored steps later, so a step has no further attempts. In place of each group that ended in
+the step before and was left out it takes one prompt more, so that as many groups stay under way.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ def with_attempts(graph: Graph, spec: Spec) -> Graph:
             "algorithm.dynamic_sampling chooses among the groups of the combine group_advantages, which the graph "
             "lacks; use null, or that combine"
         )
+    if spec.num_segments > 1:
+        return _with_replacement(graph)
     taken = _before(graph, graph.producers["scores"])
     operators = (_with_presence(each, each.name in taken) for each in graph.operators)
     return replace(graph, operators=(TAKE_PROMPTS, *operators))
@@ -41,7 +46,21 @@ def _before(graph: Graph, operator: Operator) -> frozenset[str]:
     return frozenset((operator.name,)).union(*(_before(graph, parent) for parent in graph.parents(operator)))
 
 
+def _with_replacement(graph: Graph) -> Graph:
+    """Return ``graph``, of responses in segments, with the prompts that a step takes in place of groups left out."""
+    take = replace(
+        TAKE_PROMPTS,
+        writes=(POSITION,),
+        is_repeated=False,
+        earlier=(),
+        carries=(POSITION, PRESENT, *TAKE_PROMPTS.earlier),
+    )
+    # the ranks that account for rows do so for the ones that were taken
+    readers = [each for each in graph.operators if each.reads_data or each == graph.accounting]
+    operators = (replace(o, reads=(*o.reads, POSITION)) if o in readers else o for o in graph.operators)
+    return replace(graph, operators=(take, *operators))
+
+
 def _with_presence(operator: Operator, is_repeated: bool) -> Operator:
-    reads_data = operator.samples_responses or operator.reads_texts
-    further = (PRESENT, POSITION) if reads_data else (PRESENT,)
+    further = (PRESENT, POSITION) if operator.reads_data else (PRESENT,)
     return replace(operator, reads=(*operator.reads, *further), is_repeated=is_repeated)

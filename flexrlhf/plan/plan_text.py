@@ -131,7 +131,8 @@ def _batch(plan: Plan) -> list[str]:
 def _places(batch: BatchShape) -> str:
     """Return how many of the prompts of a step are there at most once."""
     if batch.segments > 1:
-        return f", places of {batch.num_new} new ones in {batch.segments} segments"
+        most = f"at most {batch.num_new * batch.attempts}" if batch.attempts > 1 else batch.num_new
+        return f", places of {most} new ones in {batch.segments} segments"
     return f", at most, in {batch.attempts} attempts" if batch.attempts > 1 else ""
 
 

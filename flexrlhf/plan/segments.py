@@ -69,11 +69,6 @@ def _check(graph: Graph, spec: Spec) -> None:
         )
     if spec.rollout.groups == "as-ended" and (reason := _needs_whole_groups(graph, spec)):
         raise UserError(f"rollout.groups: as-ended trains on each response when it ends, and {reason}; use wait")
-    if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
-        raise UserError(
-            f"{key} trains on as many prompts as end in a step, and algorithm.dynamic_sampling chooses among as many "
-            f"as a step takes; use null, or dynamic_sampling: null"
-        )
     if isinstance(algorithm, PolicySpec) and algorithm.ptx is not None:
         raise UserError(
             f"{key} trains on as many responses as end in a step, and algorithm.ptx on as many texts as a step takes "
@@ -103,4 +98,6 @@ def _needs_whole_groups(graph: Graph, spec: Spec) -> str:
         return "baseline: group is the mean of all responses to a prompt"
     if isinstance(algorithm, GroupSpec) and algorithm.supervision == "process":
         return "supervision: process compares the steps of all responses to a prompt"
+    if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
+        return "dynamic_sampling leaves out whole groups"
     return ""

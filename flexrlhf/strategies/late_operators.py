@@ -46,7 +46,7 @@ def _check_readers(graph: Graph, placement: Placement) -> None:
         if is_late(operator, graph, placement):
             continue
         for parent in graph.operators:
-            is_read = not set(parent.writes).isdisjoint((*operator.reads, *operator.earlier))
+            is_read = not set(parent.writes).isdisjoint((*operator.reads, *operator.earlier, *operator.carries))
             if is_read and is_late(parent, graph, placement):
                 raise UserError(
                     f"schedule.lag: {operator.name} is computed for the newest batch and reads columns of "

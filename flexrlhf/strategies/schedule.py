@@ -270,7 +270,8 @@ class Builder:
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on, of what it reads."""
-        if column not in columns_read(reader.operator, reader.attempt, writer.attempt):
+        reads = columns_read(reader.operator, reader.attempt, writer.attempt)
+        if column not in (*reads, *reader.operator.carries):
             return False
         both = common_range(self.mini_batches(reader), self.mini_batches(writer))
         needs = self._needs(self.model_of(reader.operator), both, writer.attempt)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexrlhf.engines.base import WEIGHTS, StateTensor
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.columns import POSITION, PRESENT
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.tensor_files import Piece, piece_key
@@ -95,7 +95,7 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
             ordered, values = sorted(needed), stored.get(f"{step}/{column}", {})
             places = {_place_in(plan.batch, shape, row): value for row, value in values.items()}
             empty = rows.at(step).get(column, ())
-            absent = empty.new_zeros(empty.shape[1:])
+            absent = empty.new_zeros(empty.shape[1:]) - int(column == POSITION)
             if column == PRESENT and not values:
                 # rows that were generated whole are all there
                 places = {row: torch.ones_like(absent) for row in ordered if not plan.batch.as_taken(row)[0]}

@@ -15,10 +15,10 @@ from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec, SafeRlhfSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple, add
-from flexrlhf.operators.graph import TAKE_PROMPTS, Operator
+from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.trainer.attempts import TAKEN
+from flexrlhf.trainer.attempts import LEFT_OUT, TAKEN, next_taken
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
 State = dict[str, float]
@@ -36,14 +36,15 @@ class Controllers(Observer):
 
     def __init__(self, plan: Plan) -> None:
         """Start with the values before the first step."""
-        algorithm = self._algorithm = plan.spec.algorithm
+        algorithm, self._shape = plan.spec.algorithm, plan.batch
+        self._algorithm = algorithm
         self._max_failed_steps = plan.spec.guards.max_failed_steps
         self.states: dict[str, State] = {}
         """Values by operator."""
         if isinstance(algorithm, PolicySpec):
             controlled = [operator for operator in plan.graph.operators if operator.is_controlled]
             self.states = {
-                operator.name: {TAKEN: 0.0} if operator.function == TAKE_PROMPTS.function else first_state(algorithm)
+                operator.name: {TAKEN: 0.0} if operator.takes_prompts else first_state(algorithm)
                 for operator in controlled
             }
         self._statistics: dict[str, dict[str, Triple]] = {}
@@ -77,8 +78,9 @@ class Controllers(Observer):
             return
         assert isinstance(self._algorithm, PolicySpec), "only these have controllers"
         self._run_here.add(name)
-        if run.operator.function == TAKE_PROMPTS.function:
-            self.states[name] = {TAKEN: self.states[name][TAKEN] + statistics[TAKEN][1]}
+        if run.operator.takes_prompts:
+            left_out = statistics[LEFT_OUT][1] if LEFT_OUT in statistics else None
+            self.states[name] = next_taken(self._shape, self.states[name], statistics[TAKEN][1], left_out)
             return
         add(self._statistics.setdefault(name, {}), statistics)
         if run.mini_batches.stop == self._algorithm.num_mini_batches:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
-from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Run, Save
 from flexrlhf.strategies.schedule import RunStart
@@ -146,7 +145,7 @@ class Recorder(Observer):
     def attempt_keys(self, step: int) -> dict[str, str]:
         """Return the keys of the reports of the attempts of a step, and who publishes each."""
         listed = enumerate(self.plan.schedule.instructions)
-        runs = [(index, run) for index, run in listed if isinstance(run, Run) and run.operator == TAKE_PROMPTS]
+        runs = [(index, run) for index, run in listed if isinstance(run, Run) and run.operator.takes_prompts]
         return {self._key(step, index, None): _publisher(run) for index, run in runs}
 
     def keys(self, step: int, *kinds: type[Run | Eval]) -> dict[str, str]:

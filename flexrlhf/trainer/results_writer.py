@@ -143,8 +143,10 @@ class ResultsWriter(Observer):
             return self._plan.rows_in_flight(next_step, self._start.generated)
         steps = self._plan.steps_in_flight(next_step, self._start.generated)
         keys = [key for step in steps for key in self.recorder.attempt_keys(step)]
-        prompts = sum(len(json.loads(self._store.get(key))["positions"]) for key in keys)
-        return prompts * self._plan.batch.samples_per_prompt
+        shape = self._plan.batch
+        positions = [position for key in keys for position in json.loads(self._store.get(key))["positions"]]
+        # others are carried from a step before
+        return sum(prompt % shape.segments == 0 for prompt, _ in positions) * shape.samples_per_prompt
 
     def finish(
         self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int, start: Mapping[str, int]

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from flexrlhf.operators.columns import FINAL_OUTCOME, POSITION, PRESENT
-from flexrlhf.operators.graph import TAKE_PROMPTS
+from flexrlhf.operators.columns import FINAL_OUTCOME, POSITION
 from flexrlhf.operators.outcomes import ALL_TAKEN, CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, UNRECORDED
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
@@ -30,11 +29,13 @@ class RowLedger(Observer):
         self._plan, training = plan, plan.graph.accounting
         runs = [each for each in plan.schedule.for_rank(rank) if isinstance(each, Run)]
         self._is_accounting = any(run.operator == training for run in runs)
-        self._is_taking = any(run.operator == TAKE_PROMPTS for run in runs)
+        self._is_taking = any(run.operator.takes_prompts for run in runs)
         self._num_taken = 0
         self._first_step = plan.spec.steps if training is None else training.first_step
         self._counts: Counter[str] = Counter()
         self._of_step: list[int] = []
+        # rows that dynamic sampling has taken for the step, where responses are generated in segments
+        self._taken_of_step: list[int] = []
         # rows without an outcome by the step that took them, as the numbers that they had there
         self._open: dict[int, set[int]] = {}
 
@@ -71,7 +72,7 @@ class RowLedger(Observer):
         Of an attempt, the prompts that it has taken.
         """
         work, plan = execution.work, self._plan
-        if execution.inner is None and work.operator == TAKE_PROMPTS:
+        if execution.inner is None and work.operator.takes_prompts:
             execution.positions = _gathered_positions(execution)
             self.take(execution.positions)
         if execution.inner is not None or work.operator != plan.graph.accounting:
@@ -80,14 +81,26 @@ class RowLedger(Observer):
         codes = execution.store.get(FINAL_OUTCOME, rows).long()
         keys = codes.new_tensor(rows) * len(OUTCOMES) + codes
         execution.outcomes = outcomes_of(work.model.dp.gather(keys).tolist())
+        if POSITION in work.operator.reads:
+            self.open(_gathered_positions(execution))
         self.add(execution.outcomes)
         if work.mini_batches.stop == plan.batch.num_mini_batches:
             carried = self.complete(execution.step)
             execution.outcomes = {**execution.outcomes, **({CARRIED: carried} if carried else {})}
 
-    def take(self, positions: Mapping[int, int]) -> None:
-        """Add the prompts of an attempt."""
-        self._num_taken += len(positions) * self._plan.batch.samples_per_prompt
+    def take(self, positions: Iterable[int]) -> None:
+        """Add the prompts of an attempt, or the new ones among all that are under way."""
+        self._num_taken += len(self._rows_taken(positions))
+
+    def open(self, positions: Iterable[int]) -> None:
+        """Add prompts of the step that is trained on, of which those that it has taken begin with it."""
+        self._taken_of_step += self._rows_taken(positions)
+
+    def _rows_taken(self, positions: Iterable[int]) -> list[int]:
+        """Return the rows, as their step took them, of the prompts among ``positions`` that were not carried."""
+        shape = self._plan.batch
+        taken = (shape.as_taken(row) for row in shape.rows(tuple(positions)))
+        return [row for age, row in taken if not age]
 
     def add(self, outcomes: Mapping[str, Sequence[int]]) -> None:
         """Add rows of the step that is trained on."""
@@ -102,7 +115,12 @@ class RowLedger(Observer):
         """
         shape = self._plan.batch
         found, self._of_step = sorted(self._of_step), []
-        self._open[step] = set(range(shape.num_taken) if shape.attempts == 1 else rows_of_attempts(shape, found))
+        begun, self._taken_of_step = self._taken_of_step, []
+        if shape.attempts == 1:
+            begun = list(range(shape.num_taken))
+        elif shape.segments == 1:
+            begun = rows_of_attempts(shape, found)
+        self._open[step] = set(begun)
         wrong = []
         for row in found:
             age, number = shape.as_taken(row)
@@ -125,7 +143,7 @@ class RowLedger(Observer):
     def _due(self, next_step: int) -> int:
         """Return the rows before ``next_step`` that training accounts for; with attempts a step has its own number."""
         if self._plan.batch.attempts > 1:
-            return self._counts.total()
+            return self._counts.total() + sum(map(len, self._open.values()))
         return max(next_step - self._first_step, 0) * self._plan.batch.num_taken
 
 
@@ -141,12 +159,12 @@ def rows_of_attempts(shape: BatchShape, found: Sequence[int]) -> list[int]:
 
 
 def _gathered_positions(execution: Execution) -> dict[int, int]:
-    """Return prompt → place in the order of the data, of all replicas of an attempt."""
-    work, store = execution.work, execution.store
+    """Return prompt → place in the order of the data, of the prompts of all replicas that have one."""
+    work = execution.work
     firsts = work.rows[:: work.shape.samples_per_prompt]
-    positions, present = store.get(POSITION, firsts).long(), store.get(PRESENT, firsts).bool()
+    positions = execution.store.get(POSITION, firsts).long()
     numbers = positions.new_tensor(firsts) // work.shape.samples_per_prompt
-    keys = work.model.dp.gather((positions * work.shape.num_prompts + numbers)[present]).tolist()
+    keys = work.model.dp.gather((positions * work.shape.num_prompts + numbers)[positions >= 0]).tolist()
     return {key % work.shape.num_prompts: key // work.shape.num_prompts for key in keys}
 
 

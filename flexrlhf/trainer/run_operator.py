@@ -23,10 +23,9 @@ from flexrlhf.objectives.functions import check_returned, combine_of, make_loss,
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import FINAL_OUTCOME, GROUP_SCORES, PRESENT, column_of, plain
-from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
-from flexrlhf.trainer.attempts import take_prompts
+from flexrlhf.trainer.attempts import replace_prompts, take_prompts
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
 from flexrlhf.trainer.rank_context import RankContext
@@ -210,9 +209,11 @@ def _combine(
 ) -> tuple[Columns, Moments]:
     """Return the columns and statistics of an attempt, or of a function of ``objectives/``."""
     function, sampling = run.operator.function, context.sampling
-    if function == TAKE_PROMPTS.function:
+    if run.operator.takes_prompts:
         assert isinstance(context.spec.algorithm, GroupSpec), "only these sample dynamically"
         alone = CombineContext((), run.model.dp, run.state, sampling.step, sampling.seed)
+        if run.attempt is None:
+            return replace_prompts(run, before, context.spec.algorithm, alone, context.device)
         return take_prompts(run, store, context.spec.algorithm, alone)
     scores = carried_scores(run, before, context.device) if GROUP_SCORES in run.operator.carries else None
     combine_context = CombineContext(
@@ -222,6 +223,7 @@ def _combine(
         sampling.step,
         sampling.seed,
         None if scores is None else earlier_scores(run, batch, scores),
+        has_surplus=context.spec.num_segments == 1,
     )
     with naming_tokens(context.decode, context.sampling.step):
         computed = combine_of(function)(settings_of(function, context.spec), batch, combine_context)

@@ -53,8 +53,11 @@ def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
     """Return ``count`` rows of the prompts that a step takes, or all if there are fewer, evenly spaced from the first
     one: in segments each of its places in the batches of the steps that it may be trained on in."""
     count = min(count, shape.num_taken)
-    taken = (index * shape.num_taken // count for index in range(count))
-    return tuple(shape.place_of(row, age) for row in taken for age in range(shape.segments))
+    taken = (divmod(index * shape.num_taken // count, shape.samples_per_prompt) for index in range(count))
+    # dynamic sampling takes prompts for some of the places in segments, as far apart as they can be
+    apart = shape.num_rows // shape.segments // shape.num_taken * shape.samples_per_prompt
+    rows = (prompt * apart + sample for prompt, sample in taken)
+    return tuple(shape.place_of(row, age) for row in rows for age in range(shape.segments))
 
 
 def collect_samples(

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns, EarlierScores
-from flexrlhf.operators.columns import GROUP_SCORES, PRESENT, Lengths
+from flexrlhf.operators.columns import GROUP_SCORES, POSITION, PRESENT, Lengths
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
 
@@ -43,7 +43,9 @@ def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: in
     shape, rows = run.shape, batch.rows
     ages = rows // shape.samples_per_prompt % shape.segments
     carried = _carried(run, batch, ages > 0, before, lengths)
-    exists = (ages == 0) | (carried["response_mask"].any(1) & (carried[PRESENT] == 0))
+    # without dynamic sampling every step takes as many prompts as there are places
+    is_taken = batch.columns.get(POSITION, torch.zeros_like(ages)) >= 0
+    exists = ((ages == 0) & is_taken) | (carried["response_mask"].any(1) & (carried[PRESENT] == 0))
     has_ended = (carried["finished"] == 1) | carried["response_mask"].all(1)
     places = (exists & ~has_ended).nonzero().squeeze(1)
     taken = _rows_as_taken(shape, rows)

@@ -79,11 +79,12 @@ class StepRows:
         return self.examples(step)[:: self._plan.batch.segments]
 
     def take_examples(self, work: OperatorRun, step: int) -> dict[int, Example]:
-        """Return the examples that the rows of ``work`` have been taken, by prompt, and put their prompts."""
+        """Return the examples that the rows of ``work`` have been taken, by prompt, and put their prompts; of rows
+        without one, any."""
         store, samples = self.at(step), self._plan.batch.samples_per_prompt
         rows = work.present_rows(store, work.mini_batches)
         positions = zip(rows, store.get(POSITION, rows).tolist(), strict=True)
-        examples = {row // samples: self._data.examples[self._number(place)] for row, place in positions}
+        examples = {row // samples: self._data.examples[self._number(max(0, place))] for row, place in positions}
         columns = input_columns(examples, rows, samples, self._plan.lengths, self._data.pad_token_id)
         for name in set(work.operator.reads) & columns.keys():
             store.put(name, rows, columns[name].to(self.device))

@@ -159,7 +159,7 @@ class Trainer:
         work = execution.work = self._work(run, step)
         store = execution.store = self._rows.at(step)
         store.arrive(run.operator.reads, work.rows)
-        if POSITION in run.operator.reads:
+        if run.operator.reads_data and POSITION in run.operator.reads:
             work = execution.work = replace(work, examples=self._rows.take_examples(work, step))
         for observer in self._observers:
             observer.arrived(execution)

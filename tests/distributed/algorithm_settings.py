@@ -190,6 +190,14 @@ ALGORITHMS: dict[str, Raw] = {
     "grpo-shared": _of("grpo", {"models": SHARED_REF}),
     # an end token after a few tokens, so that a group waits for its last response
     "grpo-segments": _of("grpo", {"rollout": {"segment_tokens": 2}, "steps": 6}, importance={"cap": 1.1}),
+    # groups that are alike or without a score, in place of which later steps take more prompts
+    "grpo-dynamic-segments": _of(
+        "grpo",
+        {**_scored(COUNTED), "rollout": {"segment_tokens": 2}, "steps": 6},
+        prompts_per_step=3,
+        num_mini_batches=2,
+        dynamic_sampling={"rounds": 2},
+    ),
     # scores that are exact, since the same short responses come in several steps
     "grpo-as-ended": _of(
         "grpo", {**_scored(LENGTH), "rollout": {"segment_tokens": 2, "groups": "as-ended"}, "steps": 6}

@@ -649,6 +649,8 @@ DEFAULT = [
     Case("grpo-rule", "co-located", 2, rollout="torch"),
     Case("grpo-dapo", "lag-chunks", 2),
     Case("grpo-dynamic", "every-3", 2),
+    Case("grpo-dynamic-segments", "co-located", 2),
+    Case("grpo-dynamic-segments", "lag-2", 2),
     Case("grpo-counted", "halves", 2),
     Case("grpo-uneven", "co-located", 2),
     Case("grpo-corrected", "co-located", 2),

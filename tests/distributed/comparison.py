@@ -47,7 +47,7 @@ COUNTED = (
         "pair_accuracy",
     ),
     *("score_invalid", "score_failed", "text_cut", "eval_text_cut", "group_alike"),
-    *("kept_length_ratio", "prompts_taken"),
+    *("kept_length_ratio", "prompts_taken", "prompts_left_out"),
     *("eval_accuracy", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
     *("eval_pass_at_1", "eval_pass_at_k", "eval_score_failed"),
     *(

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from reference_advantages import are_alike, estimate_advantages
+from reference_advantages import are_alike, estimate_advantages, groups_of
 from reference_experience import describe, first_controls, is_scored, next_controls, shape_scores
 from reference_losses import policy_loss, pretraining_loss, shared_loss, value_loss
 from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
@@ -68,6 +68,8 @@ class Reference:
         self.pretraining = self._pretraining_rows()
         self.controls = first_controls(self.policy)
         self.taken = 0
+        # groups left out in place of which dynamic sampling has taken no prompt yet, and rows that each step has taken
+        self.lacking, self.left_out, self.rows_taken = 0, 0, list[int]()
         # responses to a prompt by the step that took it and its number there, if they are generated in segments
         self.under_way: dict[tuple[int, int], list[Response]] = {}
 
@@ -75,8 +77,8 @@ class Reference:
         steps = [self._step(step) for step in range(self.spec.steps)]
         if self.policy.attempts > 1:
             for step, lagging in enumerate(steps):
-                later = steps[step + 1 : step + 1 + self.spec.schedule.lag]
-                lagging.metrics["rows_in_flight"] = Metric(sum(len(each.responses) for each in later), 1.0)
+                later = sum(self.rows_taken[step + 1 : step + 1 + self.spec.schedule.lag])
+                lagging.metrics["rows_in_flight"] = Metric(later + lagging.carried, 1.0)
         weights = {role: saved(trainee.model) for role, trainee in self.trainees.items()}
         return Result(steps, weights, {role: trainee.moved() for role, trainee in self.trainees.items()})
 
@@ -120,6 +122,7 @@ class Reference:
             version = self.version(step) if self._is_apart(role) else step
             model.model.load_state_dict(self.versions[version][role], strict=False)
         terms = Terms()
+        left_out = self.left_out
         responses = self._experience(step)
         self.places = [response.place for response in responses]
         ruled = shape_scores(self.spec, responses, self.controls, terms)
@@ -142,15 +145,18 @@ class Reference:
         in_flight = (self._generated(step) - step - 1) * self.policy.num_prompts * self.policy.samples_per_prompt
         rows = row_metrics(self.spec, step, responses, in_flight + carried)
         metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)} | rows
+        if self.policy.attempts > 1:
+            metrics["prompts_taken"] = Metric(self.rows_taken[step] // self.policy.samples_per_prompt, 1.0)
+            if self.spec.rollout.segment_tokens is not None:
+                metrics["prompts_left_out"] = Metric(left_out, 1.0)
         if not responses:
-            return Step({}, metrics, [], [])
+            return Step({}, metrics, [], [], carried)
         columns = pad_columns(self.spec, responses, self.tokenizer.pad_token_id)
         columns["outcome"] = outcome_column(self.policy, responses)
         is_whole = self.spec.rollout.segment_tokens is None and self.policy.attempts == 1
         if self.policy.attempts > 1:
             columns["data_position"] = torch.tensor([response.position for response in responses])
-            metrics["prompts_taken"] = Metric(len(responses) // self.policy.samples_per_prompt, 1.0)
-        return Step(columns, metrics, responses, None if is_whole else self.places)
+        return Step(columns, metrics, responses, None if is_whole else self.places, carried)
 
     def _score_evaluation(self, responses: list[Response], terms: Terms) -> None:
         """Scores of the responses to one evaluation prompt, and whether of k of them one is right."""
@@ -213,18 +219,30 @@ class Reference:
                         self._look_at(response)
                         found.append(response)
                     self.taken += 1
+        self.rows_taken.append(len(found))
         return sorted(found, key=lambda response: response.place)
 
     @torch.no_grad()
     def _experience(self, step: int) -> list[Response]:
-        if self.policy.attempts > 1:
+        if self.policy.attempts > 1 and self.spec.rollout.segment_tokens is None:
             return self._attempted(step)
+        if self.policy.attempts > 1:
+            self._replace(step)
+            responses = self._continued(step)
+            for response in responses:
+                self._look_at(response)
+            groups = groups_of(responses, self.policy.samples_per_prompt)
+            scores = [[r.scores["reward"] for r in group if is_scored(self.policy, r)] for group in groups]
+            self.left_out = sum(map(are_alike, scores))
+            self.lacking += self.left_out
+            return responses
         indices = step_indices(self.spec.seed, step, self.policy.num_prompts, len(self.examples))
         rows = [self.examples[i] for i in indices for _ in range(self.policy.samples_per_prompt)]
         if self.spec.rollout.segment_tokens is None:
             responses = [self._sampled(step, row, example) for row, example in enumerate(rows)]
         else:
-            responses = self._continued(step, rows)
+            self._begin(step, dict(enumerate(rows[:: self.policy.samples_per_prompt])))
+            responses = self._continued(step)
         for place, response in enumerate(responses):
             if self.spec.rollout.segment_tokens is None:
                 response.place = place
@@ -266,13 +284,30 @@ class Reference:
         needed = math.ceil(longest / (rollout.segment_tokens or longest))
         return rollout.max_segments or needed
 
-    def _continued(self, step: int, taken: list[Example]) -> list[Response]:
+    def _begin(self, step: int, examples: dict[int, Example], position: int = 0) -> None:
+        """Responses to further prompts, by their number in the step; ``position``: of the first in the data."""
+        for index, (number, example) in enumerate(examples.items()):
+            self.under_way[step, number] = [
+                Response(list(example.prompt), [], [], False, example=example, position=position + index)
+                for _ in range(self.policy.samples_per_prompt)
+            ]
+
+    def _replace(self, step: int) -> None:
+        """The next prompts of the data: a step's share, and one for each group that was left out, as far as there are
+        places; they lie as far apart as they can."""
+        places = self.policy.num_prompts
+        wanted = self.policy.prompts_per_step + self.lacking
+        number = min(wanted, places)
+        indices = [step_indices(self.spec.seed, self.taken + each, 1, len(self.examples))[0] for each in range(number)]
+        numbers = [math.floor(each * places / number) for each in range(number)]
+        self._begin(step, {n: self.examples[i] for n, i in zip(numbers, indices, strict=True)}, self.taken)
+        self.taken, self.lacking = self.taken + number, wanted - number
+        self.rows_taken.append(number * self.policy.samples_per_prompt)
+
+    def _continued(self, step: int) -> list[Response]:
         """The responses that are whole after a further segment of each that has not ended, by their places."""
         samples, most = self.policy.samples_per_prompt, self.spec.rollout.segment_tokens
         assert most is not None
-        for row, example in enumerate(taken):
-            group = self.under_way.setdefault((step, row // samples), [])
-            group.append(Response(list(example.prompt), [], [], False, example=example))
         whole, self.requests = [], 0
         for (of_step, number), group in list(self.under_way.items()):
             age = step - of_step

@@ -77,12 +77,13 @@ class Response:
 @dataclass
 class Step:
     """``columns``: as the package records them, one row per response, padded. ``places``: of these in the step's
-    batch; None: they are all of it."""
+    batch; None: they are all of it. ``carried``: responses that the next step goes on with."""
 
     columns: dict[str, Tensor]
     metrics: dict[str, Metric]
     responses: list[Response] = field(default_factory=list)
     places: list[int] | None = None
+    carried: int = 0
 
 
 @dataclass

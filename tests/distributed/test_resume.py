@@ -69,6 +69,7 @@ ALIKE = [
     same("segments", "co-located", 2),
     same("grpo-segments", "lag-4-every-2", 2),
     same("grpo-as-ended", "lag-2-alone", 2),
+    same("grpo-dynamic-segments", "co-located", 2),
     same("reinforce", "co-located", 2),
     same("running", "six", 2),
     same("safe", "halves", 2),
@@ -84,6 +85,7 @@ CHANGED = [
     FILTERED,
     Pair(Case("grpo", "lag-2-alone", 2), Case("grpo", "lag-2", 2)),
     Pair(Case("segments-corrected", "halves", 2), Case("segments-corrected", "co-located", 4, "torch-3")),
+    Pair(Case("grpo-dynamic-segments", "lag-2", 2), Case("grpo-dynamic-segments", "lag-2", 4)),
     same("segments-corrected", "co-located", 2, rollout="vllm"),
     Pair(Case("one-trunk", "co-located", 2), Case("one-trunk", "six", 2)),
     Pair(Case("grpo", "co-located", 2), Case("grpo", "halves", 4)),
@@ -125,8 +127,8 @@ DEFAULT = [
     *(
         pair
         for pair in ALIKE
-        if pair.first.setting
-        in ("two", "corrected", "retokenized", "scheduled", "segments", "grpo-segments", "grpo-as-ended")
+        if pair.first.setting in ("two", "corrected", "retokenized", "scheduled", "segments")
+        or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments")
     ),
     *(
         pair

@@ -39,7 +39,7 @@ def random_settings(random: Random) -> Raw:
     is_apart = name in MODELS and random.random() < 0.7
     lag = random.choice((0, 1, 1, 2, 3, 4, 6, 8, 16)) if is_apart else 0
     models = ("actor", *(("reward",) if name in GENERATED else ()), *(("cost",) if name == "safe-rlhf" else ()))
-    return {
+    raw: Raw = {
         "name": "rows",
         "steps": random.randint(1, 8) + random.choice((0, lag)),
         "algorithm": algorithm,
@@ -53,6 +53,10 @@ def random_settings(random: Random) -> Raw:
             "groups": random.choice(("wait", "as-ended")) if tokens and name in ("ppo", "grpo") else "wait",
         },
     }
+    own = Random(repr(raw))
+    if name == "grpo" and tokens and raw["rollout"]["groups"] == "wait" and own.random() < 0.7:
+        algorithm["dynamic_sampling"] = {"rounds": own.randint(2, 3)}
+    return raw
 
 
 def placed(raw: Raw, random: Random) -> Plan | None:

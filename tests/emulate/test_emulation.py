@@ -308,6 +308,10 @@ LATE: dict[str, Any] = {"lag": 2, "num_chunks": 2}
         pytest.param(
             lambda: ppo_plan(SIX[:4], 4, STREAM, **DYNAMIC, rollout=CHILD, importance={}), id="attempts-child"
         ),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2"], 4, **DYNAMIC, rollout=THIRDS), id="replaced"),
+        pytest.param(
+            lambda: ppo_plan(SIX[:4], 4, {"lag": 2}, **DYNAMIC, rollout=THIRDS | VLLM, kl=REWARD), id="replaced-lag-2"
+        ),
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=RECOMPUTE), id="recompute-lag-1"),
         pytest.param(lambda: ppo_plan(SIX[:5], 4, num_mini_batches=1, kl=None), id="one-pass"),
         pytest.param(

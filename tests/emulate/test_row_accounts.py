@@ -17,12 +17,11 @@ from emulator import emulate
 from random_runs import LONGEST, other_plan, plan_of, random_settings
 from symbolic import inference_version
 
-from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.operators.outcomes import CODES, FROZEN, IN_FLIGHT, OUTCOMES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.strategies.schedule import ANEW, RunStart, checkpointed_models, rounds, walk_round
-from flexrlhf.trainer.attempts import taken_positions
+from flexrlhf.trainer.attempts import LACKING, TAKEN, next_taken, replacing_positions, taken_positions
 from flexrlhf.trainer.row_ledger import RowLedger, merged_account, outcomes_of
 
 NUM_RUNS, BY_DEFAULT, PER_TEST = 2000, 500, 50
@@ -57,10 +56,8 @@ def last_age(plan: Plan, row: Row) -> int:
 
 def is_taken(plan: Plan, state: State, row: Row) -> bool:
     """Whether a step has taken a row; without attempts it takes all."""
-    shape, (step, number) = plan.batch, row
-    prompt = number // shape.samples_per_prompt
-    mini_batch = next(m for m in shape.mini_batches if prompt in shape.prompts(m)) if shape.attempts > 1 else 0
-    return shape.attempts == 1 or mini_batch in state.taken[step, prompt % shape.attempts]
+    step, number = row
+    return plan.batch.attempts == 1 or (step, number // plan.batch.samples_per_prompt) in state.prompts
 
 
 @dataclass
@@ -77,7 +74,9 @@ class State:
     is_changed:   whether segments have changed since some rows began.
     account:      of the ledgers: rows by outcome, and rows that are carried.
     taken:        step and attempt → mini-batches that take prompts in it.
+    prompts:      step and number there of each prompt that dynamic sampling has taken.
     positions:    places of these prompts in the order of the data.
+    replaced:     numbers by which prompts are taken in place of groups that were left out.
     """
 
     begun: set[Row] = field(default_factory=set)
@@ -90,7 +89,9 @@ class State:
     is_changed: bool = False
     account: tuple[dict[str, int], dict[str, list[int]]] = ({}, {})
     taken: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    prompts: set[tuple[int, int]] = field(default_factory=set)
     positions: list[int] = field(default_factory=list)
+    replaced: dict[str, float] = field(default_factory=lambda: {TAKEN: 0.0})
 
 
 class EmulatedRun:
@@ -140,7 +141,7 @@ class EmulatedRun:
             if isinstance(each, Sync):
                 self.state.versions[each.destination] = step + each.after_training
                 continue
-            if each.operator == TAKE_PROMPTS:
+            if each.operator.takes_prompts:
                 self._take(step, each)
             if each.operator == first:
                 self._generate(step, each)
@@ -150,14 +151,22 @@ class EmulatedRun:
                 self.state.versions[each.model] = step + 1
 
     def _take(self, step: int, run: Run) -> None:
-        """Take prompts for some of the mini-batches of the attempt before."""
-        state, number = self.state, run.attempt
-        assert number is not None
-        before = state.taken[step, number - 1] if number else self.shape.mini_batches
-        chosen = [m for m in before if not number or Random(f"attempt {step} {number} {m}").random() < 0.5]
-        state.taken[step, number] = chosen
-        positions = taken_positions(self.shape, number, chosen, len(state.positions))
+        """Take prompts for some of the mini-batches of the attempt before, or in place of some groups that ended."""
+        state, number, left_out = self.state, run.attempt, None
+        if number is None:
+            firsts = {group_of(self.plan, row)[0] for row, whole in state.whole.items() if whole == step - 1}
+            left_out = sum(Random(f"left out {first}").random() < 0.4 for first in firsts)
+            wanted = self.shape.num_new + int(state.replaced.get(LACKING, 0)) + left_out
+            positions = replacing_positions(self.shape, wanted, int(state.replaced[TAKEN]))
+            assert len(positions) == min(wanted, self.shape.num_new * self.shape.attempts)
+        else:
+            before = state.taken[step, number - 1] if number else self.shape.mini_batches
+            chosen = [m for m in before if not number or Random(f"attempt {step} {number} {m}").random() < 0.5]
+            state.taken[step, number] = chosen
+            positions = taken_positions(self.shape, number, chosen, len(state.positions))
+        state.replaced = next_taken(self.shape, state.replaced, len(positions), left_out)
         state.positions += positions.values()
+        state.prompts |= {(step, prompt // self.shape.segments) for prompt in positions}
         for rank in run.ranks:
             self.ledgers[rank].take(positions)
 
@@ -172,8 +181,9 @@ class EmulatedRun:
         expected = inference_version(max(step - lag, self.start.next_step), 0, spec.sync.every)
         assert version == expected, f"step {step} with version {version}"
         assert step - state.num_trained <= lag, f"more than {lag + 1} batches in flight"
-        places = [place for place in self._rows_of(run) if is_taken(self.plan, state, (step, place))]
-        rows = {(step - age, number): age for age, number in map(self.shape.as_taken, places)}
+        places = map(self.shape.as_taken, self._rows_of(run))
+        rows = {(step - age, number): age for age, number in places}
+        rows = {row: age for row, age in rows.items() if is_taken(self.plan, state, row)}
         fresh = {row for row, age in rows.items() if not age}
         assert state.begun.isdisjoint(fresh), "a row is generated twice"
         state.begun |= fresh
@@ -206,6 +216,8 @@ class EmulatedRun:
         for rank in run.ranks:
             self.ledgers[rank].add(outcomes_of(keys))
             if ends_batch:
+                taken = (number for of_step, number in state.prompts if of_step == step)
+                self.ledgers[rank].open([number * self.shape.segments for number in taken])
                 self.ledgers[rank].complete(step)
         assert step == max(state.num_trained, self.training.first_step), "batches are trained on in another order"
         state.num_trained = step + ends_batch
@@ -252,7 +264,8 @@ def check_run(random: Random) -> Plan:
                 break
         if run.next_step < steps:
             run = EmulatedRun(plan, State()) if saved is None else saved.resumed(other_plan(saved.plan, raw, random))
-    state, taken, first = run.state, plan.batch.num_taken, min(steps, run.training.first_step)
+    state, first = run.state, min(steps, run.training.first_step)
+    taken = plan.batch.num_rows // plan.batch.segments
     everything = {(step, number) for step in range(steps) for number in range(taken)}
     assert state.begun == {row for row in everything if is_taken(plan, state, row)}
     # no prompt of the data is left out, and none is taken twice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +21,12 @@ from flexrlhf.guideline.costs.generation import decode_phases
 from flexrlhf.guideline.simulation.asynchrony import AsynchronyTable, compare_lags
 from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.lengths import expected_lengths, heavy_tail
+from flexrlhf.guideline.simulation.lengths import batch_lengths, expected_lengths, heavy_tail
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.variants import Variant, Variants
 from flexrlhf.guideline.simulation.walk import TimedInstruction, walk_steps
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.strategies.instructions import Run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "asynchrony.md"
 HALVES = [0.5] * 6
@@ -61,6 +62,14 @@ class Balanced(ByLength):
     trained = 0.2
 
 
+class ByToken(ByLength):
+    """A computed token of a pass takes a second, with the prompts."""
+
+    def call(self, call: Call, mesh: Mesh) -> Cost:
+        passes = call.passes
+        return Cost({"compute": passes.tokens}) if passes else super().call(call, mesh)
+
+
 def variants_of(responses: tuple[float, ...], *settings: str, costs: AnalyticCosts | None = None) -> Variants:
     spec = spec_of(HALVES, 4, NODES, LONG, *settings)
     return Variants(spec, costs or ByLength(), TextLengths(4, responses), most_lag=8)
@@ -94,7 +103,9 @@ def test_a_step_takes_what_its_rows_take() -> None:
     """The mean over steps is that of the longest rows and of all tokens, not that of the mean length."""
     variants = variants_of((1.0, 41.0))
     found = variants.simulate(0)
-    batches = list(variants.batches(variants.measured().stop))[variants.measured().start :]
+    plan = variants.plan(0)
+    measured = variants.measured(plan)
+    batches = batch_lengths(plan, variants.lengths, measured.stop)[measured.start :]
     assert found.generation == pytest.approx(sum(max(rows) - 1 for rows in batches) / len(batches))
     # two replicas, of which the longer counts
     halves = [max(sum(rows[:4]), sum(rows[4:])) for rows in batches]
@@ -102,10 +113,48 @@ def test_a_step_takes_what_its_rows_take() -> None:
     assert found.samples == pytest.approx(8 / found.seconds)
 
 
-def test_segments_as_long_as_responses_change_nothing() -> None:
-    variants = variants_of(heavy_tail(12, 64, "test"), costs=AnalyticCosts())
-    for lag in (0, 2):
-        assert variants.simulate(lag, 64) == replace(variants.simulate(lag), tokens=64)
+GROUPS = (
+    "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 4, kl: null}",
+    "placement={actor.rollout: 0.5, actor: 0.5}",
+    "reward={rule: gsm8k}",
+    "models.reward=null",
+)
+
+
+def test_each_attempt_of_dynamic_sampling_generates_its_own_prompts() -> None:
+    once, thrice = (
+        variants_of((21.0,), *GROUPS, f"algorithm.dynamic_sampling={rounds}", costs=AnalyticCosts())
+        for rounds in ("null", "{rounds: 3}")
+    )
+    alone = thrice.simulate(0)
+    assert alone.generation == pytest.approx(3 * once.simulate(0).generation)
+    assert alone.samples * alone.seconds == pytest.approx(3 * 8 * 4)
+    assert alone.seconds == pytest.approx(simulate(thrice.plan(0), thrice.costs, thrice.lengths).seconds, 0.01)
+    # each attempt has rows of its own, as its ranks have under the plan's layout
+    varied = variants_of((1.0, 41.0), *GROUPS, "algorithm.dynamic_sampling={rounds: 2}")
+    plan = varied.plan(0)
+    rows = batch_lengths(plan, varied.lengths, varied.measured(plan).stop)
+    prompts = [[max(batch[4 * p : 4 * p + 4]) for p in range(16)] for batch in rows[varied.measured(plan).start :]]
+    longest = [max(batch[0::2]) - 1 + max(batch[1::2]) - 1 for batch in prompts]
+    assert varied.simulate(0).generation == pytest.approx(sum(longest) / len(longest))
+
+
+def test_responses_that_are_trained_as_they_end_are_fresher_and_have_prompts_of_their_own() -> None:
+    wait, ended = (
+        variants_of(
+            heavy_tail(12, 64, "test"),
+            *GROUPS,
+            f"rollout={{segment_tokens: 16, groups: {groups}}}",
+            costs=ByToken(),
+        )
+        for groups in ("wait", "as-ended")
+    )
+    assert ended.simulate(1, 16).staleness < wait.simulate(1, 16).staleness - 0.2
+    assert ended.simulate(1, 16).training > wait.simulate(1, 16).training
+    seconds = [simulate(each.plan(1, 16), each.costs, each.lengths).seconds for each in (wait, ended)]
+    assert seconds[0] < seconds[1]
+    # whole responses end together
+    assert ended.simulate(1) == wait.simulate(1)
 
 
 def test_segments_hold_up_no_round() -> None:
@@ -123,6 +172,19 @@ def test_a_plan_with_segments_takes_the_mean_of_its_rounds() -> None:
     assert simulation.plan.batch.num_rows == 4 * simulation.plan.batch.num_taken
     assert simulation.seconds == pytest.approx(variants.simulate(1, 16).seconds, rel=0.03)
     assert simulation.samples_per_second == pytest.approx(8 / simulation.seconds)
+
+
+def test_places_for_prompts_that_replace_others_have_no_price() -> None:
+    """A step takes its share in the mean, whatever number it may take."""
+    lengths, prices = TextLengths(4, heavy_tail(12, 64, "test")), []
+    for further in ("null", "{rounds: 4}"):
+        grpo = f"algorithm={{name: grpo, prompts_per_step: 8, kl: null, dynamic_sampling: {further}}}"
+        plan = make_plan(spec_of(None, 4, NODES, LONG, "rollout.segment_tokens=16", grpo))
+        simulation = simulate(plan, AnalyticCosts(), lengths)
+        runs = [(each.instruction, each.cost.seconds) for each in simulation.priced]
+        prices.append({run.operator.name: seconds for run, seconds in runs if isinstance(run, Run)})
+    assert prices[1].pop("take_prompts") >= 0
+    assert prices[1] == pytest.approx(prices[0])
 
 
 def test_texts_of_carried_rows_are_read_again_with_new_weights() -> None:
@@ -243,14 +305,21 @@ def test_the_table_names_what_pays(invoke: Invoke) -> None:
     assert max(map(len, lines)) <= 120, max(lines, key=len)
 
 
+def test_without_a_lag_any_placement_may_have_segments(invoke: Invoke) -> None:
+    result = invoke(["simulate", "one.yaml", "--lengths", "heavy-tail:3", "--lags", "0", "--segments", "4"])
+    assert result.exit_code == 0 and "segments: none pays" in result.stdout, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("one.yaml", "--lags", "0,1"), ("--lags: test is co-located", "actor.rollout devices of its own")),
-        (("a.yaml", "--lags", "0,17"), ("--lags 0,17: 17 is above 16",)),
+        (("one.yaml", "--lags", "0,1"), ("test is co-located, and schedule.lag 1", "actor.rollout devices")),
+        (("one.yaml", "--segments", "4"), ("test is co-located, and schedule.lag 1", "compare --lags 0 alone")),
+        (("a.yaml", "--lags", "0,17"), ("--lags 0,17: 17 is not from 0 to 16; use 16",)),
         (("a.yaml", "--lags", "all"), ("--lags all: expected whole numbers such as --lags 1,2,4",)),
-        (("a.yaml", "--segments", "0"), ("--segments 0: 0 is below 1",)),
-        (("a.yaml", "--segments", "9"), ("--segments 9: 9 is above 8",)),
+        (("a.yaml", "--segments", "0"), ("--segments 0: 0 is not from 1 to 7; use 1",)),
+        (("a.yaml", "--segments", "8"), ("--segments 8: 8 is not from 1 to 7; use 7",)),
+        (("a.yaml", "--segments", "4", "-o", "x.json"), ("--output: goes with one run, and --segments",)),
         (("a.yaml", "--lags", "0", "-o", "x.json"), ("--output: goes with one run",)),
     ],
 )

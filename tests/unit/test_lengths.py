@@ -7,9 +7,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from small_runs import plan_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.simulation.lengths import heavy_tail, named_lengths, step_lengths
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.lengths import batch_lengths, heavy_tail, named_lengths
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,14 @@ def test_a_heavy_tail_without_such_a_mean_is_refused(mean: str) -> None:
 
 
 def test_the_length_of_a_row_is_a_function_of_seed_step_and_row() -> None:
-    sample = heavy_tail(300, 4096, "test")
-    few, many = (step_lengths(sample, 7, 3, rows) for rows in (8, 64))
-    assert many[:8] == few and set(many) <= {max(1, round(each)) for each in sample}
-    assert step_lengths(sample, 7, 4, 8) != few != step_lengths(sample, 8, 3, 8)
-    seen = [length for step in range(100) for length in step_lengths(sample, 0, step, 100)]
+    lengths = TextLengths(4, heavy_tail(300, 4096, "test"))
+
+    def batches(number: int, prompts: int, seed: int) -> list[list[int]]:
+        plan = plan_of(None, 1, f"algorithm.prompts_per_step={prompts}", f"seed={seed}")
+        return batch_lengths(plan, lengths, number)
+
+    (few, later), (many,) = batches(2, 8, 7), batches(1, 64, 7)
+    assert many[:8] == few and set(many) <= {max(1, round(each)) for each in lengths.responses}
+    assert later != few != batches(1, 8, 8)[0]
+    seen = [length for rows in batches(100, 100, 0) for length in rows]
     assert sum(seen) / len(seen) == pytest.approx(300, rel=0.05)

@@ -11,7 +11,7 @@ from flexrlhf.guideline.simulation.rounds import EndedRow, Round, Segment, Segme
 
 def test_segments_by_hand() -> None:
     """Two batches of one prompt with two samples, of 2 and 5 tokens and of 1 and 3, in segments of 2 tokens."""
-    rounds = make_rounds([[2, 5], [1, 3], [1, 1], [1, 1]], 2, Segments(2))
+    rounds = make_rounds([[2, 5], [1, 3], [1, 1], [1, 1]], 2, Segments(2, 3))
     assert [dict(each.generated) for each in rounds[:3]] == [
         {0: [Segment(0, 2), Segment(0, 2)]},
         {0: [Segment(2, 2), Segment(0, 1), Segment(0, 2)]},
@@ -27,7 +27,7 @@ def test_segments_by_hand() -> None:
         *[EndedRow(1, 0)] * 2,
     ]
     assert rounds[2].staleness() == (13, 13)
-    apart = make_rounds([[2, 5], [1, 3], [1, 1], [1, 1]], 2, Segments(2, are_joined=False))
+    apart = make_rounds([[2, 5], [1, 3], [1, 1], [1, 1]], 2, Segments(2, 3, are_joined=False))
     assert [each.num_trained for each in apart] == [1, 1, 4, 2]
 
 
@@ -40,10 +40,9 @@ def test_a_row_ends_after_the_most_segments() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_row_is_lost_and_none_is_older_than_its_bound(seed: int, joined: bool) -> None:
     random = Random(seed)
-    samples, tokens, most = random.choice((1, 3)), random.randint(1, 9), random.choice((None, 1, 2, 4))
+    samples, tokens, most = random.choice((1, 3)), random.randint(1, 9), random.choice((20, 1, 2, 4))
     batches = [[random.randint(1, 20) for _ in range(2 * samples)] for _ in range(12)]
-    segments = Segments(tokens, most, joined)
-    bound = segments.rounds_of(20)
+    segments, bound = Segments(tokens, most, joined), min(most, -(-20 // tokens))
     # batches without rows, in which the last ones end
     rounds = make_rounds([*batches, *[[]] * bound], samples, segments)
     rows = [row for each in rounds for rows in each.trained.values() for row in rows]

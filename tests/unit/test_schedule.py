@@ -182,10 +182,11 @@ def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
 # --- lag
 
 
-def test_prompts_are_taken_by_scores_of_ranks_that_do_not_train() -> None:
-    """The attempts of dynamic sampling need the scores of the newest batch."""
+@pytest.mark.parametrize("segments", [(), ("rollout.segment_tokens=3",)])
+def test_prompts_are_taken_by_scores_of_ranks_that_do_not_train(segments: tuple[str, ...]) -> None:
+    """The attempts of dynamic sampling need the scores of the newest batch, and with segments of the one before."""
     placement = {"actor.shadow": {"ranks": [1]}, **{name: {"ranks": [0]} for name in ("actor", "ref", "reward")}}
-    settings = (LAG, "algorithm={name: grpo, dynamic_sampling: {rounds: 2}}")
+    settings = (LAG, "algorithm={name: grpo, dynamic_sampling: {rounds: 2}}", *segments)
     with pytest.raises(UserError, match="take_prompts .* reads columns of scores, .* on reward .*; place that on"):
         whole_plan_of(placement, 2, *settings)
     apart = whole_plan_of({**placement, "reward": {"ranks": [1]}}, 2, *settings)

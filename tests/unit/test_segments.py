@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from small_runs import plan_of, spec_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import GROUP_SCORES, PRESENT
+from flexrlhf.operators.columns import GROUP_SCORES, POSITION, PRESENT
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.strategies.instructions import Run
+from flexrlhf.trainer.attempts import LACKING, TAKEN, next_taken, replacing_positions
 
 GRPO = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
+DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
 
 
 def refused(*overrides: str) -> str:
@@ -73,6 +78,36 @@ def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group() 
         assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
 
 
+def test_a_step_takes_prompts_by_the_scores_of_the_step_before() -> None:
+    """In one attempt; generation and scores read them, and the training that accounts for rows."""
+    plan = plan_of(None, 1, GRPO, THREE, DYNAMIC)
+    take, *others = plan.graph.operators
+    assert take.takes_prompts and take.writes == (POSITION,) and set(take.carries) > {"scores", PRESENT, POSITION}
+    readers = {operator.name for operator in others if POSITION in operator.reads}
+    assert readers == {"generate", "train_actor"}
+    assert {each.attempt for each in plan.schedule.instructions if isinstance(each, Run)} == {None}
+    # places for two shares of new prompts, of which one is taken in the mean
+    assert plan.batch.num_prompts == 8 * 2 * 3 and (plan.batch.num_new, plan.batch.num_taken) == (8, 16)
+
+
+def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
+    """So that the groups that are under way or trained on stay at one share a step; in the order of the data."""
+    shape, random = BatchShape(4 * 2 * 3, 2, segments=3, attempts=2), Random("replaced")
+    state: dict[str, float] = {TAKEN: 0.0}
+    taken, left_out = list[int](), 0
+    for step in range(1, 40):
+        ended = random.choice((0, 1, 2, 7))
+        wanted = shape.num_new + int(state.get(LACKING, 0)) + ended
+        positions = replacing_positions(shape, wanted, int(state[TAKEN]))
+        state = next_taken(shape, state, len(positions), ended)
+        taken, left_out = [*taken, *positions.values()], left_out + ended
+        # at the places of new prompts, apart from each other
+        assert len(positions) == min(wanted, 8) and all(prompt % 3 == 0 for prompt in positions)
+        halves = [sum(prompt in shape.prompts(0)[part] for prompt in positions) for part in (slice(12), slice(12, 24))]
+        assert abs(halves[0] - halves[1]) <= 1
+        assert taken == list(range(len(taken))) and len(taken) - left_out + state[LACKING] == 4 * step
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -96,9 +131,9 @@ def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group() 
             "leaves steps out; use null, or freeze_actor_steps: 0",
         ),
         (
-            (GRPO, THREE, "algorithm.dynamic_sampling={}"),
-            "rollout.segment_tokens: 3 trains on as many prompts as end in a step, and algorithm.dynamic_sampling "
-            "chooses among as many as a step takes; use null, or dynamic_sampling: null",
+            (GRPO, THREE, ENDED, DYNAMIC),
+            "rollout.groups: as-ended trains on each response when it ends, and dynamic_sampling leaves out whole "
+            "groups; use wait",
         ),
         (
             (THREE, "algorithm.ptx={path: texts.jsonl}"),
@@ -149,7 +184,7 @@ def test_settings_that_cannot_be_cut_are_refused(overrides: tuple[str, ...], sen
     "overrides",
     [
         (*SFT, "rollout.segment_tokens=null"),
-        (GRPO, THREE, "algorithm.dynamic_sampling=null"),
+        (GRPO, THREE, DYNAMIC),
         (THREE, "algorithm.freeze_actor_steps=0"),
         (THREE, "algorithm.ptx=null"),
         (GRPO, THREE, "rollout.groups=wait"),

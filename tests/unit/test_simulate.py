@@ -28,7 +28,7 @@ from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds,
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run, Save, Sync
+from flexrlhf.strategies.instructions import Move, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.timeline import Span
 
@@ -384,6 +384,20 @@ def test_samples_share_their_prompt_in_passes() -> None:
     assert (shared.computed_tokens, apart.computed_tokens) == (16 * 1024, 16 * 8 * 576)
     assert passes_of(shared) == (2, 8, 1024, 8 * 8 * 64)
     assert [asked(plan)["generate"][0][0].prompts for plan in plans] == [16, 128]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("sampling", ["null", "{rounds: 2}"])
+def test_a_move_is_priced_for_the_rows_that_it_moves(sampling: str, chunks: int) -> None:
+    """Attempts of dynamic sampling are not divided into chunks."""
+    grpo = f"{{name: grpo, prompts_per_step: 8, num_mini_batches: 2, kl: null, dynamic_sampling: {sampling}}}"
+    settings = (f"algorithm={grpo}", "models.reward=null", "reward={rule: gsm8k}", f"schedule.num_chunks={chunks}")
+    plan = plan_of({"actor.shadow": 0.5, "actor": 0.5}, 2, *settings)
+    moves = [each for each in plan.schedule.instructions if isinstance(each, Move)]
+    costs = Fixed()
+    for move in moves:
+        Pricer(plan, costs, longest_lengths(plan)).price(move)
+    assert moves and [traffic.total for traffic in costs.traffic] == list(map(plan.move_bytes, moves))
 
 
 def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:

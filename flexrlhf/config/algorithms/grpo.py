@@ -27,9 +27,12 @@ class DynamicSamplingSpec(StrictModel):
     Groups whose responses all have the same score are left out. A mini-batch with fewer others than its share of
     ``prompts_per_step`` samples this share again, of the next prompts of the data, up to ``rounds`` times in total. One
     with more groups trains on the first of them, one that still has fewer on fewer.
+
+    With ``rollout.segment_tokens`` scores come in later steps: for each group that is left out a step takes one prompt
+    more, up to ``rounds`` shares in total.
     """
 
-    rounds: int = Field(2, ge=2, description="most times that a mini-batch samples its share of prompts")
+    rounds: int = Field(2, ge=2, description="most times its share of prompts that a mini-batch samples in a step")
 
 
 class GroupSpec(PolicySpec):

@@ -29,13 +29,13 @@ def with_larger_lags(
         return found
     space = first.candidate.space
     variants = Variants(first.candidate.spec, space.costs, space.lengths, most)
-    base = variants.simulate(1).seconds
+    base = variants.simulate(1, space.spec.rollout.segment_tokens).seconds
     for lag in lags_to_try(most)[1:]:
         lagging = with_schedule(space, space.spec.schedule.num_chunks, lag)
         name = first.candidate.name.replace("lag 1", f"lag {lag}")
         checked = check(Candidate("search", name, lagging, first.candidate.assignment))
         if isinstance(checked, FeasibleCandidate):
-            share = variants.simulate(lag, plan=checked.plan).seconds / base
+            share = variants.simulate_plan(checked.plan).seconds / base
             found[0].append(replace(checked, seconds=first.seconds * share))
         else:
             found[1].append(checked)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec import MAX_LAG, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.variants import Variant, Variants
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.strategy import DISAGGREGATED
 
 LEAST_GAIN = 0.02
 """Share of the samples per second below which a larger lag counts as no gain: its batches are older."""
-MOST_LAG = 16
 
 
 @dataclass(frozen=True)
@@ -59,37 +57,41 @@ def compare_lags(
     lengths: TextLengths,
     lags: Sequence[int],
     segments: Sequence[int] = (),
-    are_joined: bool = True,
 ) -> AsynchronyTable:
     """Return the variants of ``spec`` with ``lags``, and with each of them segments of so many tokens.
 
-    Raises UserError for a placement whose ranks both generate and train, and an algorithm that generates nothing.
+    Raises UserError for lags and a placement whose ranks both generate and train, and an algorithm that generates
+    nothing.
     """
-    variants = Variants(spec, costs, lengths, max(lags), are_joined)
+    variants = Variants(spec, costs, lengths, max(lags))
     plan = variants.plan(0)
-    _check(plan)
+    _check(plan, max(lags))
     found = [variants.simulate(lag, tokens) for tokens in (None, *segments) for lag in lags]
     # without a lag the order makes no difference, so there the two models are set equal
     scale = (found[0] if lags[0] == 0 else variants.simulate(0)).seconds / variants.in_completion_order(0)
     completion = {lag: scale * variants.in_completion_order(lag) for lag in lags if lag}
-    return AsynchronyTable(plan, lengths, len(variants.measured()), tuple(found), _co_located(variants), completion)
+    return AsynchronyTable(plan, lengths, len(variants.measured(plan)), tuple(found), _co_located(variants), completion)
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: Plan, most_lag: int) -> None:
     name, generated = plan.spec.name, plan.graph.generated
     if generated is None:
-        raise UserError(f"--lags: {plan.spec.algorithm.name} of {name} generates nothing, so nothing can be behind it")
-    if plan.strategy != DISAGGREGATED:
+        raise UserError(
+            f"{name}: {plan.spec.algorithm.name} generates nothing, so it has neither lags nor segments to compare; "
+            f"simulate without --lags and --segments"
+        )
+    if most_lag and plan.strategy != DISAGGREGATED:
         copy = f"{generated}.{'rollout' if plan.spec.rollout.has_copy else 'shadow'}"
         raise UserError(
-            f"--lags: {name} is {plan.strategy}, and training can only be behind a generation on other ranks; give "
-            f"{copy} devices of its own, such as --set 'placement={{{copy}: 0.5, {generated}: 0.5, ...}}'"
+            f"{name} is {plan.strategy}, and schedule.lag {most_lag} needs generation on other ranks than training; "
+            f"compare --lags 0 alone, or give {copy} devices of its own, such as --set "
+            f"'placement={{{copy}: 0.5, {generated}: 0.5, ...}}'"
         )
 
 
 def read_lags(text: str | None) -> list[int]:
     """Return the lags of ``--lags``; without it, 0 and 1. Raises UserError."""
-    return _numbers("0,1" if text is None else text, "--lags", 0, MOST_LAG)
+    return _numbers("0,1" if text is None else text, "--lags", 0, MAX_LAG)
 
 
 def read_segments(text: str | None, plan: Plan) -> list[int]:
@@ -97,7 +99,7 @@ def read_segments(text: str | None, plan: Plan) -> list[int]:
     if text is None:
         tokens = plan.spec.rollout.segment_tokens
         return [] if tokens is None else [tokens]
-    return _numbers(text, "--segments", 1, plan.lengths.response)
+    return _numbers(text, "--segments", 1, max(1, plan.lengths.response - 1))
 
 
 def _numbers(text: str, option: str, least: int, most: int) -> list[int]:
@@ -108,17 +110,17 @@ def _numbers(text: str, option: str, least: int, most: int) -> list[int]:
         raise UserError(f"{option} {text}: expected whole numbers such as {option} 1,2,4") from None
     for number in numbers:
         if not least <= number <= most:
-            bound = f"below {least}" if number < least else f"above {most}"
-            raise UserError(f"{option} {text}: {number} is {bound}")
+            nearest = least if number < least else most
+            raise UserError(f"{option} {text}: {number} is not from {least} to {most}; use {nearest}")
     return numbers
 
 
 def _co_located(variants: Variants) -> Variant | str:
     """Return the run without copies, with every model on all devices; or why it has no plan."""
     roles = len(make_graph(variants.spec).roles)
-    schedule = variants.spec.schedule.model_copy(update={"lag": 0, "strategy": None, "num_chunks": 1})
+    schedule = variants.spec.schedule.model_copy(update={"strategy": None, "num_chunks": 1})
+    spec = variants.spec.model_copy(update={"placement": (Fraction(1),) * roles, "schedule": schedule})
     try:
-        plan = make_plan(variants.spec.model_copy(update={"placement": (Fraction(1),) * roles, "schedule": schedule}))
-        return variants.simulate(0, plan=plan)
+        return replace(variants, spec=spec).simulate(0)
     except UserError as error:
         return str(error)

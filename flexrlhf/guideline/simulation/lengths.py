@@ -79,11 +79,13 @@ def heavy_tail(mean: float, longest: int, name: str) -> tuple[float, ...]:
     return truncated([math.exp(normal.inv_cdf(share)) for share in shares], mean, longest)
 
 
-def step_lengths(sample: Sequence[float], seed: int, step: int, rows: int) -> list[int]:
-    """Return the response length of each row of a step: a function of (seed, step, row), whatever the number of
-    rows."""
-    chosen = Random(f"{seed} {step}").choices(sample, k=rows)
-    return [max(1, round(length)) for length in chosen]
+def batch_lengths(plan: Plan, lengths: TextLengths, number: int) -> list[list[int]]:
+    """Return the response length of each row of the first ``number`` batches of ``plan``: a function of (seed, step,
+    row), whatever the number of rows."""
+    chosen = (
+        Random(f"{plan.spec.seed} {step}").choices(lengths.responses, k=plan.batch.num_taken) for step in range(number)
+    )
+    return [[max(1, round(length)) for length in rows] for rows in chosen]
 
 
 def _mean(mean: str, text: str) -> float:

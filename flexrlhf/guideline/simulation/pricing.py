@@ -120,7 +120,7 @@ class Pricer:
             rows_of = replica_rows(attempt_shape(batch, run), model.layout, run.mini_batches)
             most = max(map(sum, rows_of.values()))
             # of places for rows in segments as many have one as a round takes, on the average
-            most = -(-most // batch.segments)
+            most = -(-most * batch.num_taken // batch.num_rows)
             return model_free_cost(self.costs, self.plan.spec, source_section(operator), most, self.lengths.width)
         costs = [self.costs.call(call, mesh) for call, mesh in self.calls(run)]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())
@@ -167,7 +167,9 @@ class Pricer:
     def _move(self, move: Move) -> Cost:
         """Return the time of the source and destination that take longest."""
         batch, lengths = self.plan.batch, self.plan.lengths
-        chunks = 1 if move.chunk is None else batch.num_chunks * batch.attempts
+        # attempts of dynamic sampling are not chunked
+        parts = batch.attempts if batch.attempts > 1 else batch.num_chunks
+        chunks = 1 if move.chunk is None else parts
         size = batch.num_rows // chunks * sum(map(lengths.row_bytes, move.columns))
         pairs = (self.model_link(source, to) for source in move.sources for to in move.destinations)
         return max((pair.rows_cost(self.costs, size) for pair in pairs), key=lambda cost: cost.seconds)

@@ -12,10 +12,11 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, engine_of, reads_prompts_once, texts_per_row
 from flexrlhf.guideline.simulation.completion_order import StepSeconds, between
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.lengths import step_lengths
+from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment, Segments, make_rounds
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Run
 
 Row = TypeVar("Row")
@@ -31,16 +32,12 @@ DECODED = 64
 class RoundPricer:
     """Times of calls in ``rounds``.
 
-    pricer:      prices of instructions whose time does not depend on the rows
-    rounds:      rows of each round
-    every:       rounds after which generation has new weights, by which texts of continued rows are read again
-    are_joined:  whether all samples of a prompt are trained in the same round
+    pricer:  prices of instructions whose time does not depend on the rows
+    rounds:  rows of each round
     """
 
     pricer: Pricer
     rounds: Sequence[Round]
-    every: int = 1
-    are_joined: bool = True
 
     def cost(self, run: Run, number: int) -> Cost:
         """Return the time of a model call in round ``number``."""
@@ -81,8 +78,10 @@ class RoundPricer:
         if new := len(pieces) - len(carried):
             first = replace(whole, rows=new, prompt=prompt, responses=FIRST_TOKEN)
             parts["prefill"] = costs.call(first, mesh).parts.get("prefill", 0.0)
-        # vLLM finds the keys and values of a text that it has read with the same weights
-        if number % self.every == 0 or not (engine_of(model) == "vllm" and reads_prompts_once(model)):
+        # generation has new weights, or vLLM finds the keys and values of a text that it has read with the same ones
+        if number % self.pricer.plan.spec.sync.every == 0 or not (
+            engine_of(model) == "vllm" and reads_prompts_once(model)
+        ):
             # attention in these passes grows with the square of a text's length
             width = sum(length**2 for length in carried) / sum(carried)
             rows = max(1, round(sum(carried) / width))
@@ -127,7 +126,7 @@ class RoundPricer:
     def _maker(self) -> CallMaker:
         """Maker of calls, for rows in one block; samples that are trained apart have a copy of their prompt each."""
         maker, batch = self.pricer.maker, replace(self.pricer.maker.batch, num_blocks=1)
-        if not self.are_joined:
+        if not Segments.of(self.pricer.plan).are_joined:
             batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1)
         return replace(maker, batch=batch)
 
@@ -135,7 +134,10 @@ class RoundPricer:
         """Return the prompts of a replica in each mini-batch of ``run``, by their numbers among those of one round."""
         batch = self.pricer.plan.batch
         parts = (batch.part(model.layout, replica, mini_batch) for mini_batch in run.mini_batches)
-        return tuple(range(part.start // batch.segments, part.stop // batch.segments) for part in parts)
+        if run.attempt is not None:
+            return tuple(part[run.attempt :: batch.attempts] for part in parts)
+        places = batch.num_rows // batch.num_taken
+        return tuple(range(part.start // places, part.stop // places) for part in parts)
 
 
 def _tokens(rows: Sequence[EndedRow]) -> int:
@@ -147,19 +149,19 @@ def _of(rows: Mapping[Prompt, list[Row]], parts: Sequence[range]) -> list[Row]:
     return [row for part in parts for prompt in part for row in rows.get(prompt, ())]
 
 
+def rounds_of(plan: Plan, lengths: TextLengths, number: int) -> list[Round]:
+    """Return the rows of the first ``number`` rounds of ``plan``."""
+    return make_rounds(batch_lengths(plan, lengths, number), plan.batch.samples_per_prompt, Segments.of(plan))
+
+
 def price_of(pricer: Pricer) -> Callable[[Instruction], Cost]:
     """Return the function that gives the price of an instruction: of a call whose responses are generated in segments
     its mean over settled rounds."""
-    plan, segments = pricer.plan, Segments(pricer.plan.spec.rollout.segment_tokens, pricer.plan.batch.segments)
-    if segments.most == 1:
+    plan, segments = pricer.plan, pricer.plan.batch.segments
+    if segments == 1:
         return pricer.price
-    settled = range(plan.batch.segments, plan.batch.segments + NUM_ROUNDS)
-    batches = [
-        step_lengths(pricer.lengths.responses, plan.spec.seed, step, plan.batch.num_taken)
-        for step in range(settled.stop)
-    ]
-    rounds = make_rounds(batches, plan.batch.samples_per_prompt, segments)
-    by_round = RoundPricer(pricer, rounds, plan.spec.sync.every)
+    settled = range(segments, segments + NUM_ROUNDS)
+    by_round = RoundPricer(pricer, rounds_of(plan, pricer.lengths, settled.stop))
 
     def price(instruction: Instruction) -> Cost:
         if isinstance(instruction, Run) and instruction.operator.call is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from flexrlhf.plan.plan import Plan
 
 
 class Segment(NamedTuple):
@@ -58,27 +59,26 @@ class Segments:
     """Segments of generation.
 
     tokens:      most tokens of a row in a round; None: all of them.
-    most:        most rounds of a row; None: as many as its longest response takes.
+    most:        most rounds of a row.
     are_joined:  whether the samples of a prompt are trained together, in the round in which the last one ends.
     """
 
     tokens: int | None = None
-    most: int | None = None
+    most: int = 1
     are_joined: bool = True
 
-    def rounds_of(self, longest: int) -> int:
-        """Return the most rounds in which rows of at most ``longest`` tokens are generated."""
-        if self.tokens is None:
-            return 1
-        needed = max(1, ceil(longest / self.tokens))
-        return needed if self.most is None else min(needed, self.most)
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Return the segments of ``plan``."""
+        rollout, most = plan.spec.rollout, plan.batch.segments
+        return cls(rollout.segment_tokens, most, most == 1 or rollout.groups == "wait")
 
     def pieces(self, length: int) -> Iterator[Segment]:
         """Yield what a row of ``length`` tokens generates in each round."""
         if self.tokens is None:
             yield Segment(0, length)
             return
-        for start in range(0, self.tokens * self.rounds_of(length), self.tokens):
+        for start in range(0, min(length, self.tokens * self.most), self.tokens):
             yield Segment(start, min(self.tokens, length - start))
 
 

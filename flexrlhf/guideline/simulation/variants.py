@@ -7,7 +7,7 @@ slowest replica of its round. Measured are steps after the pipeline has filled a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,10 +15,10 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.lengths import step_lengths
+from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
-from flexrlhf.guideline.simulation.round_prices import RoundPricer, decoding_speeds
-from flexrlhf.guideline.simulation.rounds import Round, Segments, make_rounds
+from flexrlhf.guideline.simulation.round_prices import RoundPricer, decoding_speeds, rounds_of
+from flexrlhf.guideline.simulation.rounds import Round
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.simulation.walk import PERIODS, Due, Durations, walk_steps
 from flexrlhf.plan.pipeline import make_plan
@@ -93,9 +93,10 @@ class RoundTimes:
     rounds: Sequence[Round]
     seconds: Durations
 
-    def variant(self, lag: int, tokens: int | None, measured: range) -> Variant:
-        """Return the steps ``measured`` of a run with ``lag`` and segments of ``tokens``."""
-        priced, blocks = self.simulation.priced, self.simulation.blocks
+    def variant(self, measured: range) -> Variant:
+        """Return the steps ``measured`` of the run."""
+        spec, priced, blocks = self.simulation.plan.spec, self.simulation.priced, self.simulation.blocks
+        lag = spec.schedule.lag
         steps = measured.stop + lag
         walk = walk_steps(self.simulation.instructions, len(blocks), steps, self._due(steps), self.seconds)
         first, last = walk.ends[measured.start - 1], walk.ends[measured.stop - 1]
@@ -106,11 +107,11 @@ class RoundTimes:
         waited, trained = map(sum, zip(*(self.rounds[step].staleness() for step in measured), strict=True))
         return Variant(
             lag=lag,
-            tokens=tokens,
+            tokens=spec.rollout.segment_tokens,
             seconds=(last - first) / len(measured),
             samples=sum(self.rounds[step].num_trained for step in measured) / (last - first),
             sides=self._sides([1 - each / (last - first) for each in busy]),
-            staleness=lag + (self.simulation.plan.spec.sync.every - 1) / 2 + waited / trained,
+            staleness=lag + (spec.sync.every - 1) / 2 + waited / trained,
             generation=self.mean(measured, _generates),
             training=self.mean(measured, _trains),
             busiest=self._busiest(busy, last - first),
@@ -158,54 +159,49 @@ class RoundTimes:
 class Variants:
     """Variants of a run, all with the same lengths.
 
-    spec:        the run; its lag is ignored
-    costs:       times of calls and transfers
-    lengths:     response lengths, from which those of every row are sampled
-    most_lag:    largest lag, after whose batches the pipeline is full
-    are_joined:  whether all samples of a prompt are trained in the same round
+    spec:      the run; its lag and segments are ignored
+    costs:     times of calls and transfers
+    lengths:   response lengths, from which those of every row are sampled
+    most_lag:  largest lag, after whose batches the pipeline is full
     """
 
     spec: Spec
     costs: CostModel
     lengths: TextLengths
     most_lag: int = 1
-    are_joined: bool = True
     _rounds: dict[int | None, list[Round]] = field(default_factory=dict)
     _seconds: dict[Hashable, float] = field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that a step begins."""
-        return self.spec.algorithm.num_prompts * self.spec.algorithm.samples_per_prompt
 
     def plan(self, lag: int, tokens: int | None = None) -> Plan:
         """Return the plan with ``lag`` and segments of ``tokens``. Raises UserError for those that the placement or the
         algorithm does not allow."""
         schedule = self.spec.schedule.model_copy(update={"lag": lag})
         rollout = self.spec.rollout.model_copy(update={"segment_tokens": tokens})
-        return make_plan(self.spec.model_copy(update={"schedule": schedule, "rollout": rollout}))
+        # a lag has to be below the number of steps, on which the time of one does not depend
+        steps = max(self.spec.steps, lag + 1)
+        return make_plan(self.spec.model_copy(update={"schedule": schedule, "rollout": rollout, "steps": steps}))
 
-    def simulate(self, lag: int, tokens: int | None = None, plan: Plan | None = None) -> Variant:
-        """Return the run with ``lag`` and segments of ``tokens``. ``plan``: in place of ``plan(lag)``."""
-        timing = self.timing(plan or self.plan(lag, tokens), tokens)
-        return timing.variant(lag, tokens, self.measured(tokens))
+    def simulate(self, lag: int, tokens: int | None = None) -> Variant:
+        """Return the run with ``lag`` and segments of ``tokens``."""
+        return self.simulate_plan(self.plan(lag, tokens))
 
-    def measured(self, tokens: int | None = None) -> range:
+    def simulate_plan(self, plan: Plan) -> Variant:
+        """Return the run of ``plan``, which has the same rows."""
+        return self.timing(plan).variant(self.measured(plan))
+
+    def measured(self, plan: Plan) -> range:
         """Return the measured steps."""
         least, most = NUM_STEPS
-        begin = PERIODS + self.most_lag + self._segments(tokens).rounds_of(round(max(self.lengths.responses)))
-        return range(begin, begin + max(least, min(most, ROWS // self.num_rows)))
+        begin = PERIODS + self.most_lag + plan.batch.segments
+        return range(begin, begin + max(least, min(most, ROWS // plan.batch.num_taken)))
 
-    def timing(self, plan: Plan, tokens: int | None = None) -> RoundTimes:
-        """Return the times of ``plan``, with segments of ``tokens``."""
-        segments, samples = self._segments(tokens), self.spec.algorithm.samples_per_prompt
+    def timing(self, plan: Plan) -> RoundTimes:
+        """Return the times of ``plan``."""
+        tokens, expected = plan.spec.rollout.segment_tokens, Pricer(plan, self.costs, self.lengths)
         if tokens not in self._rounds:
-            steps = self.measured(tokens).stop + self.most_lag
-            self._rounds[tokens] = make_rounds(self.batches(steps), samples, segments)
-        rounds, expected = self._rounds[tokens], Pricer(plan, self.costs, self.lengths)
+            self._rounds[tokens] = rounds_of(plan, self.lengths, self.measured(plan).stop + self.most_lag)
         simulation = simulate(plan, self.costs, self.lengths, expected.price)
-        pricer = RoundPricer(expected, rounds, plan.spec.sync.every, self.are_joined)
-        priced = simulation.priced
+        pricer, priced = RoundPricer(expected, self._rounds[tokens]), simulation.priced
 
         def seconds(index: int, step: int) -> float:
             item = priced[index]
@@ -213,23 +209,19 @@ class Variants:
             if not isinstance(run, Run) or run.operator.call is None:
                 return item.cost.seconds
             # plans differ by their lag, not by the time of a call
-            key = (run.operator.name, plan.placement[run.model], run.mini_batches, tokens, step)
+            key = (run.operator.name, plan.placement[run.model], run.mini_batches, run.attempt, tokens, step)
             if key not in self._seconds:
                 self._seconds[key] = pricer.cost(run, step).seconds
             return self._seconds[key]
 
-        return RoundTimes(simulation, rounds, seconds)
-
-    def batches(self, number: int) -> Iterator[list[int]]:
-        """Yield the response length of each row of ``number`` batches."""
-        for step in range(number):
-            yield step_lengths(self.lengths.responses, self.spec.seed, step, self.num_rows)
+        return RoundTimes(simulation, pricer.rounds, seconds)
 
     def in_completion_order(self, lag: int) -> float:
         """Return the mean time of a step by the model of ``completion_order``, which knows no instructions."""
-        plan, samples, measured = self.plan(lag), self.spec.algorithm.samples_per_prompt, self.measured()
+        plan = self.plan(lag)
+        samples, measured = plan.batch.samples_per_prompt, self.measured(plan)
         timing, pricer = self.timing(plan), Pricer(plan, self.costs, self.lengths)
-        batches = list(self.batches(measured.stop + lag + 1))
+        batches = batch_lengths(plan, self.lengths, measured.stop + lag + 1)
         tokens = sum(sum(batches[step]) for step in measured) / len(measured)
         training, scoring = timing.mean(measured, _trains), timing.mean(measured, _scores)
         generation = next(each for each in plan.schedule.instructions if isinstance(each, Run) and _generates(each))
@@ -237,9 +229,6 @@ class Variants:
         step, at_once, prompt = decoding_speeds(pricer, generation)
         speeds = Speeds(step, at_once, prompt, scoring, pause, lambda trained: training * trained / tokens)
         return completion_order_seconds(batches, samples, lag, speeds, measured)
-
-    def _segments(self, tokens: int | None) -> Segments:
-        return Segments(tokens, self.spec.rollout.max_segments if tokens else None, self.are_joined)
 
 
 def _generates(run: Run) -> bool:
