@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
@@ -113,6 +113,9 @@ class RolloutSpec(StrictModel):
     vllm: in its own memory; torch: on the ranks of the trained actor, in a layout of its own (a hybrid engine).
     """
 
+    OF_ALL: ClassVar[tuple[str, ...]] = ("engine", "logprobs", "segment_tokens", "max_segments", "groups")
+    """Settings that every engine has."""
+
     logprobs: Literal["auto", "recompute", "reuse"] = Field(
         "auto",
         description="of the policy that ratios are taken to: recompute: by a forward pass; reuse: as generation has "
@@ -210,8 +213,7 @@ class RolloutSpec(StrictModel):
         """Return the settings that are not their defaults and that ``engine`` does not have."""
         plain, fields = type(self).model_construct(), type(self).model_fields
         has = {"auto": tuple(fields), "transformers": ("parity",)}
-        of_all = ("engine", "logprobs", "segment_tokens", "max_segments", "groups")
-        allowed = (*of_all, *has.get(engine, facts_of(engine).rollout_settings))
+        allowed = (*self.OF_ALL, *has.get(engine, facts_of(engine).rollout_settings))
         return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
 
 

@@ -98,7 +98,7 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
         graph = replace(graph, operators=tuple(operators))
     graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
     graph = with_attempts(with_segments(graph, spec), spec)
-    return behind_training(graph, placement) if spec.schedule.lag else graph
+    return behind_training(graph, placement) if spec.schedule.lag and placement.models else graph
 
 
 def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:

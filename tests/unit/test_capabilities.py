@@ -526,7 +526,7 @@ def test_engines_that_generate_have_settings_of_rollout() -> None:
     fields = RolloutSpec.model_fields
     generate = {name for name, facts in ENGINES.items() if facts.rollout_settings}
     assert set(get_args(fields["engine"].annotation)) == {"auto", "transformers"} | generate
-    assert {*ENGINES["vllm"].rollout_settings, "engine", "logprobs"} == set(fields)
+    assert {*ENGINES["vllm"].rollout_settings, *RolloutSpec.OF_ALL} == set(fields)
     assert all(set(facts.rollout_settings) <= set(fields) for facts in ENGINES.values())
 
 
