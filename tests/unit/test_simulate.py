@@ -387,12 +387,13 @@ def test_samples_share_their_prompt_in_passes() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("segment", ["null", "4"])
 @pytest.mark.parametrize("sampling", ["null", "{rounds: 2}"])
-def test_a_move_is_priced_for_the_rows_that_it_moves(sampling: str, chunks: int) -> None:
-    """Attempts of dynamic sampling are not divided into chunks."""
+def test_a_move_is_priced_for_the_rows_that_it_moves(sampling: str, segment: str, chunks: int) -> None:
+    """Attempts of dynamic sampling are not divided into chunks, but with segments there is one attempt."""
     grpo = f"{{name: grpo, prompts_per_step: 8, num_mini_batches: 2, kl: null, dynamic_sampling: {sampling}}}"
     settings = (f"algorithm={grpo}", "models.reward=null", "reward={rule: gsm8k}", f"schedule.num_chunks={chunks}")
-    plan = plan_of({"actor.shadow": 0.5, "actor": 0.5}, 2, *settings)
+    plan = plan_of({"actor.shadow": 0.5, "actor": 0.5}, 2, *settings, f"rollout.segment_tokens={segment}")
     moves = [each for each in plan.schedule.instructions if isinstance(each, Move)]
     costs = Fixed()
     for move in moves:

@@ -167,8 +167,8 @@ class Pricer:
     def _move(self, move: Move) -> Cost:
         """Return the time of the source and destination that take longest."""
         batch, lengths = self.plan.batch, self.plan.lengths
-        # attempts of dynamic sampling are not chunked
-        parts = batch.attempts if batch.attempts > 1 else batch.num_chunks
+        # attempts of dynamic sampling are not chunked; with segments a step has but one
+        parts = batch.attempts if batch.attempts > 1 and batch.segments == 1 else batch.num_chunks
         chunks = 1 if move.chunk is None else parts
         size = batch.num_rows // chunks * sum(map(lengths.row_bytes, move.columns))
         pairs = (self.model_link(source, to) for source in move.sources for to in move.destinations)
