@@ -59,6 +59,10 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
     shape, width = outcome.plan.batch, outcome.plan.spec.data.max_prompt_tokens
     samples, count = [], shape.num_taken
     taken = (0, count // 3, 2 * count // 3)
+    if shape.segments > 1 and shape.attempts > 1:
+        # every so many places, as a step that replaces no group takes them
+        number = shape.samples_per_prompt
+        taken = tuple(row // number * number * shape.attempts + row % number for row in taken)
     rows = [shape.place_of(row, age) for row in taken for age in range(shape.segments)]
     if shape.segments > 1:
         rows = sorted(row for row in rows if columns["present"][row])
