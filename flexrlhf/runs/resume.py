@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
+from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.number_settings import differing_settings, type_changes
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
@@ -208,6 +209,13 @@ def _check_drain(plan: Plan, before: Spec, where: Path) -> None:
             f"--resume {where}: schedule.lag was {was} and is {now} now, and without a lag other operators compute; "
             f"use {was}, or {'another lag from 1 on' if was else 'start a new run under another name'}"
         )
+    limit = _max_staleness(plan.spec)
+    if limit is not None and plan.spec.most_stale <= limit < before.most_stale:
+        raise UserError(
+            f"--resume {where}: tokens in flight may be {before.most_stale} batches old, and under schedule.lag {now} "
+            f"nothing filters by algorithm.importance.max_staleness {limit}; use lag "
+            f"{now + limit + 1 - plan.spec.most_stale}"
+        )
     if plan.spec.num_segments < before.num_segments:
         tokens = plan.spec.rollout.segment_tokens or plan.spec.data.max_response_tokens
         raise UserError(
@@ -215,6 +223,11 @@ def _check_drain(plan: Plan, before: Spec, where: Path) -> None:
             f"{plan.spec.num_segments}; use rollout.segment_tokens: {tokens} with rollout.max_segments: "
             f"{before.num_segments}, under which they end"
         )
+
+
+def _max_staleness(spec: Spec) -> int | None:
+    importance = spec.algorithm.importance if isinstance(spec.algorithm, SampledSpec) else None
+    return None if importance is None else importance.max_staleness
 
 
 def _check_steps(plan: Plan, before: Spec, next_step: int, where: Path) -> None:

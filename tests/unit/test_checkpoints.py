@@ -274,6 +274,11 @@ def test_another_lag_or_other_segments_are_accepted_with_what_becomes_of_rows_in
     [
         (("schedule.lag=2",), (), "schedule.lag was 2 and is 0 now, .*use 2, or another lag from 1 on"),
         (
+            ("schedule.lag=4", "sync.every=2", "algorithm.importance={max_staleness: 4}"),
+            ("schedule.lag=1", "sync.every=2", "algorithm.importance={max_staleness: 4}"),
+            "tokens in flight may be 5 batches old, .*max_staleness 4; use lag 4",
+        ),
+        (
             ("schedule.lag=1", f"{SEGMENTS}=4"),
             ("schedule.lag=1", f"{SEGMENTS}=8"),
             r"carried over 5 steps, and now over 3; use rollout.segment_tokens: 8 with rollout.max_segments: 5",
