@@ -18,7 +18,7 @@ from flexrlhf.guideline.simulation.lengths import batch_lengths, heavy_tail, nam
     ("name", "content", "lengths"),
     [
         ("list.json", [2, 4.5], (2, 4.5)),
-        ("benchmark.json", {"model": "a", "input_lens": [9], "output_lens": [3, 5]}, (3, 5)),
+        ("benchmark.json", {"model": "a", "input_lens": [9], "output_lens": [3, 0, 5]}, (3, 1, 5)),
         ("records.json", [{"length": 3}, {"length": 5}], (3, 5)),
         ("lines.txt", "3\n5\n\n", (3, 5)),
         ("rows.jsonl", '{"response_length": 3}\n{"response_length": 5}\n', (3, 5)),

@@ -115,7 +115,8 @@ def _numbers(text: str) -> Sequence[float]:
         lengths = [sum(lengths) / len(lengths)]
     if not lengths or not all(map(_is_number, lengths)):
         raise UserError(f"--lengths {text}: expected numbers of tokens in it, found {shown(lengths)[:40]}")
-    return lengths
+    # others do not count the end token, which is then the only one
+    return [length or 1.0 for length in lengths]
 
 
 def _content(text: str) -> Any:
