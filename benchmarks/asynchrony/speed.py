@@ -4,7 +4,7 @@
 
 GRPO of a small Llama whose responses have the lengths in FILE (``output_lens`` of vLLM's benchmark), scaled to at most
 195 tokens. Each pass of its model sleeps as a stand-in for an accelerator (slow_model.py); with ``--real`` it does not,
-and four ranks share the cores. First a profile is measured and all variants are predicted, then they run in turns.
+and four ranks share the cores. Variants run in turns; predictions are by profiles of this machine before and after.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -59,6 +60,7 @@ class Way:
 
 
 WAYS = [Way(lag, segment) for segment in SEGMENTS for lag in LAGS]
+BASE = WAYS[0]
 
 
 def write_inputs(directory: Path, lengths: Path) -> None:
@@ -138,20 +140,30 @@ def measure(config: Path, way: Way, steps: int) -> float:
     return trained / (ends[last] - ends[first])
 
 
-def table(predicted: dict[Way, Variant], measured: dict[Way, list[float]]) -> list[str]:
-    base = Way(0, None)
-    lines = ["| lag | segments | predicted, samples/s | measured | ratio predicted | measured | difference |"]
+def measure_profile(config: Path, path: Path) -> Path:
+    """Measure this machine, unless ``path`` exists; return it."""
+    if not path.is_file():
+        # with fewer rows, of which the largest calls have four times as many
+        fewer = f"algorithm.prompts_per_step={PROMPTS // 2}"
+        command("profile", str(config), "--set", fewer, "--seconds", "1", "-o", str(path))
+    return path
+
+
+def table(predicted: Sequence[Mapping[Way, Variant]], measured: Mapping[Way, Sequence[float]]) -> list[str]:
+    """Return the lines of the table. ``predicted``: by each profile."""
+    lines = ["| lag | segments | samples/s, predicted | measured | ratio, predicted | measured | difference |"]
     lines.append("|---" * 7 + "|")
     for way, runs in measured.items():
-        if runs:
-            found = median(runs)
-            by_plan = predicted[way].samples / predicted[base].samples
-            ratio = median(one / other for one, other in zip(runs, measured[base], strict=False))
-            every = ", ".join(f"{each:.2f}" for each in runs)
-            lines.append(
-                f"| {way.lag} | {way.segment or '–'} | {predicted[way].samples:.2f} | {found:.2f} ({every}) | "
-                f"{by_plan:.2f} | {ratio:.2f} | {by_plan / ratio - 1:+.0%} |"
-            )
+        base = [one / other for one, other in zip(runs, measured[BASE], strict=True)]
+        ratios = [each[way].samples / each[BASE].samples for each in predicted]
+        samples = " · ".join(f"{each[way].samples:.1f}" for each in predicted)
+        every = ", ".join(f"{each:.1f}" for each in runs)
+        by_plan = " · ".join(f"{ratio:.2f}" for ratio in ratios)
+        errors = " · ".join(f"{ratio / median(base) - 1:+.0%}" for ratio in ratios)
+        lines.append(
+            f"| {way.lag} | {way.segment or '-'} | {samples} | {median(runs):.1f} ({every}) | {by_plan} | "
+            f"{median(base):.2f} | {errors} |"
+        )
     return lines
 
 
@@ -160,25 +172,21 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--lengths", type=Path, required=True, help="JSON of vLLM's benchmark, with output_lens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
-    parser.add_argument(
-        "--real", action="store_true", help="without the stand-in: a larger model, computed by the cores"
-    )
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
+    parser.add_argument("--real", action="store_true", help="without the stand-in: a larger model on the cores")
     options = parser.parse_args()
     directory = options.directory.resolve()
     write_inputs(directory, options.lengths)
     configs = {way: write_config(directory, way, options.steps, options.real) for way in WAYS}
-    profile = directory / "profile.json"
-    if not profile.is_file():
-        # with fewer rows, of which the largest calls have four times as many
-        fewer = f"algorithm.prompts_per_step={PROMPTS // 2}"
-        command("profile", str(configs[WAYS[0]]), "--set", fewer, "--seconds", "1", "-o", str(profile))
-    predicted = {way: predict(config, profile) for way, config in configs.items()}
-    measured: dict[Way, list[float]] = {way: [] for way in WAYS}
-    for _ in range(options.rounds):
-        for way, config in configs.items():
-            measured[way].append(measure(config, way, options.steps))
-        print("\n".join(table(predicted, measured)), flush=True)
+    profiles = [measure_profile(configs[BASE], directory / "profile-before.json")]
+    results = directory / "measured.json"
+    rounds: list[list[float]] = json.loads(results.read_text()) if results.is_file() else []
+    while len(rounds) < options.rounds:
+        rounds.append([measure(config, way, options.steps) for way, config in configs.items()])
+        results.write_text(json.dumps(rounds))
+    profiles.append(measure_profile(configs[BASE], directory / "profile-after.json"))
+    predicted = [{way: predict(config, profile) for way, config in configs.items()} for profile in profiles]
+    print("\n".join(table(predicted, dict(zip(WAYS, zip(*rounds, strict=True), strict=True)))))
 
 
 if __name__ == "__main__":
