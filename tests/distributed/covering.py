@@ -33,7 +33,7 @@ def choices(case: Case) -> dict[str, str]:
         "engine": _engine(case),
         "rollout": case.rollout.partition("-")[0],
         "chunks": "chunks" if schedule.get("num_chunks", 1) > 1 else "whole steps",
-        "lag": f"lag {schedule.get('lag', 0)}",
+        "lag": ("lag 0", "lag 1", "larger lag")[min(schedule.get("lag", 0), 2)],
         "sync": "rare syncs" if shape.get("sync", {}).get("every", 1) > 1 else "every sync",
         "weights": "adapters" if any("lora" in model for model in models) else "all weights",
         "rows": "even rows" if rows % 4 == 0 else "uneven rows",

@@ -29,7 +29,8 @@ from flexrlhf.strategies.instructions import Sync
 pytestmark = pytest.mark.timeout(3600)
 ROUNDING = 1e-4
 """Nats: between vLLM's log-prob of a token and the trainer's."""
-ENGINES = [case for case in DEFAULT if case.has_rollout_engine]
+ENGINES = [case for case in DEFAULT if case.has_rollout_engine and "segments" not in case.setting]
+"""Whole responses: in segments a step has requests, and tokens of weights, of several others."""
 UNCUT = [case for case in ENGINES if case.setting != "ends"]
 """Cases that sample from the whole distribution, like the trainer's log-probs."""
 OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
