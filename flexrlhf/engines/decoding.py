@@ -130,7 +130,7 @@ class Decoding:
         self._tokens_between_looks = tokens_between_looks(device)
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
         self._contexts, self._max_tokens = _Contexts(batch), max_tokens
-        self._steps = batch.columns.get("taken")
+        self._steps = batch.columns.get("noise_step")
         # new tokens of each row, if none ends it before
         self._limits = (max_tokens - self._contexts.lengths).clamp(max=sampling.most_tokens or max_tokens)
         most = int(self._limits.max()) if len(batch) else 0

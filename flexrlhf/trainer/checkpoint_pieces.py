@@ -61,7 +61,7 @@ RowFile = dict[str, Tensor]
 """``<step>/<column>`` → values, and ``<step>/<column>/rows`` → their row numbers, int64."""
 
 
-def rows_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowFile:
+def columns_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowFile:
     """Return the columns that operators on ``rank`` have written for steps in flight, copied to host memory."""
     file: RowFile = {}
     for step in _steps_with_rows(plan, rows, next_step):

@@ -35,7 +35,7 @@ from flexrlhf.runs.manifest import (
 from flexrlhf.runs.run_directory import remove_abandoned
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
 from flexrlhf.strategies.schedule import checkpointed_models
-from flexrlhf.trainer.checkpoint_pieces import RowFile, follower_pieces, rows_in_flight, trained_pieces
+from flexrlhf.trainer.checkpoint_pieces import RowFile, columns_in_flight, follower_pieces, trained_pieces
 from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
@@ -104,7 +104,7 @@ class Checkpointer(Observer):
         self._publish_written(wait=True)
         self.last_step = next_step
         state, context = self._state, self._context
-        pieces, rows = self._copied_pieces(), rows_in_flight(context.plan, context.rank, state.rows, next_step)
+        pieces, rows = self._copied_pieces(), columns_in_flight(context.plan, context.rank, state.rows, next_step)
         job = self._thread.submit(_write_files, self._directory(next_step), pieces, rows, self._configs(), context)
         context.flight.append_spans(context.files, next_step)
         self._writing = _Writing(next_step, job, self._progress(next_step))

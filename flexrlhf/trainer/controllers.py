@@ -18,8 +18,8 @@ from flexrlhf.metrics import Triple, add
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.trainer.attempts import LEFT_OUT, TAKEN, next_taken
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
+from flexrlhf.trainer.prompt_attempts import LEFT_OUT, TAKEN, next_taken
 
 State = dict[str, float]
 """Name → value."""

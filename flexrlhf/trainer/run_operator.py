@@ -25,11 +25,11 @@ from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import FINAL_OUTCOME, GROUP_SCORES, PRESENT, column_of, plain
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
-from flexrlhf.trainer.attempts import replace_prompts, take_prompts
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
+from flexrlhf.trainer.prompt_attempts import replace_prompts, take_prompts
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.trainer.segments import carried_scores, earlier_scores, make_round, places_in, whole_columns
+from flexrlhf.trainer.segment_rounds import carried_scores, earlier_scores, make_round, places_in, whole_columns
 from flexrlhf.trainer.text_operators import ExternalScorers, make_text_encoders, retokenized
 
 _SCORES = ("scores", "token_scores")

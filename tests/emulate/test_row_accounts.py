@@ -21,7 +21,7 @@ from flexrlhf.operators.outcomes import CODES, FROZEN, IN_FLIGHT, OUTCOMES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.strategies.schedule import ANEW, RunStart, checkpointed_models, rounds, walk_round
-from flexrlhf.trainer.attempts import LACKING, TAKEN, next_taken, replacing_positions, taken_positions
+from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions, taken_positions
 from flexrlhf.trainer.row_ledger import RowLedger, merged_account, outcomes_of
 
 NUM_RUNS, BY_DEFAULT, PER_TEST = 2000, 500, 50

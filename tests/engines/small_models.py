@@ -135,7 +135,7 @@ def in_segments(generate: Generate, batch: Batch, sampling: Sampling, tokens: in
         if not len(places):
             break
         before = {"responses": columns["tokens"][:, width:], "response_mask": mask}
-        before["taken"] = torch.full((n,), sampling.step)
+        before["noise_step"] = torch.full((n,), sampling.step)
         part = batch.with_columns(before).select(places)
         made = generate(part, replace(sampling, step=sampling.step + number, most_tokens=tokens))
         assert ((made["response_mask"].sum(1) - mask[places].sum(1)) <= tokens).all()

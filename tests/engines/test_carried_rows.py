@@ -17,7 +17,7 @@ from flexrlhf.operators.graph import GENERATE
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.trainer.segments import SegmentRows, make_round, whole_columns
+from flexrlhf.trainer.segment_rounds import SegmentRows, make_round, whole_columns
 from flexrlhf.weights.shapes import model_shape
 
 PROMPTS, SAMPLES, TOKENS = 5, 2, 4
@@ -52,7 +52,7 @@ def test_the_noise_is_that_of_the_step_that_took_a_row() -> None:
     """Rows of several steps are in one call."""
     passes, batch = passes_of(model_of()), prompts_of(0)
     steps = torch.arange(len(batch)) % 3 + PLAIN.step
-    mixed = passes.generate(batch.with_columns({"taken": steps}), replace(PLAIN, step=77))
+    mixed = passes.generate(batch.with_columns({"noise_step": steps}), replace(PLAIN, step=77))
     for step in set(steps.tolist()):
         alone, own = passes.generate(batch, replace(PLAIN, step=step)), steps == step
         assert_same({name: column[own] for name, column in mixed.items()}, {name: c[own] for name, c in alone.items()})
@@ -123,7 +123,9 @@ def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: in
     longest = torch.arange(LENGTHS.response) < TOKENS * segments
     for step in range(steps):
         for each in rounds.generate(step, version=10 + step):
-            assert (each.continued["taken"] > step - segments).all() and (each.continued["taken"] <= step).all()
+            assert (each.continued["noise_step"] > step - segments).all() and (
+                each.continued["noise_step"] <= step
+            ).all()
         for (age, number), cells in rounds.trained().items():
             expected = {name: column[number] for name, column in whole[step - age].items()}
             mask = expected["response_mask"].bool() & longest

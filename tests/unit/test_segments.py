@@ -12,7 +12,7 @@ from flexrlhf.operators.columns import GROUP_SCORES, POSITION, PRESENT
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.trainer.attempts import LACKING, TAKEN, next_taken, replacing_positions
+from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions
 
 GRPO = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")

@@ -53,7 +53,7 @@ def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: in
         **{name: batch[name][places] for name in ("prompts", "prompt_mask")},
         "responses": carried["tokens"][places, -carried["response_mask"].shape[1] :],
         "response_mask": carried["response_mask"][places],
-        "taken": (step - ages)[places],
+        "noise_step": (step - ages)[places],
     }
     return SegmentRows(batch, carried, exists, places, Batch(columns, taken[places], batch.samples_per_prompt))
 
