@@ -298,8 +298,8 @@ class Engine(Protocol):
         rollout_logprobs: float32 (n, R), log-probs of the tokens under the distribution that they were sampled from; 0
                           outside the response.
 
-        A batch with ``responses`` (n, R) and their ``response_mask`` continues these; ``noise_step``, int64 (n,), is the
-        step of each row's noise. Log-probs are then of the new tokens alone.
+        A batch with ``responses`` (n, R) and their ``response_mask`` continues these; ``noise_step``, int64 (n,), is
+        the step of each row's noise. Log-probs are then of the new tokens alone.
         """
         ...
 

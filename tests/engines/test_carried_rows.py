@@ -123,9 +123,8 @@ def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: in
     longest = torch.arange(LENGTHS.response) < TOKENS * segments
     for step in range(steps):
         for each in rounds.generate(step, version=10 + step):
-            assert (each.continued["noise_step"] > step - segments).all() and (
-                each.continued["noise_step"] <= step
-            ).all()
+            of_noise = each.continued["noise_step"]
+            assert (of_noise > step - segments).all() and (of_noise <= step).all()
         for (age, number), cells in rounds.trained().items():
             expected = {name: column[number] for name, column in whole[step - age].items()}
             mask = expected["response_mask"].bool() & longest
