@@ -83,7 +83,7 @@ def another_token() -> Planted:
     """The second token of row 3 of step 1 is another than was sampled."""
     generate = run_operator._generate
 
-    def changing(run: Any, batch: Any, sampling: Any, ahead: Any) -> Any:
+    def changing(run: Any, batch: Any, sampling: Any, ahead: Any, before: Any) -> Any:
         columns, statistics = generate(run, batch, sampling, ahead)
         for index in (batch.rows == 3).nonzero().flatten().tolist() if sampling.step == 1 else []:
             place = columns["tokens"].shape[1] - columns["response_mask"].shape[1] + 1

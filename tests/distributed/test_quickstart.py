@@ -82,8 +82,8 @@ def test_the_policy_does_not_repeat_one_good_word(runs: Path) -> None:
 def test_ppo_was_interleaved_and_left_its_files(runs: Path) -> None:
     assert "interleaving on 2 devices" in (runs / "quickstart-ppo" / "plan.txt").read_text()
     left = {path.name for path in (runs / "quickstart-ppo").iterdir()}
-    files = {"config.yaml", "plan.txt", "status.json", "metrics.jsonl", "timeline.json", "samples.jsonl", ".lock"}
-    assert left == files | {"actor", "critic"}
+    files = {"config.yaml", "plan.txt", "status.json", "metrics.jsonl", "timeline.json", "samples.jsonl", "rows.jsonl"}
+    assert left == files | {"actor", "critic", ".lock"}
     assert (runs / "quickstart-ppo" / "actor" / "tokenizer.json").exists()
 
 
