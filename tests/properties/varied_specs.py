@@ -193,7 +193,7 @@ def _algorithm(rng: Random, share: float) -> Raw:
         for key in ("ratio", "dual_clip"):
             settings.pop(key, None)
     likes = [like for like, peer in PEERS.items() if name in peer.trainers]
-    if likes and chance(rng, 0.3):
+    if likes and chance(rng, 0.4):
         settings["like"] = rng.choice(likes)
         # the preset's mini-batches would be large, and divided differently from chunks
         settings |= {"prompts_per_step": rng.choice((8, 24)), "num_mini_batches": rng.choice((1, 2, 4))}
