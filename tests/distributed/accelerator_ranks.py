@@ -7,12 +7,16 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import host_accelerator
 import torch.distributed as dist
 
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.launch import worker
 from flexrlhf.runs.resume import ORDERS, RunOrder
+from flexrlhf.trainer import restoration
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.trainer import Trainer
 
@@ -35,7 +39,14 @@ def on_accelerator(order: RunOrder) -> RunOrder:
     return replace(order, spec=order.spec.model_copy(update={"cluster": cluster}))
 
 
+def spec_of_checkpoint(raw: dict[str, Any]) -> Spec:
+    """Return a spec that a rank has written; ``cluster.device`` has no name for this accelerator."""
+    assert raw["cluster"]["device"] == host_accelerator.NAME
+    return parse_spec(raw | {"cluster": raw["cluster"] | {"device": "cpu"}})
+
+
 if __name__ == "__main__":
+    restoration.parse_spec = spec_of_checkpoint
     host_accelerator.register(Path(sys.argv[1]))
     dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
     worker.Trainer = CountingTrainer  # type: ignore[misc]

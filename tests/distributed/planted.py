@@ -83,9 +83,10 @@ def another_token() -> Planted:
     """The second token of row 3 of step 1 is another than was sampled."""
     generate = run_operator._generate
 
-    def changing(run: Any, batch: Any, sampling: Any, ahead: Any, before: Any) -> Any:
-        columns, statistics = generate(run, batch, sampling, ahead)
-        for index in (batch.rows == 3).nonzero().flatten().tolist() if sampling.step == 1 else []:
+    def changing(run: Any, store: Any, context: Any, ahead: Any, before: Any) -> Any:
+        columns, statistics = generate(run, store, context, ahead, before)
+        rows = run.batch(store, context.device).rows if context.sampling.step == 1 else ()
+        for index in (index for index, row in enumerate(rows) if row == 3):
             place = columns["tokens"].shape[1] - columns["response_mask"].shape[1] + 1
             columns["tokens"][index, place] = 5 if columns["tokens"][index, place] != 5 else 6
         return columns, statistics
