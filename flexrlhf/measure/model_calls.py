@@ -13,7 +13,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
-from flexrlhf.guideline.simulation.calls import TextLayout
+from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
 from flexrlhf.measure.profiled_models import LengthSample, ProfiledModel, RowCounts
 from flexrlhf.measure.stopwatch import Stopwatch, TimedCall, Timing
 from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, shares_prompts
@@ -68,6 +68,12 @@ class ProfileContext:
         tokens = {rows: sum(each.tokens for each in passes) for rows, passes in found.items()}
         pairs = sum(each.tokens * each.width for passes in found.values() for each in passes)
         return round(pairs / sum(tokens.values())) if tokens else None, tokens
+
+    def read_tokens(self, loaded: LoadedModel, row_counts: Sequence[int]) -> dict[int, int]:
+        """Return the tokens of the prompts that generation reads, by number of rows."""
+        samples = self.plan.batch.samples_per_prompt
+        step = samples if reads_prompts_once(loaded.placed) else 1
+        return {rows: sum(prompt for prompt, _ in self.lengths.rows(rows, samples)[::step]) for rows in row_counts}
 
     def _passes(self, loaded: LoadedModel, rows: int) -> tuple[PackedPass, ...]:
         """Return the passes that the engine makes of ``rows`` sequences of a call."""
@@ -158,7 +164,7 @@ def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
         prompt=prompt,
         row=row,
         forward=_points(timings, "forward", tokens),
-        prefill=_points(timings, FIRST),
+        prefill=_points(timings, FIRST, context.read_tokens(loaded, counts.decode)),
         step=_decode_steps(timings, context.plan.lengths.response),
         train={dp: _points(timings, "train", tokens)} if "train" in model.operators else {},
     )

@@ -208,7 +208,7 @@ class MeasuredCosts:
         ratio, bytes_s = self._ratio(call, mesh, times), self.measured.memory_bytes_s
         rounds = max(1, -(-call.rows // call.decode_rows))
         rows, prompts = call.rows / rounds, call.prompts / rounds
-        prefill = ratio.seconds(Curve(times.prefill), prompts * call.prompt / times.prompt, bytes_s)
+        prefill = ratio.seconds(Curve(times.prefill, times.prompt), prompts * call.prompt / times.prompt, bytes_s)
         curve = Curve(times.step)
         steps = [
             (number, ratio.seconds(curve, kept, bytes_s)) for number, kept in shrinking_batch(rows, call.responses)

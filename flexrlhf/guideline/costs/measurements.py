@@ -27,7 +27,8 @@ class Point(_Record):
     rows:     rows of the call
     seconds:  median over the repetitions
     spread:   range of the middle half of the repetitions, relative to the median
-    tokens:   tokens that a forward or training call computed; None: ``ModelTimes.width`` of each row
+    tokens:   tokens that a forward or training call computed, or of the prompts that a generation read; None:
+              ``ModelTimes.width`` or ``prompt`` of each row
     """
 
     rows: int

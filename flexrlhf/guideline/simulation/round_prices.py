@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
-from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, engine_of, reads_prompts_once, texts_per_row
+from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, reads_prompts_once, texts_per_row
 from flexrlhf.guideline.simulation.completion_order import StepSeconds, between
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment, Segments, make_rounds
+from flexrlhf.memory.packed_rows import TextGroup, packed
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Run
@@ -57,7 +59,8 @@ class RoundPricer:
         costs = []
         for device, replicas in self.pricer.replicas_by_class(model).items():
             mesh = self.pricer.mesh(model, device)
-            rows = [rows for each in replicas if (rows := _of(generated, self._prompts(run, model, each)))]
+            prompts = (chain(*self._blocks(run, model, each)) for each in replicas)
+            rows = [rows for parts in prompts if (rows := _of(generated, parts))]
             if rows:
                 fullest = max(rows, key=lambda pieces: sum(piece.tokens for piece in pieces))
                 longest = max(rows, key=lambda pieces: max((piece.tokens, len(pieces)) for piece in pieces))
@@ -74,20 +77,32 @@ class RoundPricer:
         carried = [prompt + piece.start for piece in pieces if piece.start]
         if not carried:
             return costs.call(whole, mesh)
-        parts = {**costs.call(whole, mesh).parts, "prefill": 0.0}
-        if new := len(pieces) - len(carried):
-            first = replace(whole, rows=new, prompt=prompt, responses=FIRST_TOKEN)
-            parts["prefill"] = costs.call(first, mesh).parts.get("prefill", 0.0)
+        prompts = [prompt] * -(-(len(pieces) - len(carried)) // whole.prompt_samples)
+        first = self._prefill(whole, mesh, prompts)
+        parts = {**costs.call(whole, mesh).parts, "prefill": first}
         # generation has new weights, or vLLM finds the keys and values of a text that it has read with the same ones
-        if number % self.pricer.plan.spec.sync.every == 0 or not (
-            engine_of(model) == "vllm" and reads_prompts_once(model)
-        ):
-            # attention in these passes grows with the square of a text's length
-            width = sum(length**2 for length in carried) / sum(carried)
-            rows = max(1, round(sum(carried) / width))
-            again = replace(whole, rows=rows, prompt=width, prompt_samples=1, responses=FIRST_TOKEN)
-            parts["read again"] = costs.call(again, mesh).parts.get("prefill", 0.0)
+        keeps = whole.engine == "vllm" and reads_prompts_once(model)
+        if not keeps or number % self.pricer.plan.spec.sync.every == 0:
+            parts["read again"] = max(0.0, self._prefill(whole, mesh, prompts + carried) - first)
         return Cost(parts)
+
+    def _prefill(self, whole: Call, mesh: Mesh, lengths: Sequence[float]) -> float:
+        """Return the time in which the call ``whole`` reads texts of so many tokens; vLLM reads them without padding,
+        decoding with transformers in passes of similar lengths."""
+        if not lengths:
+            return 0.0
+        # attention in a pass grows with the square of a text's length
+        width = sum(length**2 for length in lengths) / sum(lengths)
+        passes = [(max(1, round(sum(lengths) / width)), width)]
+        if whole.engine != "vllm":
+            texts = tuple((TextGroup(round(length), (0,)),) for length in lengths)
+            budget = len(texts) * round(max(lengths))
+            passes = [(len(each.rows), each.width) for each in packed(texts, budget, together=False)]
+        seconds = 0.0
+        for rows, width in passes:
+            call = replace(whole, rows=rows, prompt=width, prompt_samples=1, responses=FIRST_TOKEN)
+            seconds += self.pricer.costs.call(call, mesh).parts.get("prefill", 0.0)
+        return seconds
 
     def _passes(self, run: Run, number: int) -> list[Cost]:
         """Return the cost on the fullest replica of each device class: of training that of each mini-batch, since
@@ -95,21 +110,26 @@ class RoundPricer:
         model, trained = self.pricer.plan.placement[run.model], self.rounds[number].trained
         costs, trains = [], run.operator.call == "train"
         for device, replicas in self.pricer.replicas_by_class(model).items():
-            rows = [[_of(trained, (part,)) for part in self._prompts(run, model, each)] for each in replicas]
+            rows = [
+                [[_of(trained, (block,)) for block in blocks] for blocks in self._blocks(run, model, each)]
+                for each in replicas
+            ]
             if trains:
                 fullest = [max(parts, key=_tokens) for parts in zip(*rows, strict=True)]
             else:
                 fullest = max(rows, key=lambda parts: sum(map(_tokens, parts)))
-            parts = [tuple(float(row.tokens) for row in part) for part in fullest if part]
-            if parts:
-                # each mini-batch has passes of its own
-                prompt = self.pricer.lengths.prompt
-                calls = [self._call(run, model, [[len(part)]], prompt, part) for part in parts]
-                passes = all_passes((1, call.passes) for call in calls if call.passes is not None)
-                most, updates = sum(call.rows for call in calls), sum(call.updates for call in calls)
-                whole = replace(calls[0], rows=most, updates=updates, responses=sum(parts, ()), passes=passes)
-                costs.append(self.pricer.costs.call(whole, self.pricer.mesh(model, device)))
+            # each mini-batch has passes of its own
+            calls = [self._blocks_call(run, model, blocks) for blocks in fullest if _tokens(blocks)]
+            if calls:
+                costs.append(self.pricer.costs.call(_joined(calls), self.pricer.mesh(model, device)))
         return costs
+
+    def _blocks_call(self, run: Run, model: PlacedModel, blocks: Sequence[Sequence[EndedRow]]) -> Call:
+        """Return the call of a mini-batch, whose blocks are in passes of their own."""
+        prompt = self.pricer.lengths.prompt
+        parts = [tuple(float(row.tokens) for row in block) for block in blocks if block]
+        calls = [self._call(run, model, [[len(part)]], prompt, part) for part in parts]
+        return replace(_joined(calls), updates=calls[0].updates)
 
     def _call(
         self, run: Run, model: PlacedModel, rows: Sequence[Sequence[int]], prompt: float, responses: tuple[float, ...]
@@ -130,21 +150,33 @@ class RoundPricer:
             batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1)
         return replace(maker, batch=batch)
 
-    def _prompts(self, run: Run, model: PlacedModel, replica: int) -> tuple[range, ...]:
-        """Return the prompts of a replica in each mini-batch of ``run``, by their numbers among those of one round."""
-        batch = self.pricer.plan.batch
-        parts = (batch.part(model.layout, replica, mini_batch) for mini_batch in run.mini_batches)
+    def _blocks(self, run: Run, model: PlacedModel, replica: int) -> list[list[Sequence[Prompt]]]:
+        """Return the prompts of a replica in each block of each mini-batch of ``run``, by their numbers among those of
+        one round."""
+        batch, layout = self.pricer.plan.batch, model.layout
+        rank, places = layout.replica_sets[replica][0], batch.num_rows // batch.num_taken
+        every = [batch.blocks_on(layout, rank, range(m, m + 1)) for m in run.mini_batches]
         if run.attempt is not None:
-            return tuple(part[run.attempt :: batch.attempts] for part in parts)
-        places = batch.num_rows // batch.num_taken
-        return tuple(range(part.start // places, part.stop // places) for part in parts)
+            return [[block[run.attempt :: batch.attempts] for block in blocks] for blocks in every]
+        return [[[place // places for place in block[::places]] for block in blocks] for blocks in every]
 
 
-def _tokens(rows: Sequence[EndedRow]) -> int:
-    return sum(row.tokens for row in rows)
+def _joined(calls: Sequence[Call]) -> Call:
+    """Return consecutive ``calls`` of one model as one."""
+    return replace(
+        calls[0],
+        rows=sum(call.rows for call in calls),
+        updates=sum(call.updates for call in calls),
+        responses=tuple(chain.from_iterable(call.responses for call in calls)),
+        passes=all_passes((1, call.passes) for call in calls if call.passes is not None),
+    )
 
 
-def _of(rows: Mapping[Prompt, list[Row]], parts: Sequence[range]) -> list[Row]:
+def _tokens(blocks: Sequence[Sequence[EndedRow]]) -> int:
+    return sum(row.tokens for block in blocks for row in block)
+
+
+def _of(rows: Mapping[Prompt, list[Row]], parts: Iterable[Sequence[Prompt]]) -> list[Row]:
     """Return the rows of the prompts in ``parts``."""
     return [row for part in parts for prompt in part for row in rows.get(prompt, ())]
 
