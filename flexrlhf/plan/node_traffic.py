@@ -4,14 +4,14 @@ of a trained model on several nodes exchange."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
-from flexrlhf.weights.shards import part_elements, trained_parts
+from flexrlhf.weights.shards import by_position, part_elements, trained_parts
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,8 @@ def sent_bytes(plan: Plan) -> dict[int, SentBytes]:
     if len(nodes) == 1:
         return {}
     moves, syncs = _planned(plan, Move), _planned(plan, Sync)
-    return {
-        node: SentBytes(moves[node].sent, syncs[node].sent, _gradients(plan, node), tuple(_gathered(plan, node)))
-        for node in nodes
-    }
+    gradients, gathered = _gradients(plan), _gathered(plan)
+    return {node: SentBytes(moves[node].sent, syncs[node].sent, gradients[node], gathered[node]) for node in nodes}
 
 
 def _planned(plan: Plan, kind: type[Move] | type[Sync]) -> dict[int, NodeBytes]:
@@ -98,33 +96,43 @@ def _planned(plan: Plan, kind: type[Move] | type[Sync]) -> dict[int, NodeBytes]:
     return bytes_by_node(flows, plan.cluster)
 
 
-def _gradients(plan: Plan, node: int) -> float:
-    """Return the bytes of float32 gradients that a node sends: 2 (n - 1) / n of them through a ring of n nodes.
+def _gradients(plan: Plan) -> Mapping[int, float]:
+    """Return the bytes of float32 gradients that each node sends: 2 (n - 1) / n of them through a ring of n nodes.
 
     ZeRO moves as many: gradients once, and weights once (Rajbhandari et al. 2020, section 7).
     """
-    total = 0.0
+    total: dict[int, float] = defaultdict(float)
     for run in plan.schedule.instructions:
         if isinstance(run, Run) and run.operator.kind == "train":
             model = plan.placement[run.model]
             if model.role in plan.shapes and not _gathers(model):
                 updates = len(run.mini_batches) * plan.spec.algorithm.epochs
-                total += updates * sum(_ring_bytes(plan, model, ranks) for ranks in _summing(model, node, plan))
+                for node, size in _ring_bytes(plan, model).items():
+                    total[node] += updates * size
     return total
 
 
-def _ring_bytes(plan: Plan, model: PlacedModel, ranks: tuple[int, ...]) -> float:
-    nodes = len(set(map(plan.cluster.node_of, ranks)))
-    stored = [trained_parts(model, plan.shapes[model.role], rank) for rank in ranks]
-    elements = [part_elements(parts, list(parts)) for parts in stored]
-    return 2 * (nodes - 1) / nodes * 4 * (sum(elements) if _is_sharded_over_all(model) else elements[0])
+def _ring_bytes(plan: Plan, model: PlacedModel) -> Mapping[int, float]:
+    """Return the bytes that each node sends when the gradients of ``model`` are summed once."""
+    shape, found = plan.shapes[model.role], defaultdict[int, float](float)
+
+    def elements_on(rank: int) -> int:
+        parts = trained_parts(model, shape, rank)
+        return part_elements(parts, list(parts))
+
+    elements = by_position(model, elements_on)
+    for ranks in _summing(model):
+        nodes = set(map(plan.cluster.node_of, ranks))
+        summed = sum(map(elements.__getitem__, ranks)) if _is_sharded_over_all(model) else elements[ranks[0]]
+        for node in nodes:
+            found[node] += 2 * (len(nodes) - 1) / len(nodes) * 4 * summed
+    return found
 
 
-def _summing(model: PlacedModel, node: int, plan: Plan) -> set[tuple[int, ...]]:
-    """Return the ranks, some on ``node``, that exchange gradients: a data-parallel group, or ranks of different nodes
-    that store the same shards."""
-    sets = model.layout.dp_set if _is_sharded_over_all(model) else model.copy_set
-    return {sets(rank) for rank in model.ranks if plan.cluster.node_of(rank) == node}
+def _summing(model: PlacedModel) -> Iterable[tuple[int, ...]]:
+    """Return the sets of ranks that exchange gradients: data-parallel groups, or ranks of different nodes with the same
+    shards."""
+    return dict.fromkeys(map(model.layout.dp_set if _is_sharded_over_all(model) else model.copy_set, model.ranks))
 
 
 def _is_sharded_over_all(model: PlacedModel) -> bool:
@@ -136,8 +144,11 @@ def _gathers(model: PlacedModel) -> bool:
     return _is_sharded_over_all(model) and model.settings.zero == 3
 
 
-def _gathered(plan: Plan, node: int) -> Iterator[str]:
-    for model in plan.placement.models:
-        sets = _summing(model, node, plan) if _gathers(model) else set()
-        if any(len(set(map(plan.cluster.node_of, ranks))) > 1 for ranks in sets):
-            yield model.name
+def _gathered(plan: Plan) -> Mapping[int, tuple[str, ...]]:
+    """Return by node the models whose weights every pass gathers from other nodes, too."""
+    found: dict[int, tuple[str, ...]] = defaultdict(tuple)
+    for model in filter(_gathers, plan.placement.models):
+        sets = [set(map(plan.cluster.node_of, ranks)) for ranks in _summing(model)]
+        for node in set().union(*(nodes for nodes in sets if len(nodes) > 1)):
+            found[node] += (model.name,)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -150,14 +151,19 @@ class Plan:
         """Return the bytes of a rank's device that models and calls can fill; None for one of unknown size."""
         return self.cluster.memory_bytes(rank, self.most_communicators)
 
-    @cached_property
+    @property
     def most_communicators(self) -> int:
         """Communicators of the rank that has most."""
-        return max(map(self.communicators, range(self.placement.num_ranks)))
+        return max(self._communicators.values(), default=0)
 
     def communicators(self, rank: int) -> int:
         """Return how many a rank has, without communicators that libraries create, and groups of one rank."""
-        return len({each.communicator for each in self.groups if rank in each.ranks and len(each.ranks) > 1})
+        return self._communicators[rank]
+
+    @cached_property
+    def _communicators(self) -> Counter[int]:
+        several = dict.fromkeys(each.communicator for each in self.groups if len(each.ranks) > 1)
+        return Counter(rank for _, ranks in several for rank in ranks)
 
     def loaded_on(self, rank: int) -> list[PlacedModel]:
         """Return the models of ``rank`` as they are loaded, all ranks in one order: first models that start in host

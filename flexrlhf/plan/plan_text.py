@@ -253,7 +253,7 @@ def _groups(plan: Plan) -> list[str]:
     alone = tuple(sorted(group.ranks[0] for group in plan.groups if group.alone))
     lines = [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups if not group.alone]
     lines += [f"{'alone, each':<24} {ranks_text(alone)}"] if alone else []
-    most = max(map(plan.communicators, range(plan.placement.num_ranks)))
+    most = plan.most_communicators
     shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but moves and syncs"
     return [*lines, shared] if most else lines or ["none: one rank"]
 

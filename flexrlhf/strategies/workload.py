@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
@@ -142,9 +142,11 @@ def first_alike(
         beside[cluster.node_of(rank)].update(model.name for model in placement.on_rank(rank))
     nodes = {node: frozenset(found.items()) for node, found in beside.items()}
 
+    rows = {model.name: [_rows(model, shapes, each) for each in range(model.layout.dp)] for model in placement.models}
+
     def work_of(rank: int) -> object:
         placed = [
-            (model.name, *_position(model, rank), *(tuple(_rows(model, shape, rank)) for shape in shapes))
+            (model.name, *_position(model, rank), rows[model.name][model.layout.replica(rank)])
             for model in placement.on_rank(rank)
         ]
         parts = [(index, rank in each) for index, each in enumerate(writers) if rank in named[index]]
@@ -159,7 +161,6 @@ def _position(model: PlacedModel, rank: int) -> tuple[int, int]:
     return model.layout.tp_index(rank), model.layout.stage(rank)
 
 
-def _rows(model: PlacedModel, batch: BatchShape, rank: int) -> Iterator[int]:
-    """Return the number of prompts of each mini-batch on ``rank``."""
-    replica = model.layout.replica(rank)
-    return (len(batch.part(model.layout, replica, m)) for m in batch.mini_batches)
+def _rows(model: PlacedModel, shapes: Iterable[BatchShape], replica: int) -> tuple[tuple[int, ...], ...]:
+    """Return the number of prompts of each mini-batch of ``shapes`` on a replica."""
+    return tuple(tuple(len(each.part(model.layout, replica, m)) for m in each.mini_batches) for each in shapes)

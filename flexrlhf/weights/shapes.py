@@ -98,6 +98,14 @@ class ModelShape:
     activation: str = "silu"
     stored: Dtype = "float32"
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash, computed once: shapes are keys of many tables, and have hundreds of parameters."""
+        return hash((self.parameters, self.adapters, self.sizes))
+
     @cached_property
     def trained(self) -> Parameters:
         """Parameters that training changes, which are synced and saved."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import TypeVar
 
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
@@ -80,6 +81,8 @@ class Part:
 
 Parts = Mapping[str, Part]
 """Part of each parameter on one rank, by name."""
+PartKey = tuple[str, bool, tuple[int, ...]]
+Found = TypeVar("Found")
 
 
 def whole(shape: tuple[int, ...]) -> Part:
@@ -152,10 +155,19 @@ def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
 
 def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
     """Return the part on ``rank`` of each of ``parameters``, which are in the pipeline stage of the rank, by name."""
-    layout, num_shards = model.layout, model.num_shards
-    shard, multiple = layout.replica(rank) % num_shards, model.facts.vocabulary_multiple
-    position = _Position(model.split, num_shards, layout.tp, shard, layout.tp_index(rank), multiple)
-    return _parts(position, parameters)
+    return _parts(_position_on(model, rank), parameters)
+
+
+def by_position(model: PlacedModel, of: Callable[[int], Found]) -> dict[int, Found]:
+    """Return ``of`` each rank of ``model``; ranks at the same position of its layout share one result."""
+    found: dict[tuple[int, _Position], Found] = {}
+    ranks: dict[int, Found] = {}
+    for rank in model.ranks:
+        position = model.layout.stage(rank), _position_on(model, rank)
+        if position not in found:
+            found[position] = of(rank)
+        ranks[rank] = found[position]
+    return ranks
 
 
 def part_elements(parts: Parts, names: Sequence[str]) -> int:
@@ -163,10 +175,10 @@ def part_elements(parts: Parts, names: Sequence[str]) -> int:
     return sum(parts[name].num_elements for name in names)
 
 
-def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> dict[str, Part]:
+def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> Parts:
     """Return the part on ``rank`` of each parameter that training changes, by name."""
-    parts = parts_on(model, shape, rank)
-    return {name: parts[name] for name, _ in shape_of(model, shape).trained if name in parts}
+    parts, stored = parts_on(model, shape, rank), shape_on(model, shape, rank)
+    return {name: parts[name] for name, _ in stored.trained} if stored.adapters else parts
 
 
 def last_words(name: str) -> str:
@@ -175,16 +187,28 @@ def last_words(name: str) -> str:
     return name[len(plain.rpartition(".")[0].rpartition(".")[0]) :].removeprefix(".")
 
 
+def _position_on(model: PlacedModel, rank: int) -> _Position:
+    layout, num_shards = model.layout, model.num_shards
+    shard, multiple = layout.replica(rank) % num_shards, model.facts.vocabulary_multiple
+    return _Position(model.split, num_shards, layout.tp, shard, layout.tp_index(rank), multiple)
+
+
 @lru_cache(maxsize=1024)
-def _parts(position: _Position, parameters: Parameters) -> Mapping[str, Part]:
+def _parts(position: _Position, parameters: Parameters) -> Parts:
     # layers have the same parts, which are worth sharing: searches of large models make many of them
-    keys = {name: _part_key(name, size) for name, size in parameters}
-    alike = {keys[name]: (name, size) for name, size in parameters}
+    keys, alike = _part_keys(parameters)
     made = {key: position.part(*parameter) for key, parameter in alike.items()}
     return MappingProxyType({name: made[key] for name, key in keys.items()})
 
 
-def _part_key(name: str, size: tuple[int, ...]) -> tuple[object, ...]:
+@lru_cache(maxsize=256)
+def _part_keys(parameters: Parameters) -> tuple[dict[str, PartKey], dict[PartKey, tuple[str, tuple[int, ...]]]]:
+    """Return the key of the part of each parameter, and a parameter with each key."""
+    keys = {name: _part_key(name, size) for name, size in parameters}
+    return keys, {keys[name]: (name, size) for name, size in parameters}
+
+
+def _part_key(name: str, size: tuple[int, ...]) -> PartKey:
     """Return all that a position's part depends on: the end of a name, and whether that is all of it."""
     end = last_words(name)
     return end, end == name, size

@@ -15,9 +15,9 @@ from flexrlhf.config.model_settings import Dtype, LoraSpec
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Parts, part_elements, parts_on, trained_parts
+from flexrlhf.weights.shards import Parts, by_position, part_elements, parts_on, trained_parts
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, WeightMessage
-from flexrlhf.weights.transfers import Holdings, NodeOf, mean_links, overlap, plan_transfers
+from flexrlhf.weights.transfers import Holdings, NodeOf, alike, mean_links, overlap, plan_transfers
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,10 @@ def _bucket_elements(destination: PlacedModel, bucket_bytes: int, dtype: Dtype |
 
 def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> tuple[Holdings, Holdings]:
     """Return the parts that ranks of the source and of the copy store of the weights that are sent."""
-    sent = {rank: _sent_parts(source, destination, shape, rank) for rank in source.ranks}
-    return sent, {rank: trained_parts(destination, shape, rank) for rank in destination.ranks}
+    return (
+        by_position(source, lambda rank: _sent_parts(source, destination, shape, rank)),
+        by_position(destination, lambda rank: trained_parts(destination, shape, rank)),
+    )
 
 
 def sync_links(
@@ -177,11 +179,8 @@ def sync_links(
 
 def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape, dtype: Dtype | None = None) -> int:
     """Return the sum of ``sync_links``, which depends on no bucket: elements that destination ranks lack."""
-    total = 0
-    for rank in destination.ranks:
-        own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
-        for name, part in trained_parts(destination, shape, rank).items():
-            total += part.num_elements - (overlap(own[name], part) if name in own else 0)
+    sent, needed = _holdings(source, destination, shape)
+    total = sum(len(ranks) * _lacking(sent.get(ranks[0], {}), needed[ranks[0]]) for ranks in alike(needed, sent))
     gathers = sum(len(ranks) * (len(ranks) - 1) * size for ranks, size in _gathered_bytes(source, destination, shape))
     return DTYPE_BYTES[sent_dtype(destination, dtype)] * total + gathers
 
@@ -228,9 +227,7 @@ def volumes(
     """
     own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
     needed = trained_parts(destination, shape, rank) if rank in destination.ranks else {}
-    received = sum(
-        part.num_elements - (overlap(own[name], part) if name in own else 0) for name, part in needed.items()
-    )
+    received = _lacking(own, needed)
     if is_in_place(source, destination):
         return Volumes(0, received, received, 0)
     width, alike = len(destination.layout.replica_sets[0]), _stored_whole(destination, shape)
@@ -247,6 +244,11 @@ def volumes(
     # also to another node, where a chain has several
     is_chained = not overlaps and len(receiving) > 1
     return Volumes(packed, first, received, sum(size for size, ranks in pieces if ranks > 1 or is_chained))
+
+
+def _lacking(own: Parts, needed: Parts) -> int:
+    """Return the elements of ``needed`` that ``own`` does not have."""
+    return sum(part.num_elements - (overlap(own[name], part) if name in own else 0) for name, part in needed.items())
 
 
 def _crossing(

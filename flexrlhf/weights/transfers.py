@@ -13,10 +13,10 @@ It is the parameter reallocation of ReaL (Mei et al. 2024), and with destination
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from math import ceil, lcm, prod
 
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, cut_rows, intersection, num_rows, slabs
@@ -111,8 +111,9 @@ class _Planner:
         self._most, self._in_background = most, in_background
         self._shapes = {name: part.shape for parts in destination.values() for name, part in parts.items()}
         # layers are alike: what is found for one is found for all
-        alike: dict[Owners, Owners] = {}
-        self._owners = {name: alike.setdefault(each := _owners(source, name), each) for name in self._shapes}
+        known: dict[Owners, Owners] = {}
+        owners = _all_owners(source, self._shapes)
+        self._owners = {name: known.setdefault(each, each) for name, each in owners.items()}
         self._found: dict[tuple[int, Part, Box], tuple[tuple[_Owner, tuple[Box, ...]], ...]] = {}
         self._ways: dict[tuple[tuple[int, ...], Receivers, range], Way] = {}
         self._nodes: dict[tuple[int, ...], Mapping[int, tuple[int, ...]]] = {}
@@ -124,11 +125,16 @@ class _Planner:
         return sum(prod(shape) for shape in self._shapes.values())
 
     def _grouped(self) -> tuple[_Group, ...]:
-        alike: dict[tuple[object, int], list[int]] = defaultdict(list)
-        for rank, parts in self._destination.items():
-            own = self._source.get(rank, {})
-            alike[tuple((parts.get(name), own.get(name)) for name in self._shapes), self._node_of(rank)].append(rank)
-        return tuple(_Group(tuple(ranks), node) for (_, node), ranks in alike.items())
+        numbers: dict[object, int] = {}
+        number_of: dict[int, int] = {}
+        for ranks in alike(self._destination, self._source):
+            parts, own = self._destination[ranks[0]], self._source.get(ranks[0], {})
+            both = tuple((parts.get(name), own.get(name)) for name in self._shapes)
+            number_of |= dict.fromkeys(ranks, numbers.setdefault(both, len(numbers)))
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for rank in self._destination:
+            groups[number_of[rank], self._node_of(rank)].append(rank)
+        return tuple(_Group(tuple(ranks), node) for (_, node), ranks in groups.items())
 
     def plan(self, size: int) -> TransferPlan:
         """Return the transfers of lots of at most ``size`` elements of whole tensors.
@@ -234,10 +240,10 @@ class _Planner:
         found: dict[tuple[int, int], float] = defaultdict(float)
         # of tensors that are alike one is looked at
         needed = [self._destination[group.ranks[0]] for group in self._groups]
-        alike: dict[object, list[str]] = defaultdict(list)
+        kinds: dict[object, list[str]] = defaultdict(list)
         for name in self._shapes:
-            alike[id(self._owners[name]), tuple(parts.get(name) for parts in needed)].append(name)
-        for names in alike.values():
+            kinds[id(self._owners[name]), tuple(parts.get(name) for parts in needed)].append(name)
+        for names in kinds.values():
             near, far = self._needs([Region(names[0], whole(self._shapes[names[0]]).box)])
             for group, sources, common in near:
                 if group.ranks[0] not in sources:
@@ -292,15 +298,33 @@ def overlap(first: Part, second: Part) -> int:
     return sum(map(box_elements, _within(first, boxes_of(second))))
 
 
-def _owners(source: Holdings, name: str) -> Owners:
-    """Return the different parts of a tensor that ranks store, which are disjoint, and the ranks that store each."""
-    found: dict[Part, list[int]] = defaultdict(list)
-    for rank, parts in source.items():
-        if name in parts and parts[name].num_elements:
-            found[parts[name]].append(rank)
-    if not found:
-        raise KeyError(f"no rank of the source stores {name}")
-    return tuple(_Owner(part, tuple(ranks)) for part, ranks in found.items())
+def alike(holdings: Holdings, *others: Holdings) -> list[list[int]]:
+    """Return the ranks of ``holdings`` in lists: all of a list share the mappings of their parts, in ``others`` too."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for rank, parts in holdings.items():
+        found[id(parts), tuple(id(other.get(rank)) for other in others)].append(rank)
+    return list(found.values())
+
+
+def _all_owners(source: Holdings, names: Iterable[str]) -> dict[str, Owners]:
+    """Return the different parts of each tensor that ranks store, which are disjoint, and the ranks that store each."""
+    place = {rank: index for index, rank in enumerate(source)}
+    kinds = [(source[ranks[0]], ranks) for ranks in alike(source)]
+    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
+    owners = {}
+    for name in names:
+        found: dict[Part, list[int]] = defaultdict(list)
+        for kind, (parts, _) in enumerate(kinds):
+            if name in parts and parts[name].num_elements:
+                found[parts[name]].append(kind)
+        if not found:
+            raise KeyError(f"no rank of the source stores {name}")
+        for chosen in map(tuple, found.values()):
+            if chosen not in merged:
+                ranks = chain.from_iterable(kinds[kind][1] for kind in chosen)
+                merged[chosen] = tuple(sorted(ranks, key=place.__getitem__))
+        owners[name] = tuple(_Owner(part, merged[tuple(chosen)]) for part, chosen in found.items())
+    return owners
 
 
 def _within(part: Part, boxes: Sequence[Box]) -> Iterator[Box]:
