@@ -282,7 +282,7 @@ def _sync(row: Row, known: Catalogue) -> tuple[float, float]:
     name = row["model"] or f"LLaMA-2-{row['actor_b']}B"
     stated = {"gen_len": "1024", "prompt_len": "1024", "algo": "GRPO", "model": name, "n_gpus": row["n_gpus"] or "64"}
     problem = problem_of(row | stated, known)
-    if re.search("disjoint|separate", row["placement"]):
+    if re.search("disjoint|separate", row["placement"]) or "co-located" not in problem.system.placements:
         half = problem.workload.devices // 2
         placement = SystemPlacement("halves", (half, half), {ACTOR: (0,), ROLLOUT: (1,)})
     else:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from benchmarks.systems.engines import DECODERS, PROFILES, EngineTables
-from benchmarks.systems.profiles import CONTROLLER_SECONDS, SYSTEMS, System
+from benchmarks.systems.profiles import CONTROLLER_SECONDS, SYNC_SECONDS, SYSTEMS, System
 from flexrlhf.guideline.costs.analytic import OVERHEADS, RunOverheads
 from flexrlhf.guideline.costs.profiles import DecodeProfile, EngineProfile
 
@@ -21,22 +21,22 @@ _LAUNCHES = ("launch_seconds", "launch_tp_seconds")
 _LAUNCHED = ("launched", "deepspeed-kernels")
 _GATHERS = ("gather_gb_s", "gather_within_gb_s")
 _GATHERING = ("deepspeed", "deepspeed-2021")
-_CONTROLLER = "controller_seconds"
+_CONTROLLED = {"controller_seconds": CONTROLLER_SECONDS, "sync_seconds": SYNC_SECONDS}
 
 
 ASSUMED: Constants = {
     "passes": 1.0,
     "decode": 1.0,
     "tensor": 1.0,
-    "sync_seconds": 1.0,
-    "sync_gb_s": 10.0,
+    "sync": 1.0,
     "launch_seconds": 0.2e-3,
     "launch_tp_seconds": 0.2e-3,
     "gather_gb_s": 25.0,
     "gather_within_gb_s": 150.0,
     "controller_seconds": 0.2,
+    "sync_seconds": 1.0,
 }
-"""Values before any step of RLHF has been seen: engines at their own speed, one port of a node."""
+"""Values before any step of RLHF has been seen: engines and messages at their own speed."""
 
 
 def present() -> dict[str, float]:
@@ -44,17 +44,17 @@ def present() -> dict[str, float]:
     values = {name: getattr(OVERHEADS, name) for name in _OVERHEADS}
     values |= {name: getattr(DECODERS[_LAUNCHED[0]], name) for name in _LAUNCHES}
     values |= {name: getattr(PROFILES[_GATHERING[0]], name) for name in _GATHERS}
-    return values | {_CONTROLLER: CONTROLLER_SECONDS}
+    return values | _CONTROLLED
 
 
 def systems_with(values: Constants) -> dict[str, System]:
     """Return all systems with these constants, without any of their own."""
     overheads = RunOverheads(**{name: values[name] for name in _OVERHEADS})
-    return {name: _shared(system, overheads, values[_CONTROLLER]) for name, system in SYSTEMS.items()}
-
-
-def _shared(system: System, overheads: RunOverheads, controller: float) -> System:
-    return replace(system, overheads=overheads, controller_seconds=controller if system.controller_seconds else 0.0)
+    controlled = {name: values[name] for name in _CONTROLLED}
+    return {
+        name: replace(system, overheads=overheads, **(controlled if system.controller_seconds else {}))
+        for name, system in SYSTEMS.items()
+    }
 
 
 def tables_with(values: Constants) -> EngineTables:

@@ -111,7 +111,10 @@ def transition_seconds(
     workload: Workload, system: System, placement: SystemPlacement, trained: Mesh, generate: Mesh, costs: CostModel
 ) -> float:
     """Return the time of moving weights from the mesh ``trained`` to the mesh ``generate``: every device receives its
-    part, and every node the parts that none of its devices has."""
+    part, and every node the parts that none of its devices has.
+
+    A copy on other devices receives whole tensors from one rank; otherwise all ranks of a node send.
+    """
     model = workload.models[ACTOR]
     if system.gathers not in ("own copy", "reshard") and ROLLOUT not in placement.groups:
         return 0.0
@@ -122,7 +125,10 @@ def transition_seconds(
     several = workload.devices > workload.per_node
     part = int(2 * model.parameters / generate.tp)
     across = int(2 * model.parameters * max(0.0, lacking)) if several else 0
-    return costs.sync(Traffic(part, across), Traffic(part, 0), model.layers * 7 + 3, workload.links).seconds
+    senders = 1 if apart and system.gathers == "own copy" else workload.per_node
+    links, num_tensors = workload.links.of_ports(senders), model.layers * 7 + 3
+    seconds = costs.sync(Traffic(part, across), Traffic(part, 0), num_tensors, links).seconds
+    return seconds + (system.sync_seconds if across else 0.0)
 
 
 def _shards(mesh: Mesh) -> tuple[int, int, int]:

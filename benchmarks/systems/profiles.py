@@ -22,8 +22,10 @@ MeshRule = Literal["ZeRO", "symmetric", "smallest", "searched"]
 fits; as little of both as fits; the best mesh for each call."""
 
 
-CONTROLLER_SECONDS = 0.88
+CONTROLLER_SECONDS = 1.1
 """Time of a controlling process in each call, for all systems that have one. Fitted."""
+SYNC_SECONDS = 3.3
+"""Time until such a process has a weight sync between nodes begin. Fitted."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class System:
     sends_tokens:       tokens of the rows that each device of the actor has generated at a time, and waits for
     controller_seconds: time of a call in which a controlling process collects its rows and hands them on; 0: no process
                         does
+    sync_seconds:       start of a weight sync between nodes, which such a process begins
     overheads:          its own overheads of a step (``speeds.csv``); cells that are empty there have the package's
     """
 
@@ -70,6 +73,7 @@ class System:
     micro_tokens: int | None = None
     sends_tokens: int | None = None
     controller_seconds: float = 0.0
+    sync_seconds: float = 0.0
     overheads: RunOverheads = OVERHEADS
 
 
@@ -86,6 +90,7 @@ def _with_overheads(row: dict[str, Any], speeds: Mapping[str, Mapping[str, str]]
     return {
         **row,
         "controller_seconds": CONTROLLER_SECONDS if controlled else 0.0,
+        "sync_seconds": SYNC_SECONDS if controlled else 0.0,
         "overheads": replace(OVERHEADS, **values),
     }
 

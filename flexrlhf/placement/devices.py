@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 GPUS_PER_NODE = 8
 """Of the servers in which these devices are sold."""
+PORT_GB_S = 12.5
+"""Least speed of a port of a node with several: 100 Gb/s. A slower network is one port."""
 ALLOCATABLE = 0.988
 """Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
 CONTEXT_BYTES = 1.5e9

@@ -18,7 +18,7 @@ ROWS = {
     PACKAGE / "decoders.csv": 5,
     PACKAGE / "kernels.csv": 6,
     PACKAGE / "links.csv": 2,
-    PACKAGE / "overheads.csv": 5,
+    PACKAGE / "overheads.csv": 4,
     PACKAGE / "accuracy.csv": 2,
     FIELD / "engines.csv": 7,
     FIELD / "decoders.csv": 9,

@@ -23,6 +23,7 @@ from benchmarks.systems.steps import SystemStep, best_step, part_seconds, steps_
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload, placements_of
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
+from flexrlhf.guideline.costs.links import ACROSS
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 A100 = DEVICE_CLASSES["A100-80G"]
@@ -194,12 +195,19 @@ def test_portions_follow_each_other_and_optimizer_steps_happen_once():
 
 
 def test_weights_are_sent_as_slowly_as_the_system_sends_them():
-    workload, system = task_of(7, 16), System("slow", gathers="own copy")
+    """One rank broadcasts whole tensors through its port, an eighth of a node's; ranks that exchange shards use all."""
+    workload = task_of(7, 16)
     placement = SystemPlacement("halves", (8, 8), {ACTOR: (0,), ROLLOUT: (1,)})
-    costs = TABLES.costs(replace(NO_OVERHEADS, sync_seconds=3.0, sync_gb_s=2.0))
+    costs = TABLES.costs(replace(NO_OVERHEADS, sync=0.5))
     trained, generate = mesh_of(workload, 8, zero=3), mesh_of(workload, 8)
-    seconds = transition_seconds(workload, system, placement, trained, generate, costs)
-    assert seconds == pytest.approx(3 + 2 * llama(7).parameters / 2e9, rel=0.02)
+
+    def seconds(gathers: str) -> float:
+        system = System("slow", gathers=gathers, sync_seconds=3.0)
+        return transition_seconds(workload, system, placement, trained, generate, costs) - 3.0
+
+    sent = 2 * llama(7).parameters / (0.5 * ACROSS.share * workload.links.node_gb_s * 1e9)
+    assert seconds("own copy") == pytest.approx(8 * sent, rel=0.05)
+    assert seconds("reshard") == pytest.approx(sent, rel=0.25)
 
 
 @pytest.mark.parametrize("name", ["co-located", "reward alone", "interleaved", "split", "halves", "standalone"])

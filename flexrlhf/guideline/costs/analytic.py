@@ -22,18 +22,16 @@ class RunOverheads:
 
     One set of constants for all systems of the field (``overheads.csv``).
 
-    passes:        share of a training engine's own speed that forward and training passes reach
-    decode:        share of a generating engine's own speed that generation reaches
-    tensor:        share of the speed of tensor-parallel collectives
-    sync_seconds:  start of a weight sync between nodes
-    sync_gb_s:     most GB/s of a node in a weight sync to others
+    passes:  share of a training engine's own speed that forward and training passes reach
+    decode:  share of a generating engine's own speed that generation reaches
+    tensor:  share of the speed of tensor-parallel collectives
+    sync:    share of the speed of messages between nodes that a weight sync reaches
     """
 
     passes: float = 1.0
     decode: float = 1.0
     tensor: float = 1.0
-    sync_seconds: float = 0.0
-    sync_gb_s: float = float("inf")
+    sync: float = 1.0
 
     def of_engine(self, profile: EngineProfile) -> EngineProfile:
         """Return ``profile`` at the speed that it reaches in a step."""
@@ -44,12 +42,9 @@ class RunOverheads:
         passes = replace(profile.passes, reached=self.decode, tensor_reached=self.tensor)
         return replace(profile, passes=passes, reached=self.decode, tensor_reached=self.tensor)
 
-    def of_sync(self, cost: Cost, traffic: Traffic) -> Cost:
-        """Return the time of a weight sync that takes ``cost`` at the speed of the links."""
-        if not traffic.across:
-            return cost
-        send = max(cost.parts.get("send", 0.0), traffic.across / (self.sync_gb_s * 1e9))
-        return Cost({**cost.parts, "send": send, "start": self.sync_seconds})
+    def of_sync(self, links: Links) -> Links:
+        """Return ``links`` at the speed that weight syncs reach."""
+        return replace(links, node_gb_s=self.sync * links.node_gb_s)
 
 
 _OVERHEAD_ROWS = read_table(Path(__file__).with_name("overheads.csv"))
@@ -94,7 +89,7 @@ class AnalyticCosts:
         return Cost({} if primitive == "none" else {primitive: travel_seconds(traffic, links)})
 
     def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
-        return self.overheads.of_sync(sync_cost(traffic, gathered, num_tensors, links), traffic)
+        return sync_cost(traffic, gathered, num_tensors, self.overheads.of_sync(links))
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
         return Cost({"host": size / (0.8 * device.host_gb_s * 1e9)})

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from flexrlhf.config.model_settings import Head
 from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.devices import GPUS_PER_NODE, PORT_GB_S, DeviceClass
 from flexrlhf.placement.routes import Primitive
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, DecoderSizes, ModelShape, count_elements
 
@@ -86,6 +86,11 @@ class Links:
 
     device_gb_s: float
     node_gb_s: float
+
+    def of_ports(self, ranks: int) -> Links:
+        """Return the links if only ``ranks`` of a node send or receive, each through a port of the node's network."""
+        port = max(self.node_gb_s / GPUS_PER_NODE, PORT_GB_S)
+        return replace(self, node_gb_s=min(self.node_gb_s, ranks * port))
 
 
 @dataclass(frozen=True)

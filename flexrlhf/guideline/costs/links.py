@@ -122,8 +122,8 @@ class MeshSide:
     dp:        replicas
     tp:        tensor-parallel ranks of a replica
     zero:      ZeRO stage
-    shards:    ranks that gather their shards of a tensor before weights are sent; 1: each has whole tensors
-    pp:        pipeline stages of a replica
+    shards:    ranks that together store all weights; 1: each has them whole
+    pp:        pipeline stages of a replica; the ranks of a stage are next to each other
     """
 
     size: int
@@ -144,11 +144,18 @@ class MeshSide:
         """Nodes with devices of it."""
         return ceil(self.size / self.per_node)
 
+    @property
+    def node_share(self) -> float:
+        """Share of the weights that the ranks of a node store together: whole stages, or shards of one."""
+        stage = self.size // self.pp
+        stages = min(self.pp, max(1, self.per_node // stage))
+        return stages / self.pp * min(1.0, self.pp * min(self.per_node, stage) / self.shards)
+
     def gathered(self, whole: int) -> Traffic:
         """Return the traffic of gathering ``whole`` bytes of weights: every rank receives what the others have."""
         if self.shards == 1:
             return Traffic(0, 0, 0)
-        return Traffic(whole, whole if self.shards > self.per_node else 0)
+        return Traffic(whole, whole if self.node_share < 1 else 0)
 
 
 def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:
@@ -197,21 +204,32 @@ def sync_traffic(
     On the same ranks each has its own shard already. To each node everything that it lacks crosses once; from there it
     goes from node to node in chains, unless the sync overlaps other work: then the source sends to all.
     """
-    if not weights.part or (relation == "same" and source.shards == 1):
+    lacking = _lacking(source, destination) if relation == "same" else 1.0
+    if not weights.part or not lacking:
         return Traffic(0, 0, 0)
-    own = min(1.0, source.per_node / source.shards)
+    own = source.node_share
     stores = min(destination.per_node, max(destination.replica, destination.shards))
     replicas = destination.per_node // stores
     if relation == "same":
-        served, lacking, across = 1.0, 1 - 1 / source.shards, stores * (1 - own)
+        served = 1.0
+        # a node with half of the weights sends these; with less it also sends on what it receives from others
+        across = stores * (1 - own if own >= 0.5 else 1.0)
     else:
-        served, lacking = destination.size / source.size, 1.0
+        served = destination.size / source.size
         across = stores * (max(1.0, destination.nodes / source.nodes) if weights.overlaps else 1.0)
     messages = weights.num_buckets * max(ceil(served), source.shards)
-    if several_nodes and (relation != "same" or source.shards > source.per_node):
+    if several_nodes and (relation != "same" or own < 1):
         within = lacking * (replicas - 1) / replicas
         return Traffic(ceil(weights.part * within), ceil(weights.part * across), messages)
     return Traffic(ceil(weights.part * lacking * max(1.0, served)), 0, messages)
+
+
+def _lacking(source: MeshSide, destination: MeshSide) -> float:
+    """Return the share of its part that a rank of the destination has not as a rank of the source, at most."""
+    if source.shards == source.replica and source.tp == destination.tp:
+        return 1 - 1 / source.pp
+    is_elsewhere = source.shards == source.replica and min(source.tp, destination.tp) > 1
+    return 1.0 if is_elsewhere else 1 - 1 / source.shards
 
 
 @dataclass(frozen=True)
@@ -242,4 +260,5 @@ class ModelLink:
     def sync_cost(self, costs: CostModel, weights: SyncWeights) -> Cost:
         """Return the time of one weight sync."""
         traffic = sync_traffic(weights, self.source, self.destination, self.relation, self.several_nodes)
-        return costs.sync(traffic, self.source.gathered(weights.adapters), weights.num_tensors, self.links)
+        links = self.links.of_ports(min(self.source.per_node, self.destination.per_node))
+        return costs.sync(traffic, self.source.gathered(weights.adapters), weights.num_tensors, links)
