@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import ConfigOption, Overrides, Profile, RunOptions, complete_config
+from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.spec import MAX_LAG
@@ -90,6 +91,7 @@ def advise(
     tie: Tie = None,
     per_operator: PerOperator = False,
     max_lag: MaxLag = 1,
+    from_: MeasuredIn = None,
     output: Output = None,
 ) -> None:
     """Recommend a placement, with reasons and alternatives.
@@ -132,9 +134,31 @@ def advise(
     )
     if output is not None:
         check_output(output, "--output", "advised.yaml", is_advised, (config, cluster, profile))
-    spec = options.spec(config, tuple(set_ or ()))
-    source, expected = costs_for(spec, profile), expected_lengths(spec, lengths, mean_response)
-    if per_operator:
+    run = None
+    if from_ is not None:
+        from flexrlhf.guideline.simulation.measured_run import measured_run
+        from flexrlhf.report.run_record import read_record
+
+        run = measured_run(read_record(from_), profile)
+    is_as_trained = run is not None and config is None
+    if is_as_trained and (options.given or set_ or per_operator):
+        raise UserError(f"--from {from_}: decides on that run as it is; to change a setting, give a config, too")
+    spec = run.record.plan.spec if run is not None and is_as_trained else options.spec(config, tuple(set_ or ()))
+    if run is not None and lengths is None and mean_response is None:
+        expected = run.lengths
+    else:
+        expected = expected_lengths(spec, lengths, mean_response)
+    source = costs_for(spec, profile) if run is None else run.source
+    if run is not None and is_as_trained:
+        from flexrlhf.guideline.advice.replan import format_replan, replan
+        from flexrlhf.report.run_record import restart_seconds
+
+        with working("searching for a placement"):
+            found = replan(replace(run, lengths=expected), restart_seconds(run), None, seconds, tie)
+        typer.echo(f"{format_advice(found.advice, source)}\n\n{format_replan(found)}")
+        if output is not None:
+            write_advised(found.best, output)
+    elif per_operator:
         with working("searching for a placement of each operator"):
             operators = advise_operators(spec, source.costs, expected, seconds)
         typer.echo(format_operator_advice(operators, source))
@@ -148,4 +172,5 @@ def advise(
         if output is not None:
             write_advised(advice.best, output)
     if output is not None:
-        typer.echo(f"\nwritten to {output}: flexrlhf plan {shlex.quote(str(output))}")
+        next_command = "run --resume auto" if is_as_trained else "plan"
+        typer.echo(f"\nwritten to {output}: flexrlhf {next_command} {shlex.quote(str(output))}")

@@ -70,6 +70,14 @@ Overrides = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="continue although the plan exceeds the memory of the devices")]
 Profile = Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")]
+MeasuredIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        help="directory of a run: times scaled to its own, lengths of its last steps; its config if none is given",
+    ),
+]
 Nnodes = Annotated[int, typer.Option(min=1, help="number of nodes")]
 NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
 RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import RunStopped, UserError, either
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
-from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, hosts_of, rank_notice
+from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, hosts_of, rank_notice, under_torchrun
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, format_short_plan
@@ -50,6 +51,16 @@ Preflight = Annotated[bool, typer.Option("--preflight", help="first check what `
 Number = Annotated[
     int | None, typer.Option(min=1, help="number of this node; without it the first free one, where all are equal")
 ]
+Replan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="every=N[,restart=SECONDS]",
+        help="after every N steps, save and go on under another placement if the run ends sooner then, by its own "
+        "times; restart: time that this takes, else as measured",
+    ),
+]
+LEAST_EVERY = 3
+"""Steps that a decision needs: the first one after a start is left out, and one alone says little."""
 PREFLIGHT_SECONDS = 60.0
 """Longest wait of a preflight for a rank."""
 
@@ -68,6 +79,7 @@ def run(
     accept_changes: AcceptChanges = False,
     preflight: Preflight = False,
     fresh: Fresh = False,
+    replan: Replan = None,
 ) -> None:
     """Train.
 
@@ -83,11 +95,15 @@ def run(
         raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
     check_restarts(max_restarts)
     _check_fresh(fresh, is_quickstart, resume)
+    replanned = None if replan is None else _replan_settings(replan, launcher, hosts)
     if (notice := rank_notice()) is not None:
         print_error(notice)
     specs = runs.specs(hosts.nnodes)
     check_single_planner(specs, hosts)
     plans = plan_runs(specs)
+    for spec in specs if replanned is not None else ():
+        if not spec.checkpoint.on_signal:
+            raise UserError(f"--replan {replan}: {spec.name} has checkpoint.on_signal: false; set it to true")
     check_memory(plans, force)
     hosts.check_cluster(plans[0].cluster)
     if dry_run:
@@ -103,12 +119,19 @@ def run(
             job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps, accept_changes)
         if hosts.is_first:
             _print_plans(plans, job.plans, is_resumed=resume is not None)
-        job.start(max_restarts, factory)
+        trained = list(job.plans)
+        if replanned is None:
+            job.start(max_restarts, factory)
+        else:
+            from flexrlhf.launch.replanning import Replanner
+
+            replanner = Replanner(job, {spec.name: spec for spec in specs}, *replanned)
+            trained = replanner.start(max_restarts, factory)
     if hosts.is_first:
-        for plan in job.plans:
+        for plan in trained:
             _print_summary(plan)
-        if job.plans:
-            typer.echo("\n" + "\n".join(next_commands(job.plans[-1], is_quickstart)))
+        if trained:
+            typer.echo("\n" + "\n".join(next_commands(trained[-1], is_quickstart)))
 
 
 def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Force = False) -> None:
@@ -142,6 +165,27 @@ def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:
         raise UserError("--fresh and --resume exclude each other: remove one")
     if fresh and not is_quickstart:
         raise UserError("--fresh: goes with the quick start; a config of your own begins anew without it, so remove it")
+
+
+def _replan_settings(text: str, launcher: str, hosts: Hosts) -> tuple[int, float | None]:
+    """Return the steps between two decisions, and the time of a restart, if that is given. Raises UserError."""
+    if hosts.nnodes > 1 or launcher == "ray" or under_torchrun():
+        raise UserError(
+            f"--replan {text}: goes with the ranks of one machine that this command starts; elsewhere `flexrlhf advise "
+            f"--from RUN` says whether to stop and --resume under another placement"
+        )
+    values = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    try:
+        every, restart = int(values.pop("every")), values.pop("restart", None)
+        seconds = None if restart is None else float(restart)
+        if values or every < LEAST_EVERY or (seconds is not None and not 0 <= seconds < inf):
+            raise ValueError
+    except (KeyError, ValueError):
+        raise UserError(
+            f"--replan {text}: expected every=N, at least {LEAST_EVERY} steps, and perhaps restart=SECONDS, such as "
+            f"every=50,restart=120"
+        ) from None
+    return every, seconds
 
 
 def _check(plans: Sequence[Plan], resume: str | None, is_quickstart: bool, accepts: bool) -> None:

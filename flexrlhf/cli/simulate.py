@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Profile, RunOptions, with_run_options
+from flexrlhf.cli.options import MeasuredIn, Profile, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
@@ -44,6 +45,7 @@ def simulate(
     lags: Lags = None,
     segments: SegmentLengths = None,
     profile: Profile = None,
+    from_: MeasuredIn = None,
     against: Against = None,
     output: Output = None,
     steps: Steps = 4,
@@ -67,11 +69,23 @@ def simulate(
         option, several = "--against" if against else "--output", "--segments" if lags is None else "--lags"
         raise UserError(f"{option}: goes with one run, and {several} compares several")
     measured = read_run(against) if against is not None else None
+    found = None
+    if from_ is not None:
+        from flexrlhf.guideline.advice.replan import measured_text
+        from flexrlhf.guideline.simulation.measured_run import measured_run
+        from flexrlhf.report.run_record import read_record
+
+        found = measured_run(read_record(from_), profile)
+        typer.echo(measured_text(found) + "\n")
+        if not runs.paths:
+            runs = replace(runs, configs=[from_ / "config.yaml"])
     plans = plan_runs(runs.specs())
     if len(plans) > 1 and (against or output):
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     for plan in plans:
-        source, expected = costs_for(plan.spec, profile), read_lengths(lengths, plan, mean_response)
+        source = costs_for(plan.spec, profile) if found is None else found.source
+        is_measured = found is not None and lengths is None and mean_response is None
+        expected = found.lengths if found is not None and is_measured else read_lengths(lengths, plan, mean_response)
         if variants:
             compared = compare_lags(plan.spec, source.costs, expected, read_lags(lags), read_segments(segments, plan))
             typer.echo(format_asynchrony(compared, source) + "\n")

@@ -4,9 +4,10 @@ reported at once."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from flexrlhf.errors import Preempted, UserError
@@ -22,6 +23,8 @@ from flexrlhf.runs.free_space import check_free_space
 from flexrlhf.runs.resume import Resumption, RunOrder, is_finished, keep_runs, resume_runs, resumed
 from flexrlhf.runs.run_directory import prepare_directory, read_status
 
+Watch = Callable[[Path], AbstractContextManager[object]]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -31,12 +34,15 @@ class Job:
     hosts:     nodes of the job
     device:    ``cpu`` or ``cuda``, for all ranks
     launcher:  of the ranks
+    watch:     context that is open while the ranks of this machine run; its argument is the file whose existence makes
+               them save and end
     """
 
     runs: tuple[Resumption, ...]
     hosts: Hosts
     device: str
     launcher: str
+    watch: Watch = nullcontext
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -20,7 +20,7 @@ def start_here(job: Job, max_restarts: int, factory: RankFactory | None) -> bool
         offer = JobOffer(tuple(job.orders), job.hosts.nnodes, max_restarts)
         shares = rendezvous.agree(offer, job.plans, partial(job.terms, max_restarts))
     with job.directories(job.hosts.is_first_node or not shares):
-        return launch(job.orders, job.plans[0], job.hosts, max_restarts, rendezvous, shares, factory)
+        return launch(job.orders, job.plans[0], job.hosts, max_restarts, rendezvous, shares, factory, job.watch)
 
 
 def be_rank(job: Job, max_restarts: int, factory: RankFactory | None) -> bool:

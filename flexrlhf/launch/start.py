@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from socket import gethostname
 from types import FrameType
@@ -24,6 +24,7 @@ from flexrlhf.display.live_display import is_terminal, live_display
 from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
 from flexrlhf.launch.agent import RankAgent
 from flexrlhf.launch.failures import Failure, FailureReporter
+from flexrlhf.launch.job import Watch
 from flexrlhf.launch.lifetime import LAUNCHER, changed_environment, process_directory
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rank_factory import RankFactory
@@ -33,7 +34,7 @@ from flexrlhf.placement.hosts import NVIDIA_DRIVER, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
 from flexrlhf.text import counted
-from flexrlhf.trainer.stop_requests import END_NOW
+from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 
 STOPPED = "stopped; all ranks have ended"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -91,18 +92,19 @@ def launch(
     rendezvous: NodeRendezvous | None = None,
     shares: bool = True,
     factory: RankFactory | None = None,
+    watch: Watch = nullcontext,
 ) -> bool:
     """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
 
-    ``max_restarts``, ``rendezvous``, ``factory``: as of ``start_ranks``. ``shares``: as of ``work``. Returns whether a
-    signal has made the ranks save and end.
+    ``max_restarts``, ``rendezvous``, ``factory``: as of ``start_ranks``. ``shares``: as of ``work``. ``watch``: is open
+    meanwhile. Returns whether a request has made the ranks save and end.
     """
     directories = [order.spec.directory for order in orders]
     with process_directory() as directory:
         file, stop, events = (directory / name for name in ("orders.json", "stop", "events.jsonl"))
         file.write_bytes(ORDERS.dump_json(orders))
         saves = all(order.spec.checkpoint.on_signal for order in orders)
-        with saving_on_signals(stop, saves):
+        with saving_on_signals(stop, saves), watch(stop):
             ranks = ["flexrlhf.launch.rank", str(file), str(stop), SHARED if shares else OWN]
             with _displayed(events, plan, hosts) as further:
                 ranks += further
@@ -133,10 +135,10 @@ def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
         return
 
     def request(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGTERM and stop.exists():
+        if number == signal.SIGTERM and stop.exists() and stop.read_text() != REPLAN:
             stop.write_text(END_NOW)
             raise SignalException("ended by a second SIGTERM", signal.SIGTERM)
-        stop.touch()
+        stop.write_text("")
 
     before = {number: signal.signal(number, request) for number in SAVING}
     try:

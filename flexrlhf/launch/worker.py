@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,6 +57,7 @@ def work(
     begin: Job | None = None,
     shares: bool = True,
     events_file: Path | None = None,
+    launched: float | None = None,
 ) -> bool:
     """Execute runs in order on this rank; all runs of a command share the job's ranks.
 
@@ -65,7 +67,9 @@ def work(
     begin:        of a job without a launcher of ours: its ranks agree by themselves before anything is written.
     shares:       whether this machine mounts the directories of rank 0's; without ``begin``, which finds it out.
     events_file:  that the launcher displays; None: rank 0 prints plain lines.
+    launched:     when the launcher began to start this rank, in seconds since the epoch; None: now.
     """
+    launched = launched or time.time()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     timeout_seconds = max(order.spec.timeout_seconds for order in orders)
@@ -83,7 +87,7 @@ def work(
         send: Send = discard
         if world.rank == 0:
             send = print_plainly() if events_file is None else EventFile(events_file)
-        rank = _Rank(world, files, MemoryMeter(world.device), stops, watch, send)
+        rank = _Rank(world, files, MemoryMeter(world.device), stops, watch, send, time.time() - launched)
         if stop_file is None:
             stops.install_handlers()
         for index, order in enumerate(orders):
@@ -132,7 +136,7 @@ def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -
 
 @dataclass(frozen=True)
 class _Rank:
-    """Parts of a rank that all its runs share."""
+    """Parts of a rank that all its runs share. ``join_seconds``: time until it had joined the others."""
 
     world: World
     files: RunFiles
@@ -140,6 +144,7 @@ class _Rank:
     stops: StopRequests
     watch: RankWatch
     send: Send
+    join_seconds: float
 
 
 def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
@@ -147,7 +152,7 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
 
     ``earlier``: directories of the runs before it.
     """
-    world, files, directory = rank.world, rank.files, order.spec.directory
+    world, files, directory, began = rank.world, rank.files, order.spec.directory, time.time()
     files.receive_inputs(order.spec, earlier, world)
     plan = make_plan(order.spec)
     name, send = plan.spec.name, rank.send
@@ -166,12 +171,16 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         trainer = Trainer(opened, start)
         if start is not None:
             files.remove_checkpoint(plan, world)
+        start_seconds = rank.join_seconds + time.time() - began
+        if files.keeps:
+            first = 0 if start is None else start.next_step
+            write_status(directory, RunStatus("running", first, plan.spec.steps, start_seconds))
         next_step = trainer.run()
         opened.close()
     send(RunEnds(name, next_step))
     if files.keeps:
         is_finished = next_step == plan.spec.steps
-        status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps)
+        status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps, start_seconds)
         with writing_to(directory):
             write_status(directory, status)
     return next_step
@@ -221,7 +230,10 @@ def main(orders_file: str, stop_file: str, directories: str, events_file: str = 
     with ErrorReport():
         events = Path(events_file) if events_file else None
         shares, stop, orders = directories != OWN, Path(stop_file), ORDERS.validate_json(Path(orders_file).read_bytes())
-        if not work(orders, stop, shares=shares, events_file=events):
+        # the launcher writes the orders when it begins; a further attempt begins now
+        is_first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+        launched = Path(orders_file).stat().st_mtime if is_first else None
+        if not work(orders, stop, shares=shares, events_file=events, launched=launched):
             # the request may have come to another machine
             stop.touch()
 

@@ -20,6 +20,8 @@ from flexrlhf.text import counted
 from flexrlhf.timeline import Span, read_trace
 
 CONFIG, PLAN, METRICS, SAMPLES, TRACE = "config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json"
+REPLANS = "replans.jsonl"
+"""Decisions of a run whether to go on under another placement."""
 MOST_FAILURES = 8
 """Reasons of a failed run that are shown."""
 
@@ -44,6 +46,7 @@ class RunContents:
     failures:   reasons of ranks that failed, a sentence each
     notes:      sentences on what is missing
     alias:      name in the page, if the config's is another run's, too
+    replans:    decisions whether to go on under another placement
     """
 
     directory: Path
@@ -59,6 +62,7 @@ class RunContents:
     failures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     alias: str = ""
+    replans: tuple[Row, ...] = ()
 
     @property
     def name(self) -> str:
@@ -92,6 +96,7 @@ def read_contents(directory: Path) -> RunContents:
         facts,
         tuple(_failures(directory)) if state == "failed" else (),
         tuple(notes),
+        replans=tuple(_read_rows(directory / REPLANS, notes)),
     )
 
 
@@ -151,7 +156,8 @@ def _read_rows(path: Path, notes: list[str]) -> Iterator[Row]:
 def _read_timeline(directory: Path, notes: list[str]) -> tuple[tuple[Span, ...], Row]:
     """Return the spans of a run and the metadata of its timeline: of its end, or of its logs until then."""
     path = directory / TRACE
-    if path.is_file():
+    # a run that goes on has the one of its last end
+    if path.is_file() and not is_in_use(directory):
         try:
             facts = json.loads(path.read_text())["otherData"]
             return tuple(read_trace(path)), dict(facts)

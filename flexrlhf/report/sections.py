@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from flexrlhf.config.yaml_io import read_yaml
@@ -256,6 +257,7 @@ def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
     if seconds:
         mean = sum(seconds) / len(seconds)
         facts += [("seconds a step", f"{mean:.3g}"), ("total", seconds_text(sum(seconds)))]
+    facts += [("re-planned", replan_text(each, contents.rows)) for each in contents.replans if each["switches"]]
     if isinstance(run.prediction, Prediction):
         simulation = run.prediction.simulation
         facts.append(("predicted step", seconds_text(simulation.seconds)))
@@ -265,6 +267,17 @@ def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
         if values:
             facts.append(_trend(metric, values))
     return facts
+
+
+def replan_text(decision: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a decision to go on under another placement, with the time of a step before and after."""
+    after = [row["seconds"] for row in rows if row["step"] > decision["step"]]
+    measured = f", measured {seconds_text(median(after))}" if after else ""
+    return (
+        f"after step {decision['step']}: {decision['before']} → {decision['after']}; "
+        f"{seconds_text(decision['seconds'])} a step before, {seconds_text(decision['predicted_after'])} predicted"
+        f"{measured} after"
+    )
 
 
 def _trend(metric: str, values: Sequence[float]) -> tuple[str, str]:

@@ -37,14 +37,17 @@ _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 class RunStatus:
     """Progress of a run, in its directory.
 
-    state:      ``running`` also if it was killed; ``stopped`` by a signal, with a checkpoint
-    next_step:  the first step that is not trained on
-    steps:      steps of the whole run
+    state:          ``running`` also if it was killed; ``stopped`` by a signal, with a checkpoint
+    next_step:      the first step that is not trained on
+    steps:          steps of the whole run
+    start_seconds:  time from the start of its ranks to its first instruction; None: of an older version, or not there
+                    yet
     """
 
     state: Literal["running", "stopped", "finished"]
     next_step: int
     steps: int
+    start_seconds: float | None = None
 
 
 def write_status(directory: Path, status: RunStatus) -> None:

@@ -120,7 +120,7 @@ def _prepare(plan: Plan, world: World, store: dist.Store, files: RunFiles, next_
     if files.keeps:
         directory = plan.spec.directory
         set_aside_checkpoints(directory, next_step + 1)
-        for name in ("metrics.jsonl", "samples.jsonl", "rows.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "rows.jsonl", "replans.jsonl"):
             trim_lines(directory / name, "step", next_step)
         for path in (directory / "timeline").glob("*.jsonl"):
             trim_lines(path, "next_step", next_step + 1)

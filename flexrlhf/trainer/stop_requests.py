@@ -17,6 +17,8 @@ import torch.distributed as dist
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 END_NOW = "now"
 """Contents of the file of a request once a second signal has come: the ranks end without saving."""
+REPLAN = "replan"
+"""Contents of the file of a request after which the launcher goes on under another placement."""
 STOP, CONTINUE = "stop", "continue"
 
 

@@ -1,0 +1,142 @@
+"""Decision of a run whether to go on under another placement: by its own times, and the lengths that it has now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flexrlhf.config.number_settings import differing_settings
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.advise import SECONDS, Advice, advise
+from flexrlhf.guideline.advice.candidates import FeasibleCandidate
+from flexrlhf.guideline.simulation.measured_run import MeasuredRun
+from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.placement.cluster import has_known_gpus, make_cluster
+from flexrlhf.plan.changes import OF_MODELS, SettingChange, changed_spec
+from flexrlhf.plan.plan import Plan
+from flexrlhf.text import counted, ranks_text
+
+
+@dataclass(frozen=True)
+class Replan:
+    """Comparison of a run's placement with another one, over its remaining steps.
+
+    run:             what it has measured
+    advice:          placements under which its numbers are the same
+    restart_seconds: time that a restart takes
+    """
+
+    run: MeasuredRun
+    advice: Advice
+    restart_seconds: float
+
+    @property
+    def remaining(self) -> int:
+        """Steps that are left."""
+        return self.run.record.plan.spec.steps - self.run.next_step
+
+    @property
+    def best(self) -> FeasibleCandidate:
+        return self.advice.best
+
+    @property
+    def saved(self) -> float:
+        """Predicted time by which a step is shorter under the other placement; negative if it is longer."""
+        return self.run.simulation.seconds - self.best.seconds
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the predictions of the two steps differ by more than a tie."""
+        return self.saved > self.advice.margin * self.best.seconds
+
+    @property
+    def gain(self) -> float:
+        """Predicted time by which the run ends sooner, the restart included."""
+        return self.remaining * self.saved - self.restart_seconds
+
+    @property
+    def switches(self) -> bool:
+        return self.is_clear and self.gain > 0
+
+
+def replan(
+    run: MeasuredRun,
+    restart_seconds: float,
+    written: Spec | None = None,
+    seconds_limit: float = SECONDS,
+    margin: float | None = None,
+) -> Replan:
+    """Compare the placement of ``run`` with the one that ``advise`` would use now.
+
+    restart_seconds:  time that a restart takes
+    written:          the run's YAML, whose settings stay; None: settings of models are chosen again on known GPUs
+    seconds_limit:    work of the searches, as of ``advise``
+    margin:           as of ``advise``; None: by the accuracy of measurements
+
+    Raises UserError if no placement fits, or the numbers of the run would be others under it.
+    """
+    margin = run.source.accuracy.tie if margin is None else margin
+    spec = reopened(run.record.plan.spec, written)
+    advice = advise(spec, run.source.costs, run.lengths, seconds_limit, margin, explains=False)
+    changed = differing_settings(run.record.plan.spec, advice.best.plan.spec)
+    if changed:
+        raise UserError(f"{spec.name}: under the placement that is advised {changed[0]}, which changes its numbers")
+    return Replan(run, advice, restart_seconds)
+
+
+def reopened(spec: Spec, written: Spec | None = None) -> Spec:
+    """Return the resolved ``spec`` of a run with its placement open, its chunks and, on known GPUs, settings of models
+    that time and memory depend on, unless they are ``written``. What numbers depend on stays."""
+    return changed_spec(spec, tuple(_openings(spec, written)))
+
+
+def _openings(spec: Spec, written: Spec | None) -> Iterator[SettingChange]:
+    yield SettingChange("placement", None)
+    schedule = frozenset() if written is None else written.schedule.model_fields_set
+    yield from (SettingChange(f"schedule.{name}") for name in ("strategy", "num_chunks") if name not in schedule)
+    if not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
+        # of devices without figures no other settings than those of the run are measured
+        return
+    for role, model in spec.models:
+        if model is None or role == "all":
+            continue
+        own = None if written is None else written.models.of(role) or written.models.all
+        kept = frozenset() if own is None else own.model_fields_set
+        yield from (SettingChange(f"models.{role}.{name}") for name in OF_MODELS if name not in kept)
+        if model.shadow is not None and "shadow" not in kept:
+            yield SettingChange(f"models.{role}.shadow")
+
+
+def format_replan(found: Replan) -> str:
+    """Return the decision in words, a sentence a line."""
+    run, best = found.run, found.best
+    lines = [
+        measured_text(run),
+        f"its placement: {places_text(run.record.plan)}",
+        f"advised now: {places_text(best.plan)}; {seconds_text(best.seconds)} a step as predicted",
+    ]
+    if not found.is_clear:
+        lines.append(f"no difference beyond the accuracy of predictions ({found.advice.margin:.0%}): go on as it is")
+        return "\n".join(lines)
+    steps, restart = counted(found.remaining, "remaining step"), seconds_text(found.restart_seconds)
+    lines.append(f"saves {seconds_text(found.remaining * found.saved)} in {steps}, and a restart takes {restart}")
+    lines[-1] += ": switch" if found.switches else ": go on as it is"
+    return "\n".join(lines)
+
+
+def measured_text(run: MeasuredRun) -> str:
+    """Return the measurements of a run that predictions start from."""
+    first, last = run.steps[0], run.steps[-1]
+    return (
+        f"{run.record.plan.spec.name}: steps {first}-{last} took {seconds_text(run.seconds)} each (predicted "
+        f"{seconds_text(run.simulation.seconds)}), with responses of {run.lengths.mean_response:.4g} tokens in the mean"
+    )
+
+
+def places_text(plan: Plan) -> str:
+    """Return the models by their ranks."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for model in plan.placement.models:
+        by_ranks.setdefault(model.ranks, []).append(model.name)
+    return "; ".join(f"{', '.join(names)} on {ranks_text(ranks)}" for ranks, names in by_ranks.items())

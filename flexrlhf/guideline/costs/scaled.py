@@ -1,0 +1,68 @@
+"""Costs of another cost model, scaled by the times that a run has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh, Traffic, Transformer
+from flexrlhf.operators.graph import CallKind
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.routes import Primitive
+
+CallWork = tuple[CallKind, str, Transformer]
+"""Kind of a call, its engine, its model."""
+Work = CallWork | Literal["combine", "sync", "switch"]
+
+
+@dataclass(frozen=True)
+class ScaledCosts:
+    """CostModel of a run.
+
+    costs:    cost model that is scaled
+    factors:  measured over predicted time of each work that the run has timed
+    usual:    the same of all its calls together, for all other work
+    """
+
+    costs: CostModel
+    factors: Mapping[Work, float]
+    usual: float
+
+    def call(self, call: Call, mesh: Mesh) -> Cost:
+        return _scaled(self.costs.call(call, mesh), self._factor_of(call))
+
+    def combine(self, rows: int, width: float) -> Cost:
+        return _scaled(self.costs.combine(rows, width), self.factors.get("combine", self.usual))
+
+    def move(self, primitive: Primitive, traffic: Traffic, links: Links) -> Cost:
+        return _scaled(self.costs.move(primitive, traffic, links), self.usual)
+
+    def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
+        cost = self.costs.sync(traffic, gathered, num_tensors, links)
+        return _scaled(cost, self.factors.get("sync", self.usual))
+
+    def switch(self, size: int, device: DeviceClass) -> Cost:
+        return _scaled(self.costs.switch(size, device), self.factors.get("switch", self.usual))
+
+    def save(self, size: int) -> Cost:
+        return self.costs.save(size)
+
+    def _factor_of(self, call: Call) -> float:
+        """Return the factor of the calls most like ``call``: of its kind, engine and model; else the mean of its kind
+        and engine, or of its kind."""
+        work = call.kind, call.engine, call.model
+        for common in (3, 2, 1):
+            found = list(self._factors_like(work[:common]))
+            if found:
+                return sum(found) / len(found)
+        return self.usual
+
+    def _factors_like(self, beginning: tuple[object, ...]) -> Iterator[float]:
+        for work, factor in self.factors.items():
+            if work[: len(beginning)] == beginning:
+                yield factor
+
+
+def _scaled(cost: Cost, factor: float) -> Cost:
+    return Cost({name: factor * seconds for name, seconds in cost.parts.items()})

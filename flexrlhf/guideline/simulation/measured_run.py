@@ -1,0 +1,229 @@
+"""Measurements of a run that predictions start from: times of its instructions, and lengths of its recent steps.
+
+An instruction takes from when its last rank begins it to when its last rank ends it, so without the waiting of ranks
+for each other. Times are compared with a prediction for the lengths of the same steps; what differs becomes a factor of
+each kind of call, engine and model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.costs.cost_model import transformer_of
+from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
+from flexrlhf.guideline.costs.scaled import ScaledCosts, Work
+from flexrlhf.guideline.simulation.calls import engine_of
+from flexrlhf.guideline.simulation.inputs import (
+    CostSource,
+    TextLengths,
+    costs_for,
+    lengths_in_data,
+    ordinary_cpu,
+    truncated,
+    truncated_exponential,
+)
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Run, Sync
+from flexrlhf.timeline import Span
+
+RECENT_STEPS = 10
+"""Steps whose times and lengths are taken, the last ones."""
+LEAST_STEPS = 2
+"""Steps that a run must have, in addition to the first one, in which libraries load."""
+LEAST_SAMPLES = 8
+"""Samples whose lengths give the shape of their distribution."""
+LEAST_SHARE = 0.02
+"""Share of a step below which work gives no factor: it is the trainer's time around it, which no size changes."""
+
+Row = Mapping[str, Any]
+_Key = tuple[str, str, int | None]
+"""Kind, label and chunk of an instruction."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Content of a run's directory.
+
+    directory:  of the run
+    plan:       its plan, of its ``config.yaml``
+    rows:       of its metrics
+    samples:    of its responses
+    spans:      of its timeline
+    """
+
+    directory: Path
+    plan: Plan
+    rows: Sequence[Row]
+    samples: Sequence[Row]
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """Times of a run, and predictions that start from them.
+
+    record:      the run
+    steps:       settled steps that were measured, the last ones
+    seconds:     median time of one
+    warm_up:     time that the first step took in addition
+    lengths:     of their texts
+    source:      costs that are scaled to their times
+    """
+
+    record: RunRecord
+    steps: tuple[int, ...]
+    seconds: float
+    warm_up: float
+    lengths: TextLengths
+    source: CostSource
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Prediction of a step with these costs and lengths."""
+        return simulate(self.record.plan, self.source.costs, self.lengths)
+
+    @property
+    def next_step(self) -> int:
+        """The first step whose metrics are not there."""
+        return int(self.record.rows[-1]["step"]) + 1
+
+
+def measured_run(record: RunRecord, profile: Path | None = None) -> MeasuredRun:
+    """Return the measurements of a run. ``profile``: measurements of the machine to scale, if not those of
+    ``costs_for``.
+
+    Raises UserError for a run without steps to measure.
+    """
+    steps = _settled_steps(record)
+    by_step = {row["step"]: float(row["seconds"]) for row in record.rows}
+    seconds = median(by_step[step] for step in steps)
+    lengths, base = _recent_lengths(record, steps), _base_costs(record.plan.spec, profile)
+    predicted = simulate(record.plan, base.costs, lengths)
+    scaled = _scaled_costs(predicted, _measured_times(record, steps), base)
+    source = CostSource(scaled, f"times of {record.directory}, by {base.name}", FROM_MEASUREMENTS)
+    first = next(iter(by_step.values()))
+    return MeasuredRun(record, steps, seconds, max(0.0, first - seconds), lengths, source)
+
+
+def _base_costs(spec: Spec, profile: Path | None) -> CostSource:
+    """Return the costs to scale: those of ``costs_for``, else of another machine, whose factors differ more."""
+    try:
+        return costs_for(spec, profile)
+    except UserError:
+        if profile is not None:
+            raise
+        return ordinary_cpu(spec)
+
+
+def _settled_steps(record: RunRecord) -> tuple[int, ...]:
+    """Return the last steps with metrics whose spans are the instructions of the plan, the first such step left out.
+
+    A run that went on under another placement has spans of both.
+    """
+    plan = record.plan
+    planned = [each for each in plan.schedule.instructions if not each.is_rare and each.period == 1]
+    expected = Counter((*_key(each), rank) for each in planned for rank in each.ranks)
+    others = {_key(each) for each in plan.schedule.instructions if each.is_rare or each.period > 1}
+    found: dict[int, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+    for span in record.spans:
+        key = span.kind, span.label, span.chunk
+        if span.kind not in ("save", "eval", "checkpoint") and key not in others:
+            found[span.step][(*key, span.rank)] += 1
+    known = {row["step"] for row in record.rows}
+    steps = [step for step in sorted(found) if step in known and found[step] == expected][1:]
+    if len(steps) < LEAST_STEPS:
+        raise UserError(
+            f"--from {record.directory}: {len(steps)} settled steps of its placement in the timeline, expected at "
+            f"least {LEAST_STEPS}; let it train longer"
+        )
+    return tuple(steps[-RECENT_STEPS:])
+
+
+def _key(instruction: Instruction) -> _Key:
+    return instruction.kind, instruction.label, instruction.chunk
+
+
+def _measured_times(record: RunRecord, steps: Sequence[int]) -> dict[_Key, float]:
+    """Return the time of each instruction, the median over ``steps``."""
+    starts: dict[tuple[_Key, int], float] = {}
+    ends: dict[tuple[_Key, int], float] = {}
+    chosen = set(steps)
+    for span in record.spans:
+        if span.step in chosen:
+            key = (span.kind, span.label, span.chunk), span.step
+            starts[key], ends[key] = max(span.start, starts.get(key, 0.0)), max(span.end, ends.get(key, 0.0))
+    times: dict[_Key, list[float]] = defaultdict(list)
+    for key, start in starts.items():
+        times[key[0]].append(max(0.0, ends[key] - start))
+    return {key: median(each) for key, each in times.items()}
+
+
+def _scaled_costs(predicted: Simulation, times: Mapping[_Key, float], base: CostSource) -> ScaledCosts:
+    """Return the costs of ``base`` with factors by which ``times`` differ from ``predicted``."""
+    expected: dict[Work, float] = defaultdict(float)
+    measured: dict[Work, float] = defaultdict(float)
+    for item in predicted.regular:
+        work = _work_of(predicted.plan, item.instruction)
+        if work is not None and _key(item.instruction) in times:
+            expected[work] += item.cost.seconds
+            measured[work] += times[_key(item.instruction)]
+    calls = [work for work in expected if isinstance(work, tuple)]
+    total = sum(measured[work] for work in calls), sum(expected[work] for work in calls)
+    step = sum(measured.values()), sum(expected.values())
+    factors = {
+        work: measured[work] / expected[work]
+        for work in expected
+        if measured[work] >= LEAST_SHARE * step[0] and expected[work] >= LEAST_SHARE * step[1]
+    }
+    return ScaledCosts(base.costs, factors, total[0] / total[1])
+
+
+def _work_of(plan: Plan, instruction: Instruction) -> Work | None:
+    """Return the work of an instruction whose span is its time; None for others."""
+    match instruction:
+        case Run() if instruction.operator.call is None:
+            return "combine"
+        case Run():
+            model = plan.placement[instruction.model]
+            assert instruction.operator.call is not None, "a call"
+            shape = transformer_of(plan.shapes[model.role], model.head, is_adapted=model.settings.lora is not None)
+            return instruction.operator.call, engine_of(model), shape
+        case Sync() if not instruction.proceeds_in_background:
+            return "sync"
+        case Offload() | Reload():
+            return "switch"
+    return None
+
+
+def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:
+    """Return the lengths of the texts of ``steps``: responses with the mean of the metrics, distributed as the samples
+    or, without enough of them, exponentially; those in the data if no responses are generated."""
+    known, longest = lengths_in_data(record.plan), record.plan.lengths.response
+    means = [row["response_length"] for row in record.rows if row["step"] in steps and "response_length" in row]
+    if not means:
+        return known
+    mean = max(1.0, sum(means) / len(means))
+    recent = [*_sampled_lengths(record.samples, steps[0])]
+    sampled = recent if len(recent) >= LEAST_SAMPLES else [*_sampled_lengths(record.samples, 0)]
+    if mean >= longest:
+        responses: tuple[float, ...] = (longest,)
+    elif len(sampled) >= LEAST_SAMPLES:
+        responses = truncated(sorted(sampled), mean, longest)
+    else:
+        responses = truncated_exponential(mean, longest)
+    return TextLengths(known.prompt, responses, known.prompts)
+
+
+def _sampled_lengths(samples: Iterable[Row], from_step: int) -> Iterator[float]:
+    for each in samples:
+        if each.get("rows") == "training" and each["step"] >= from_step and each.get("length"):
+            yield float(each["length"])

@@ -1,0 +1,38 @@
+"""Record of a run for predictions that start from it, and the time that a restart of it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.simulation.measured_run import MeasuredRun, RunRecord
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.report.run_contents import read_contents
+from flexrlhf.runs.free_space import planned_disk
+from flexrlhf.runs.run_directory import read_status
+
+
+def read_record(directory: Path, plan: Plan | None = None) -> RunRecord:
+    """Return the record of the run in ``directory``. ``plan``: None: that of its config.
+
+    Raises UserError if there is no run in it, or no plan can be made of its config.
+    """
+    contents = read_contents(directory)
+    if contents.spec is None:
+        raise UserError(f"run {directory}: {contents.notes[0]}")
+    return RunRecord(directory, plan or make_plan(contents.spec), contents.rows, contents.samples, contents.spans)
+
+
+def restart_seconds(run: MeasuredRun) -> float:
+    """Return the time of a restart: the start as measured, writing and reading a checkpoint, and the time that a first
+    step takes in addition. Raises UserError if the start was not measured."""
+    directory, plan = run.record.directory, run.record.plan
+    status = read_status(directory)
+    if status is None or status.start_seconds is None:
+        raise UserError(
+            f"run {directory}: its status.json has no start_seconds, so that the time of a restart is not known; it is "
+            f"of an older version"
+        )
+    copies = 2 * run.source.costs.save(planned_disk(plan).checkpoint).seconds
+    return status.start_seconds + copies + run.warm_up
