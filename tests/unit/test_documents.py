@@ -32,10 +32,12 @@ from flexrlhf.config.job_secret import MAKE
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import dump_spec, load_spec
 from flexrlhf.config.strict_model import mappings
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import CORPUS, config_paths, prepare_corpus
 from flexrlhf.guideline.costs.measurements import VERSION
+from flexrlhf.runs.run_directory import RunStatus, write_status
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -126,10 +128,12 @@ def make_model(path: str, head: str, **changes: int) -> None:
 
 
 def leave_a_run() -> None:
-    """Timeline and metrics of ``my-ppo``, and a profile of the machine, in their own formats."""
+    """Config, status, timeline and metrics of ``my-ppo``, and a profile of the machine, in their own formats."""
     runs = Path("runs")
     (runs / "my-ppo").mkdir()
-    (runs / "my-ppo" / "metrics.jsonl").write_text(json.dumps(METRICS) + "\n")
+    (runs / "my-ppo" / "metrics.jsonl").write_text("".join(json.dumps(METRICS | {"step": n}) + "\n" for n in range(4)))
+    (runs / "my-ppo" / "config.yaml").write_text(dump_spec(load_spec(BASE)))
+    write_status(runs / "my-ppo", RunStatus("stopped", 4, 100, start_seconds=9.0))
     (runs / "profile.json").write_text(json.dumps(PROFILE))
     invoke("simulate", BASE, "-o", "runs/my-ppo/timeline.json")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
+from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import SECONDS, Advice, advise
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
@@ -16,6 +18,9 @@ from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.plan.changes import OF_MODELS, SettingChange, changed_spec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text
+
+OF_SHADOW = tuple(name for name in OF_MODELS if name in ShadowSpec.model_fields)
+"""Settings of shadows that are chosen."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +97,27 @@ def reopened(spec: Spec, written: Spec | None = None) -> Spec:
 
 
 def _openings(spec: Spec, written: Spec | None) -> Iterator[SettingChange]:
+    is_open = has_known_gpus(spec.cluster, make_cluster(spec.cluster))
     yield SettingChange("placement", None)
-    schedule = frozenset() if written is None else written.schedule.model_fields_set
-    yield from (SettingChange(f"schedule.{name}") for name in ("strategy", "num_chunks") if name not in schedule)
-    if not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
-        # of devices without figures no other settings than those of the run are measured
-        return
+    # values that no YAML has stay, too
+    yield from (SettingChange("schedule.lag", spec.schedule.lag), SettingChange("rollout.engine", spec.rollout.engine))
+    sections: list[tuple[str, StrictModel, StrictModel | None, Sequence[str], bool]] = [
+        ("schedule", spec.schedule, written and written.schedule, ("strategy", "num_chunks"), True),
+        ("rollout", spec.rollout, written and written.rollout, ("tp", "kv_tokens"), is_open),
+    ]
     for role, model in spec.models:
-        if model is None or role == "all":
-            continue
         own = None if written is None else written.models.of(role) or written.models.all
-        kept = frozenset() if own is None else own.model_fields_set
-        yield from (SettingChange(f"models.{role}.{name}") for name in OF_MODELS if name not in kept)
-        if model.shadow is not None and "shadow" not in kept:
-            yield SettingChange(f"models.{role}.shadow")
+        if isinstance(model, ModelSpec) and role != "all":
+            for name in ("engine", "dtype"):
+                yield SettingChange(f"models.{role}.{name}", getattr(model, name))
+            sections.append((f"models.{role}", model, own, OF_MODELS, is_open))
+            if model.shadow is not None:
+                sections.append((f"models.{role}.shadow", model.shadow, own and own.shadow, OF_SHADOW, is_open))
+    for path, section, by_user, names, is_chosen in sections:
+        for name in names:
+            # of devices without figures only placements are compared
+            is_kept = not is_chosen or (by_user is not None and name in by_user.model_fields_set)
+            yield SettingChange(f"{path}.{name}", getattr(section, name) if is_kept else ...)
 
 
 def format_replan(found: Replan) -> str:
