@@ -32,6 +32,15 @@ SegmentLengths = Annotated[
     str | None,
     typer.Option("--segments", metavar="T,T", help="the same, with responses generated in segments of T tokens"),
 ]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[CHANGE]",
+        help="compare with a changed run: rollout=fp8|bfloat16|..., cache=fp8, speculative=ACCEPTANCE[:TOKENS[:COST]], "
+        "network=GB/S|2x, link=GB/S|2x, devices=2x, reward=SECONDS, several together with commas; repeatable; without "
+        "a value some of each",
+    ),
+]
 Against = Annotated[Path | None, typer.Option(help="timeline.json of a run to compare with")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the timeline as a Chrome trace")]
 Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
@@ -44,6 +53,7 @@ def simulate(
     mean_response: MeanResponse = None,
     lags: Lags = None,
     segments: SegmentLengths = None,
+    what_if: WhatIf = None,
     profile: Profile = None,
     from_: MeasuredIn = None,
     against: Against = None,
@@ -61,13 +71,18 @@ def simulate(
     from flexrlhf.guideline.simulation.lengths import read_lengths
     from flexrlhf.guideline.simulation.simulate import is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
+    from flexrlhf.guideline.simulation.what_if import what_if as find_outcomes
+    from flexrlhf.guideline.simulation.what_if_text import format_what_if
 
     if output is not None:
         check_output(output, "--output", "trace.json", is_simulated, (*runs.paths, profile, against))
-    variants = lags is not None or segments is not None
-    if variants and (against or output):
-        option, several = "--against" if against else "--output", "--segments" if lags is None else "--lags"
-        raise UserError(f"{option}: goes with one run, and {several} compares several")
+    given = {"--lags": lags, "--segments": segments, "--what-if": what_if}
+    several = [option for option, value in given.items() if value is not None]
+    if several and (against or output):
+        option = "--against" if against else "--output"
+        raise UserError(f"{option}: goes with one run, and {several[0]} compares several")
+    if what_if and len(several) > 1:
+        raise UserError(f"--what-if: not together with {several[0]}; give one of them")
     measured = read_run(against) if against is not None else None
     found = None
     if from_ is not None:
@@ -86,7 +101,11 @@ def simulate(
         source = costs_for(plan.spec, profile) if found is None else found.source
         is_measured = found is not None and lengths is None and mean_response is None
         expected = found.lengths if found is not None and is_measured else read_lengths(lengths, plan, mean_response)
-        if variants:
+        if what_if:
+            outcomes = find_outcomes(plan, source.costs, expected, what_if)
+            typer.echo(format_what_if(plan, outcomes, source) + "\n")
+            continue
+        if several:
             compared = compare_lags(plan.spec, source.costs, expected, read_lags(lags), read_segments(segments, plan))
             typer.echo(format_asynchrony(compared, source) + "\n")
             continue

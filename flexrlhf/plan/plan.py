@@ -179,10 +179,10 @@ class Plan:
         node_of = self.cluster.node_of if self.cluster.num_nodes > 1 else None
         return Sizing(self.placement, self.shapes, texts, self.spec.sync, own_texts(self.lengths, texts), node_of)
 
-    def memory(self, rank: int) -> RankMemory:
-        """Return the memory of ``rank`` by model and phase."""
+    def memory(self, rank: int, sizing: Sizing | None = None) -> RankMemory:
+        """Return the memory of ``rank`` by model and phase. ``sizing``: in place of that of the plan."""
         work = workload(self.schedule.for_rank(rank), self.placement, self.batch, rank)
-        return rank_memory(self.sizing, rank, work, self._start(rank), self.row_bytes_in_flight(rank))
+        return rank_memory(sizing or self.sizing, rank, work, self._start(rank), self.row_bytes_in_flight(rank))
 
     def row_bytes_in_flight(self, rank: int) -> int:
         """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps."""
@@ -209,9 +209,13 @@ class Plan:
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        """DeviceMemory of every rank; ranks with the same work share one computation."""
+        """Memory of every rank."""
+        return self.memories_by(self.sizing)
+
+    def memories_by(self, sizing: Sizing) -> tuple[RankMemory, ...]:
+        """Return the memory of every rank; ranks with the same work share one computation."""
         alike = first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
-        computed = {rank: self.memory(rank) for rank in set(alike.values())}
+        computed = {rank: self.memory(rank, sizing) for rank in set(alike.values())}
         return tuple(replace(computed[first], rank=rank) for rank, first in sorted(alike.items()))
 
 

@@ -31,7 +31,14 @@ def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the time of ``call.rows`` prompts and their responses on one replica."""
     phases = decode_phases(profile.batching, call.rows, call.decode_rows, call.responses, call.is_exact)
     prefill = {"prefill": prefill_cost(call, mesh, profile).seconds}
-    return Cost(prefill | _Step.of(call, mesh, profile).through(phases, call.prompt))
+    step, speculation = _Step.of(call, mesh, profile), call.speculation
+    if speculation is None:
+        return Cost(prefill | step.through(phases, call.prompt))
+    each = list(phases)
+    drafting = speculation.drafting * sum(step.through(each, call.prompt).values())
+    steps, tokens = speculation.steps, 1 + speculation.drafted
+    verified = [replace(phase, steps=steps * phase.steps, tokens=tokens) for phase in each]
+    return Cost(prefill | step.through(verified, call.prompt) | {"drafting": drafting})
 
 
 def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile) -> Cost:
@@ -117,7 +124,7 @@ class _Step:
         if launch and mesh.tp > 1:
             launch += profile.launch_tp_seconds
         return cls(
-            weights=slower * call.item * read / (FIGURES.weights * bandwidth),
+            weights=slower * call.weight_share * call.item * read / (FIGURES.weights * bandwidth),
             row=slower * 2 * read / (mesh.tp * device.matmul * device.tflops * 1e12),
             token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp),
             layers=_layers_seconds(call, mesh, profile),
@@ -139,9 +146,9 @@ class _Step:
         steps = live = matrices = cache = reduce = launch = gather = 0.0
         for phase in phases:
             rows = phase.rows
-            multiplied = (read + (rows * self.row) ** blend) ** (1 / blend)
+            multiplied = (read + (rows * phase.tokens * self.row) ** blend) ** (1 / blend)
             cached = rows * (prompt + phase.age) * self.token
-            reduced = self.reduces * self.reduce_seconds(self.message * rows) if self.reduces else 0.0
+            reduced = self.reduces * self.reduce_seconds(self.message * rows * phase.tokens) if self.reduces else 0.0
             steps += phase.steps
             live += phase.steps * rows
             matrices += phase.steps * multiplied
@@ -181,11 +188,13 @@ class DecodePhase:
     steps:  steps, on the average
     rows:   live rows
     age:    tokens of their responses so far
+    tokens: tokens of a row that a step computes
     """
 
     steps: float
     rows: float
     age: float
+    tokens: int = 1
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,8 @@ class MeasuredCosts:
         here, there = mesh.tp * mesh.pp, times.tp
         width = times.width if call.kind == "generate" or times.row is None else times.row
         flops = token_flops(call.model, call.row_width) / token_flops(times.model, width) * there / here
-        more = call.item * call.model.parameters / here - times.item * times.model.parameters / there
+        read = call.weight_share * call.item * call.model.parameters / here
+        more = read - times.item * times.model.parameters / there
         return ShapeRatio(call.model.layers / mesh.pp / times.model.layers, flops, more)
 
     def _forward(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
@@ -215,7 +216,9 @@ class MeasuredCosts:
         ]
         # the first token comes with the prompt
         decode = sum(number * seconds for number, seconds in steps) - (steps[0][1] if steps else 0.0)
-        return {"prefill": rounds * prefill, "decode": rounds * max(0.0, decode)}
+        # of a verification only the time of one step is known, as if its tokens were computed at once
+        each = 1.0 if call.speculation is None else call.speculation.steps + call.speculation.drafting
+        return {"prefill": rounds * prefill, "decode": rounds * max(0.0, decode) * each}
 
     def _train(self, call: Call, mesh: Mesh, times: ModelTimes) -> dict[str, float]:
         dp = mesh.dp if mesh.dp in times.train else min(times.train)
