@@ -21,13 +21,14 @@ from flexrlhf.cli.results import compare, export, report
 from flexrlhf.cli.run import join, run
 from flexrlhf.cli.settings import schema, settings
 from flexrlhf.cli.simulate import simulate
+from flexrlhf.cli.size import size
 from flexrlhf.cli.slurm import slurm
 from flexrlhf.cli.verify import verify
 
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Train": (run, join, slurm, doctor),
     "Before a run": (plan, data, settings, schema),
-    "Which placement, how fast": (advise, simulate, profile),
+    "Which placement, how fast": (advise, size, simulate, profile),
     "After a run": (chat, report, compare, verify, export),
 }
 """Commands by the heading that they have in the help."""
@@ -60,8 +61,12 @@ def start(with_version: Version = False) -> None:
     """
 
 
+WITHOUT_VALUE = {"--resume": "auto", "--what-if": "default"}
+"""Options that may be without a value, which typer's cannot, and the value that stands for none."""
+
+
 class _Command(TyperCommand):
-    """Command whose ``--resume`` may be without a value, which typer's options cannot."""
+    """Command with the options of ``WITHOUT_VALUE``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of a command, none of which is empty, as a variable that a shell lacks would be."""
@@ -70,7 +75,10 @@ class _Command(TyperCommand):
                 option = word[:-1] or (before if before.startswith("-") else "an argument")
                 raise typer.BadParameter(f"{option} is empty", ctx=ctx)
         pairs = zip_longest(args, args[1:], fillvalue="-")
-        found = ((word, "auto") if word == "--resume" and after.startswith("-") else (word,) for word, after in pairs)
+        found = (
+            (word, WITHOUT_VALUE[word]) if word in WITHOUT_VALUE and after.startswith("-") else (word,)
+            for word, after in pairs
+        )
         return super().parse_args(ctx, list(chain.from_iterable(found)))
 
 

@@ -137,7 +137,7 @@ def render(page: Page) -> str:
         generator=GENERATOR,
         style=(folder / "page.css").read_text(),
         script=(folder / "page.js").read_text(),
-        plotly=get_plotlyjs(),
+        plotly=get_plotlyjs() if members else "",
         # "<" occurs in strings alone
         figures="{" + ",".join(members).replace("<", "\\u003c") + "}",
     )

@@ -1,0 +1,160 @@
+"""``flexrlhf size``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexrlhf.cli.advise import Engine, MeanResponse, MiniBatches, Prompts, PromptTokens, Rollout, Samples
+from flexrlhf.cli.options import Overrides
+from flexrlhf.cli.working import working
+from flexrlhf.config.user_paths import check_output, check_output_directory
+from flexrlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from flexrlhf.guideline.advice.sizes import Size
+    from flexrlhf.guideline.advice.sizes_text import SizesText
+
+Models = Annotated[
+    list[str], typer.Argument(metavar="MODEL...", help="models of all roles: names, model directories or config.json")
+]
+Algorithms = Annotated[
+    list[str] | None, typer.Option("--algorithm", help="algorithm, such as grpo or dpo; repeatable; default: ppo")
+]
+GpuTypes = Annotated[
+    list[str] | None,
+    typer.Option("--gpu-type", help="device class; repeatable; default: RTX4090-24G, L40S-48G, A100-80G, H100-80G"),
+]
+ResponseTokens = Annotated[
+    list[int] | None,
+    typer.Option("--response-tokens", min=1, help="maximum response length; repeatable; default: 1024 and 8192"),
+]
+RANK = 16
+Rank = Annotated[int, typer.Option("--lora", min=1, help="rank of adapters in the rows on them")]
+Directory = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="DIRECTORY", help="write the YAMLs of all plans")
+]
+Markdown = Annotated[Path | None, typer.Option(help="write the table as Markdown")]
+Html = Annotated[Path | None, typer.Option("--html", help="write the table as a page")]
+
+
+def size(
+    models: Models,
+    algorithm: Algorithms = None,
+    gpu_type: GpuTypes = None,
+    response_tokens: ResponseTokens = None,
+    lora: Rank = RANK,
+    prompt_tokens: PromptTokens = None,
+    mean_response: MeanResponse = None,
+    prompts: Prompts = None,
+    samples: Samples = None,
+    mini_batches: MiniBatches = None,
+    engine: Engine = None,
+    rollout: Rollout = None,
+    set_: Overrides = None,
+    output: Directory = None,
+    markdown: Markdown = None,
+    html: Html = None,
+) -> None:
+    """Show the fewest devices on which a model trains.
+
+    By device class and response length, with all weights or adapters, and the predicted speed on these devices and
+    more. Starts nothing.
+    """
+    from flexrlhf.guideline.advice.request import AdviceOptions
+    from flexrlhf.guideline.advice.sizes import CLASSES, RESPONSES, SizeTable
+    from flexrlhf.guideline.advice.sizes_text import SizesText, is_sizes
+    from flexrlhf.report.page import is_own_page
+
+    if output is not None:
+        check_output_directory(output, "--output")
+    if markdown is not None:
+        check_output(markdown, "--markdown", "sizes.md", is_sizes)
+    if html is not None:
+        check_output(html, "--html", "sizes.html", is_own_page)
+    others = AdviceOptions(
+        prompt_tokens=prompt_tokens,
+        prompts=prompts,
+        samples=samples,
+        mini_batches=mini_batches,
+        engine=engine,
+        rollout=rollout,
+    )
+    table = SizeTable(
+        models=models,
+        algorithms=algorithm or ("ppo",),
+        classes=gpu_type or CLASSES,
+        responses=response_tokens or RESPONSES,
+        rank=lora,
+        others=others,
+        overrides=tuple(set_ or ()),
+        mean=mean_response,
+    )
+    cells, sizes = table.cells, []
+    for number, cell in enumerate(cells):
+        training = "full" if cell.lora is None else f"LoRA {cell.lora}"
+        what = f"{cell.model}, {cell.algorithm}, {cell.response_tokens} tokens, {training}, {cell.gpu_type}"
+        with working(f"{number + 1} of {len(cells)}: {what}"):
+            sizes.append(table.size(cell))
+    given = {
+        "algorithm": algorithm,
+        "gpu_type": gpu_type,
+        "response_tokens": response_tokens,
+        "lora": lora if lora != RANK else None,
+        "mean_response": mean_response,
+        **others.given,
+        "set": set_,
+        "markdown": markdown,
+    }
+    text = SizesText(table, sizes, _command(models, given))
+    typer.echo(text.terminal())
+    if output is not None:
+        _write_plans(output, sizes)
+        typer.echo(f"\nwritten to {output}: flexrlhf plan {shlex.quote(str(output))}/NAME.yaml")
+    if markdown is not None:
+        _write(markdown, "--markdown", text.markdown())
+    if html is not None:
+        _write(html, "--html", _page(text))
+
+
+def _command(models: Sequence[str], given: Mapping[str, Any]) -> str:
+    """Return the command line with these options, of which some are lists."""
+    words = ["flexrlhf", "size", *models]
+    for name, value in given.items():
+        for each in value if isinstance(value, list) else [value]:
+            words += [] if each is None else [f"--{name.replace('_', '-')}", str(each)]
+    return shlex.join(words)
+
+
+def _write_plans(directory: Path, sizes: list[Size]) -> None:
+    """Write the YAML of each plan. Raises UserError for a file of somebody else."""
+    from flexrlhf.guideline.advice.advice_text import is_advised, write_advised
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for plan in (plan for size in sizes for plan in size.plans):
+        path = directory / plan.file_name
+        check_output(path, "--output", plan.file_name, is_advised)
+        write_advised(plan.chosen, path)
+
+
+def _page(text: SizesText) -> str:
+    """Return the HTML of a table: all classes next to each other, then the plan of each cell."""
+    from flexrlhf.report.page import Page, Section, Table, render
+
+    short, long = ((head, tuple(rows)) for head, *rows in (text.grid(), text.lines()))
+    sections = (
+        Section("devices", "Devices", text.title, tables=(Table(*short),), notes=tuple(text.notes())),
+        Section("plans", "Plans on the fewest devices", tables=(Table(*long),)),
+    )
+    return render(Page("Devices that a model needs", (), sections, text.command))
+
+
+def _write(path: Path, option: str, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from None

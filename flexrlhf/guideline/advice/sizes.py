@@ -1,0 +1,184 @@
+"""The fewest devices on which a model trains, by algorithm, device class, response length, and with or without
+adapters."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.candidates import FeasibleCandidate
+from flexrlhf.guideline.advice.refusal import last_resort
+from flexrlhf.guideline.advice.request import AdviceOptions, find_class
+from flexrlhf.guideline.advice.space import make_space
+from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
+from flexrlhf.placement.devices import GPUS_PER_NODE
+
+CLASSES = ("RTX4090-24G", "L40S-48G", "A100-80G", "H100-80G")
+"""Device classes of a table, where none is named."""
+RESPONSES = (1024, 8192)
+"""Response lengths of a table, where none is named."""
+ENGINES = ("torch", "deepspeed")
+"""Training engines that are tried, where none is named; the optimizer of the second may be in host memory."""
+TIMES = (1, 2, 4)
+"""Multiples of the fewest devices for which speed is predicted."""
+MOST_DEVICES = 512
+"""Most devices that are tried."""
+
+
+@dataclass(frozen=True)
+class SizedPlan:
+    """The placement that ``advise`` recommends on some devices.
+
+    options:  options of ``advise``
+    chosen:   the placement
+    """
+
+    options: AdviceOptions
+    chosen: FeasibleCandidate
+
+    @property
+    def devices(self) -> int:
+        assert self.options.gpus is not None, "a plan is of some devices"
+        return self.options.gpus
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.chosen.samples_per_second
+
+    def command(self, overrides: Sequence[str], mean_response: float | None) -> str:
+        """Return the command that recommends this placement."""
+        given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in self.options.given.items()]
+        given += [("--set", each) for each in overrides]
+        given += [] if mean_response is None else [("--mean-response", f"{mean_response:g}")]
+        return shlex.join(["flexrlhf", "advise", *(word for pair in given for word in pair)])
+
+    @property
+    def file_name(self) -> str:
+        """Name of its YAML."""
+        options, path = self.options, Path(self.options.model or "")
+        model = path.parent.name if path.name == "config.json" else path.name
+        training = "full" if options.lora is None else f"lora{options.lora}"
+        parts = (model, options.algorithm, options.response_tokens, training, options.gpu_type, f"x{self.devices}")
+        return "-".join(map(str, parts)) + ".yaml"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Devices for one way to train a model.
+
+    options:  options of ``advise`` but for the number of devices
+    least:    fewest devices; 0: no plan fits ``MOST_DEVICES``
+    plans:    on ``TIMES`` as many, where one fits
+    """
+
+    options: AdviceOptions
+    least: int
+    plans: tuple[SizedPlan, ...]
+
+
+@dataclass(frozen=True)
+class SizeTable:
+    """Cells of a table.
+
+    models:      names, directories or config files
+    rank:        of adapters
+    algorithms:  names
+    classes:     names of device classes
+    responses:   maximum response lengths
+    others:      further options of ``advise``
+    overrides:   of ``--set``
+    mean:        mean response length; None: the maximum
+    """
+
+    models: Sequence[str]
+    rank: int
+    algorithms: Sequence[str] = ("ppo",)
+    classes: Sequence[str] = CLASSES
+    responses: Sequence[int] = RESPONSES
+    others: AdviceOptions = AdviceOptions()
+    overrides: tuple[str, ...] = ()
+    mean: float | None = None
+
+    @property
+    def cells(self) -> list[AdviceOptions]:
+        """Options of each cell, by row. Raises UserError for unknown models, device classes and settings."""
+        classes = list(dict.fromkeys(find_class(name, "--gpu-type") for name in self.classes))
+        rows = product(self.models, self.algorithms, self.responses, (None, self.rank))
+        cells = [
+            replace(self.others, model=m, algorithm=a, response_tokens=r, lora=lora, gpu_type=name)
+            for m, a, r, lora in rows
+            for name in classes
+        ]
+        for each in cells:
+            # before minutes are spent on others
+            self._spec(each)
+        return cells
+
+    def size(self, options: AdviceOptions) -> Size:
+        """Return the devices for one cell. Raises UserError for settings that its engine has not."""
+        engines = [engine for engine in _engines(options) if self._is_possible(options, engine)]
+        least = least_count(lambda count: any(self.fits(options, count, engine) for engine in engines))
+        counts = [] if least is None else [each * least for each in TIMES]
+        plans = (self.plan_on(options, count, engines) for count in counts)
+        return Size(options, least or 0, tuple(plan for plan in plans if plan is not None))
+
+    def fits(self, options: AdviceOptions, devices: int, engine: str) -> bool:
+        """Whether any plan fits ``devices``."""
+        spec = self._spec(replace(options, gpus=devices, engine=engine))
+        return last_resort(make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean))) is not None
+
+    def _is_possible(self, options: AdviceOptions, engine: str) -> bool:
+        """Whether ``engine`` has the settings of the cell. Raises UserError if the first one that is tried has not."""
+        try:
+            spec = self._spec(replace(options, engine=engine))
+            make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean))
+        except UserError:
+            if engine == _engines(options)[0]:
+                raise
+            return False
+        return True
+
+    def plan_on(self, options: AdviceOptions, devices: int, engines: Iterable[str]) -> SizedPlan | None:
+        """Return the fastest recommended placement of ``engines`` on ``devices``; None if none fits."""
+        found = []
+        for engine in engines:
+            on_devices = replace(options, gpus=devices, engine=engine)
+            spec = self._spec(on_devices)
+            source, lengths = costs_for(spec, None), lengths_for(spec, self.mean)
+            advice = advise(spec, source.costs, lengths, margin=source.accuracy.tie, explains=False)
+            if advice.feasible:
+                found.append(SizedPlan(on_devices, advice.best))
+        return max(found, key=lambda plan: plan.samples_per_second, default=None)
+
+    def _spec(self, options: AdviceOptions) -> Spec:
+        return options.spec(None, self.overrides)
+
+
+def _engines(options: AdviceOptions) -> tuple[str, ...]:
+    return ENGINES if options.engine is None else (options.engine,)
+
+
+def least_count(fits: Callable[[int], bool]) -> int | None:
+    """Return the fewest devices that fit: 1, 2, 4 or whole nodes; None if ``MOST_DEVICES`` do not. More devices than
+    some that fit count as fitting, too."""
+    enough = next(filter(fits, _doubled()), None)
+    if enough is None or enough <= 2 * GPUS_PER_NODE:
+        return enough
+    low, high = enough // 2 // GPUS_PER_NODE, enough // GPUS_PER_NODE
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle * GPUS_PER_NODE) else (middle, high)
+    return high * GPUS_PER_NODE
+
+
+def _doubled() -> Iterator[int]:
+    count = 1
+    while count <= MOST_DEVICES:
+        yield count
+        count *= 2
