@@ -136,15 +136,15 @@ def ratio_at(rows: Sequence[CheckedRow], share: float) -> float:
     raise ValueError(f"{share}: no share of the rows")
 
 
-def placement_gaps(rows: Sequence[CheckedRow]) -> list[float]:
-    """Return, for each two placements of one problem on the same engines, the deviation of their measured time ratio
-    from the predicted one: 0.1 if it is a tenth larger or smaller."""
-    problems: dict[tuple[str, ...], list[float]] = defaultdict(list)
+def placement_pairs(rows: Sequence[CheckedRow]) -> list[tuple[float, float]]:
+    """Return, for each two placements of one problem on the same engines, the measured and the predicted time of the
+    one with the longer prediction, relative to the other."""
+    problems: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for each in rows:
         if each.prediction.goal == STEPS and each.fits:
-            problems[_problem_key(each.row)].append(each.ratio)
-    pairs = (pair for ratios in problems.values() for pair in combinations(ratios, 2))
-    return [max(pair) / min(pair) - 1 for pair in pairs]
+            problems[_problem_key(each.row)].append(each.prediction)
+    pairs = (sorted(pair, key=lambda each: each.predicted) for of in problems.values() for pair in combinations(of, 2))
+    return [(slow.measured / fast.measured, slow.predicted / fast.predicted) for fast, slow in pairs]
 
 
 def _problem_key(row: Row) -> tuple[str, ...]:

@@ -39,11 +39,15 @@ PromptTokens = Annotated[Count, typer.Option(min=1, help="maximum prompt length;
 ResponseTokens = Annotated[Count, typer.Option(min=1, help="maximum response length; default: 1024")]
 MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response length; default: the maximum")]
 Lengths = Annotated[Text, typer.Option(metavar="WHAT", help="response lengths instead, as of `simulate`")]
-MaxLag = Annotated[int, typer.Option(min=0, max=MAX_LAG, help="largest schedule.lag that is tried and shown")]
+MaxLag = Annotated[
+    Count, typer.Option(min=0, max=MAX_LAG, help="largest schedule.lag to choose; default: 1 is shown, none chosen")
+]
 Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
 MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
-Engine = Annotated[Text, typer.Option(help=f"training engine: {either(MODEL_ENGINES)}; default: torch")]
+Engine = Annotated[
+    Text, typer.Option(help=f"training engine: {either(MODEL_ENGINES)}; default: torch, deepspeed if only that fits")
+]
 Rollout = Annotated[Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm")]
 Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
 Seconds = Annotated[
@@ -90,7 +94,7 @@ def advise(
     seconds: Seconds = 15.0,
     tie: Tie = None,
     per_operator: PerOperator = False,
-    max_lag: MaxLag = 1,
+    max_lag: MaxLag = None,
     from_: MeasuredIn = None,
     output: Output = None,
 ) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.config.engines import facts_of
+from flexrlhf.config.engines import OFFLOADING_ENGINE, facts_of
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.config.spec import MAX_DEVICES, Spec
+from flexrlhf.config.spec import MAX_DEVICES, RolloutSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.memory.budget import Compute
-from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.cluster import Cluster, has_known_gpus
 from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
@@ -190,6 +190,8 @@ def request_changes(
 ) -> Iterator[Iterable[RequestChange]]:
     """Yield series of changes of models, lengths and devices, the smaller changes of each first."""
     yield _with_parameters_on_host(spec, roles)
+    yield _with_offloading_engine(spec, trained, cluster)
+    yield _with_own_decoding(spec)
     yield _with_adapters(spec, trained)
     yield _shorter(spec)
     yield _more_devices(spec)
@@ -214,6 +216,21 @@ def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[Reque
         values = {"zero": 3, "offload_parameters": True}
         changes = [SettingChange(f"models.{role}.{key}", value) for role in able for key, value in values.items()]
         yield RequestChange("with models.ROLE.zero 3 and offload_parameters", tuple(changes))
+
+
+def _with_offloading_engine(spec: Spec, trained: Iterable[str], cluster: Cluster) -> Iterator[RequestChange]:
+    """Yield the request with trained models on the engine whose optimizer states can be in host memory."""
+    others = [role for role, model in _models(spec, trained).items() if model.engine != OFFLOADING_ENGINE]
+    if others and has_known_gpus(spec.cluster, cluster):
+        changes = tuple(SettingChange(f"models.{role}.engine", OFFLOADING_ENGINE) for role in others)
+        yield RequestChange(f"with --engine {OFFLOADING_ENGINE} (models.ROLE.engine)", changes)
+
+
+def _with_own_decoding(spec: Spec) -> Iterator[RequestChange]:
+    """Yield the request without a rollout engine, whose copy of the weights and cache stay on the devices."""
+    if spec.rollout.has_copy:
+        plain = RolloutSpec(engine="transformers", logprobs=spec.rollout.logprobs)
+        yield RequestChange(f"with --rollout {plain.engine} (rollout.engine)", (SettingChange("rollout", plain),))
 
 
 def _with_adapters(spec: Spec, trained: Iterable[str]) -> Iterator[RequestChange]:

@@ -242,7 +242,7 @@ def test_larger_lags_are_shown_and_not_chosen(tmp_path: Path) -> None:
     lengths = expected_lengths(spec, "heavy-tail:64")
     found = advise(spec, AnalyticCosts(), lengths, seconds_limit=2.0, max_lag=3)
     by_lag = {item.lag: item for item in found.feasible if item.candidate.name.startswith("with shadows")}
-    assert by_lag.keys() == {0, 1, 2, 3} and found.best.lag == 0
+    assert by_lag.keys() == {0, 1, 2, 3}
     assert by_lag[3].candidate.name == "with shadows, lag 3" and by_lag[3].plan.schedule.lag == 3
     assert by_lag[3].seconds == pytest.approx(by_lag[1].seconds, rel=0.1)
     none = advise(spec, AnalyticCosts(), lengths, seconds_limit=2.0, max_lag=0)
@@ -761,7 +761,8 @@ def test_a_refusal_names_settings_that_leave_nothing(
         if name.startswith("flexrlhf.guideline.") and hasattr(module, "perf_counter"):
             monkeypatch.setattr(module, "perf_counter", count(0, 3600).__next__)
     with pytest.raises(UserError, match="no placement of these models fits") as error:
-        _ = advise(spec_for(gpus, model, overrides, rollout="vllm"), AnalyticCosts(), seconds_limit=2.0).best
+        spec = spec_for(gpus, model, overrides, rollout="vllm", engine="torch")
+        _ = advise(spec, AnalyticCosts(), seconds_limit=2.0).best
     assert words in str(error.value)
 
 
@@ -858,15 +859,28 @@ def test_classes_are_found_by_their_start() -> None:
         find_class("TPU", "--gpu-type")
 
 
-def test_the_simplest_of_equals_is_taken_and_none_slower_than_a_usual_one(advice: Advice) -> None:
-    usual = min(item.seconds for item in advice.comparable if item.candidate.method == "usual")
-    chosen = [replace(advice, margin=margin).best for margin in (0.0, 0.01, 0.1, FROM_FIGURES.tie, 10.0)]
+def test_the_simplest_of_equals_is_taken(advice: Advice) -> None:
+    margins = (0.0, 0.01, FROM_FIGURES.tie, 0.5, 10.0)
+    chosen = [replace(advice, margin=margin).best for margin in margins]
     assert chosen[0].seconds == advice.comparable[0].seconds
+    for item, margin in zip(chosen, margins, strict=True):
+        assert item.seconds <= (1 + margin) * advice.comparable[0].seconds
     ranks = [complexity(item.candidate) for item in chosen]
     assert ranks == sorted(ranks, reverse=True)
-    assert all(item.seconds <= usual for item in chosen)
 
 
 def test_all_devices_are_simpler_than_halves_and_those_than_shadows(advice: Advice) -> None:
     found = {item.candidate.name: complexity(item.candidate) for item in advice.feasible}
-    assert found["co-located"] < found["split"] < found["with shadows"]
+    assert found["co-located"] < found["split"] < found["with shadows"] < found["with shadows, lag 1"]
+
+
+def test_a_lag_is_offered_with_its_price_and_chosen_if_it_is_allowed() -> None:
+    """33B on 128 devices: its training and generation do not scale to all of them."""
+    spec = spec_for(128, "llama-33b", prompts=512)
+    found = advise(spec, AnalyticCosts(), seconds_limit=4.0)
+    assert found.best.lag == 0 and found.lagging is not None and found.lagging.lag == 1
+    assert found.lagging.seconds < found.best.seconds / (1 + found.margin)
+    line = next(line for line in format_advice(found, SOURCE).splitlines() if line.startswith("with lag 1"))
+    assert f"{found.lagging.seconds:.2f} s in place of {found.best.seconds:.2f}" in line and "--max-lag 1" in line
+    allowed = replace(found, may_lag=True)
+    assert allowed.best.lag == 1 and allowed.lagging is None

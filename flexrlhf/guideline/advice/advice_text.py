@@ -9,11 +9,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError, either
-from flexrlhf.guideline.advice.advise import Advice, optimizers_on_host, ratios_of, tied
+from flexrlhf.guideline.advice.advise import Advice, ratios_of, tied
+from flexrlhf.guideline.advice.batches import larger_batches
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
@@ -48,6 +50,7 @@ def format_advice(advice: Advice, source: CostSource) -> str:
         _titled(ranked, _ranking(advice)),
         *[_titled(f"settings of {_name(item)}", _settings(item)) for item in (advice.best, *ruled)],
         _titled("why", _reasons(advice)),
+        _titled("larger batches (samples/s and memory, as many optimizer steps a step)", _batches(advice)),
         _titled("against the guideline", contradictions(advice)),
         _titled("guideline: rules that fired", [*rules, *weighed_rules(advice)]),
         _titled("search", _searches(advice)),
@@ -65,7 +68,18 @@ def _head(advice: Advice, source: CostSource) -> str:
         f"{plan.spec.algorithm.name} on {classes} in {nodes}: {rows.num_new} prompts x "
         f"{rows.samples_per_prompt} a step, at most {lengths.prompt} + {lengths.response} tokens"
         f"{_mean(advice)}; seconds from {source.name}; took {advice.seconds:.1f} s\n"
-        f"a step of the one to use is {range_text(source.accuracy, advice.best.seconds)}"
+        f"a step of the one to use is {range_text(source.accuracy, advice.best.seconds)}{_with_lag(advice)}"
+    )
+
+
+def _with_lag(advice: Advice) -> str:
+    """Return a line on the fastest placement with a lag, if it is faster and may not be chosen."""
+    item, best = advice.lagging, advice.best
+    if item is None:
+        return ""
+    return (
+        f"\nwith lag {item.lag}, on batches that many steps old, {item.seconds:.2f} s in place of {best.seconds:.2f}: "
+        f"{placement_text(item)}, --max-lag {item.lag} allows it"
     )
 
 
@@ -125,20 +139,32 @@ def _settings(item: FeasibleCandidate) -> list[str]:
     rows = [head, *(_settings_of(model, item, has_stages) for model in models)]
     schedule = item.plan.spec.schedule
     last = f"chunks {schedule.num_chunks}, lag {schedule.lag}"
-    return [*table(rows, f"<<{'>' * len(degrees)}>><"), last, *_in_host_memory(item)]
+    return [*table(rows, f"<<{'>' * len(degrees)}>><"), last, *_engines(item), *_in_host_memory(item)]
+
+
+def _engines(item: FeasibleCandidate) -> Iterator[str]:
+    """Yield lines on engines that are not the default."""
+    models = [model for model in item.plan.placement.models if model.rollout is None]
+    for engine in dict.fromkeys(model.engine for model in models):
+        if engine != ModelSpec().engine:
+            yield f"engine {engine}: {', '.join(model.name for model in models if model.engine == engine)}"
 
 
 def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
     """Yield lines on tensors in host memory: optimizers, and models while others compute, with a node's bytes."""
     moved = [each.model for each in item.plan.schedule.instructions if isinstance(each, Offload) and not each.rare]
     names = [name for name in dict.fromkeys(moved) if not name.is_rollout]
-    on_host = optimizers_on_host(item.plan.spec)
+    models = item.plan.spec.models
+    on_host = [role for role, model in models if isinstance(model, ModelSpec) and model.offload_optimizer]
     if on_host:
         yield f"optimizer in host memory: {', '.join(on_host)}"
     if names:
         devices = Counter(device.node for device in item.plan.cluster.devices)
-        host = max(memory.host_bytes for memory in item.plan.memories) * max(devices.values())
-        yield f"in host memory while others compute: {', '.join(names)}; a node's host needs {bytes_text(host)}"
+        most, ranks = max(devices.values()), item.plan.memories
+        later = most * max(phase.host for memory in ranks for phase in memory.phases)
+        loading = most * max(memory.host_bytes for memory in ranks)
+        more = f", and {bytes_text(loading)} while models are loaded" if loading > later else ""
+        yield f"in host memory while others compute: {', '.join(names)}; a node's host needs {bytes_text(later)}{more}"
 
 
 def _settings_of(model: PlacedModel, item: FeasibleCandidate, has_stages: bool) -> tuple[str, ...]:
@@ -163,7 +189,7 @@ def _reasons(advice: Advice) -> Iterator[str]:
     if best is not equal[0]:
         yield (
             f"{len(equal)} placements take as long as the fastest ({_name(equal[0])}) within {advice.margin:.0%}; this "
-            f"is the simplest of them that is no slower than a usual one"
+            f"is the simplest of them"
         )
     runs = [item for item in best.simulation.priced if isinstance(item.instruction, Run) and not item.is_rare]
     for item in sorted(runs, key=lambda item: -item.cost.seconds)[:SHOWN]:
@@ -179,6 +205,28 @@ def _reasons(advice: Advice) -> Iterator[str]:
         other = next(item for item in others if item.candidate.method == method)
         slower = other.seconds / best.seconds - 1
         yield f"{slower:+.0%} seconds for the best other {method} placement ({other.candidate.name})"
+
+
+def _batches(advice: Advice) -> Iterator[str]:
+    """Yield a table of samples/s by batch of the placement to use and of the fastest others, one of each strategy."""
+    best = {advice.best.candidate.strategy: advice.best}
+    items = best | {item.candidate.strategy: item for item in reversed(advice.comparable)} | best
+    speeds = larger_batches(tuple(items.values()))
+    head = ("prompts a step", *(f"{name} {placement_text(item)}" for name, item in items.items()))
+    cells = [(str(row.prompts), *map(_speed, row.found)) for row in speeds]
+    yield from table([head, *cells], ">" * len(head))
+    fastest = max((row for row in speeds if row.found[0]), key=lambda row: _samples(row.found[0]))
+    gain = _samples(fastest.found[0]) / advice.best.samples_per_second - 1
+    if gain > advice.margin:
+        yield f"{fastest.prompts} prompts a step in place of {speeds[0].prompts}: {gain:+.0%} samples/s"
+
+
+def _samples(item: FeasibleCandidate | None) -> float:
+    return 0.0 if item is None else item.samples_per_second
+
+
+def _speed(item: FeasibleCandidate | None) -> str:
+    return "does not fit" if item is None else f"{item.samples_per_second:.2f} {item.share:.0%}"
 
 
 def contradictions(advice: Advice) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import inf
 from pathlib import Path
 from time import perf_counter
 
@@ -63,6 +62,7 @@ class Advice:
     margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
     refusal:   sentence on changes that would help, if nothing fits.
     max_lag:   the largest lag that was tried.
+    may_lag:   whether a placement with a lag may be chosen.
     """
 
     feasible: tuple[FeasibleCandidate, ...]
@@ -73,45 +73,40 @@ class Advice:
     margin: float
     refusal: str = ""
     max_lag: int = 1
+    may_lag: bool = False
 
     @property
     def comparable(self) -> tuple[FeasibleCandidate, ...]:
-        """The candidates with the least lag, which trains on other batches than the others."""
+        """The candidates to choose from; unless a lag is allowed, those with the least, since a lag trains on other
+        batches."""
         lag = min((item.lag for item in self.feasible), default=0)
-        return tuple(item for item in self.feasible if item.lag == lag)
+        return self.feasible if self.may_lag else tuple(item for item in self.feasible if item.lag == lag)
 
     @property
     def best(self) -> FeasibleCandidate:
-        """The candidate to use: with the least lag, the simplest of the placements that are equally fast, and no slower
-        than a usual one; of equally simple ones the faster. A difference that is smaller than the accuracy of the
-        predictions (``costs/accuracy.csv``) buys no placement that is harder to reason about.
+        """The candidate to use: the simplest of those that are as fast as the fastest within the ``margin``; of equally
+        simple ones the fastest.
 
         Raises UserError when nothing fits.
         """
         if not self.feasible:
             raise UserError(self.refusal or "no placement of these models fits the devices")
-        usual_seconds = [item.seconds for item in self.comparable if item.candidate.method == "usual"]
         equal = tied(self.comparable, self.margin)
-        candidates = [item for item in equal if item.seconds <= min(usual_seconds, default=inf)]
-        return min(candidates, key=lambda item: (complexity(item.candidate), item.seconds))
+        return min(equal, key=lambda item: (complexity(item.candidate), item.seconds))
+
+    @property
+    def lagging(self) -> FeasibleCandidate | None:
+        """The fastest candidate with a larger lag than ``best``, if it is faster by more than the ``margin``."""
+        lagging = [item for item in self.feasible if item.lag > self.best.lag]
+        fastest = min(lagging, key=lambda item: item.seconds, default=None)
+        return fastest if fastest and (1 + self.margin) * fastest.seconds < self.best.seconds else None
 
 
 def complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return the key by which placements are ordered, the simplest first: a ratio vector before ranks that are listed;
-    few distinct ratios, and of them whole ones; no shadows; models and optimizers that stay on their devices."""
-    space, ratios = candidate.space, set(ratios_of(candidate))
-    return (
-        isinstance(candidate.spec.placement, PlacementMap),
-        len(ratios),
-        min(ratios) < 1,
-        space.has_shadows,
-        len(space.offloaded) + len(optimizers_on_host(candidate.spec)),
-    )
-
-
-def optimizers_on_host(spec: Spec) -> list[str]:
-    """Return the roles whose optimizer's state is in host memory."""
-    return [role for role, model in spec.models if isinstance(model, ModelSpec) and model.offload_optimizer]
+    """Return the key by which placements are ordered, the simplest first: by what a person has to understand, which is
+    the lag, shadows, the groups of devices that models have, and whether models are in host memory."""
+    space, groups = candidate.space, {(choice.start, choice.size) for choice in candidate.assignment or ()}
+    return space.spec.schedule.lag, space.has_shadows, len(groups), bool(space.offloaded)
 
 
 def ratios_of(candidate: Candidate) -> list[Fraction]:
@@ -175,7 +170,7 @@ def advise(
     pending: Mapping[Path, ModelSpec] | None = None,
     obstacle: str = "",
     explains: bool = True,
-    max_lag: int = 1,
+    max_lag: int | None = None,
 ) -> Advice:
     """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.
 
@@ -190,7 +185,8 @@ def advise(
     pending:        as of ``make_plan``.
     obstacle:       as of ``make_plan``.
     explains:       whether to search for changes that would help if nothing fits.
-    max_lag:        the largest lag of placements with shadows, where the YAML sets none.
+    max_lag:        the largest lag of placements with shadows, where the YAML sets none; one with a lag may then be
+                    chosen. None: 1, which is timed and not chosen.
 
     Raises UserError if nothing fits, or the costs of a device are not known.
     """
@@ -201,10 +197,11 @@ def advise(
     margin = FROM_FIGURES.tie if margin is None else margin
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle)
     compared = PlacementComparison(base, seconds_limit)
-    by_rules = _compare(compared, margin, max_lag)
+    most = 1 if max_lag is None else max_lag
+    by_rules = _compare(compared, margin, most)
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
-    if max_lag > 1:
-        lagging, short = with_larger_lags(feasible, max_lag)
+    if most > 1:
+        lagging, short = with_larger_lags(feasible, most)
         feasible = tuple(sorted((*feasible, *lagging), key=lambda item: item.seconds))
         rejected = (*rejected, *short)
     if not feasible and (last := last_resort(base)) is not None:
@@ -220,7 +217,8 @@ def advise(
                 return found
     refusal = refusal_text(base, rejected) if explains and not feasible else ""
     seconds = perf_counter() - began
-    advice = Advice(feasible, rejected, by_rules.rules, compared.searches, seconds, margin, refusal, max_lag)
+    may_lag = max_lag is not None
+    advice = Advice(feasible, rejected, by_rules.rules, compared.searches, seconds, margin, refusal, most, may_lag)
     return _with_checked_choice(advice)
 
 

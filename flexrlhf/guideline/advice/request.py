@@ -34,7 +34,7 @@ class AdviceRequest:
     prompts:          prompts of a step.
     samples:          samples of each prompt; None: the algorithm's default, 1 for PPO.
     mini_batches:     optimizer steps of a step.
-    engine:           engine of all models.
+    engine:           engine of all models; None: any that fits.
     rollout:          engine of generation, where the algorithm generates.
     lora:             rank of adapters on the trained models.
     algorithm:        its name.
@@ -48,7 +48,7 @@ class AdviceRequest:
     prompts: int = 512
     samples: int | None = None
     mini_batches: int = 8
-    engine: str = "torch"
+    engine: str | None = None
     rollout: str = "vllm"
     lora: int | None = None
     algorithm: str = "ppo"
@@ -92,7 +92,9 @@ class AdviceRequest:
         has_bf16 = all(DEVICE_CLASSES[node["class"]].bf16 for node in self.nodes)
         dtype = "bfloat16" if has_bf16 else "float16"
         weights = {"path": source} if is_model_directory(source) else {"init": config}
-        model: dict[str, Any] = {**weights, "engine": self.engine, "dtype": dtype}
+        model: dict[str, Any] = {**weights, "dtype": dtype}
+        if self.engine is not None:
+            model["engine"] = self.engine
         if self.lora is not None and trained:
             model["lora"] = {"rank": self.lora, "alpha": 2 * self.lora}
         return model

@@ -165,7 +165,7 @@ class Accuracy:
     high:  most value of the range
     share: share of the rows that are in it
     tie:   relative difference that the predictions of two placements need, so that measurements give the same order in
-           four of five cases
+           nine of ten cases
     """
 
     name: str
