@@ -85,16 +85,16 @@ def _request(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Answer to a request: how much slower the choice is than others, as shares, and the time to answer."""
+    """Result of a request: how much slower the choice is than others, as shares, and the time it took."""
 
     request: Request
-    answer: str
+    text: str
     slower: Mapping[str, float]
     seconds: float
 
     def row(self) -> str:
         cells = " ".join(f"{name} {share:+.0%}" for name, share in self.slower.items())
-        return f"{self.request.name:58} {self.answer:46} {cells:52} {self.seconds:6.1f} s"
+        return f"{self.request.name:58} {self.text:46} {cells:52} {self.seconds:6.1f} s"
 
 
 def outcome(request: Request) -> Outcome:
@@ -106,8 +106,8 @@ def outcome(request: Request) -> Outcome:
         best = advice.best
     except UserError as error:
         return Outcome(request, str(error).partition("; ")[2], {}, process_time() - began)
-    answer = f"{best.candidate.name} {best.seconds:.4g} s"
-    return Outcome(request, answer, dict(_slower(advice)), process_time() - began)
+    text = f"{best.candidate.name} {best.seconds:.4g} s"
+    return Outcome(request, text, dict(_slower(advice)), process_time() - began)
 
 
 def _slower(advice: Advice) -> Iterator[tuple[str, float]]:
@@ -131,12 +131,12 @@ def main() -> None:
         if options.only in request.name:
             outcomes.append(outcome(request))
             print(outcomes[-1].row(), flush=True)
-    answered = [each for each in outcomes if each.slower]
-    worst = [max((share for name, share in each.slower.items() if name != "lag"), default=0.0) for each in answered]
-    print(f"{len(outcomes)} requests, {len(answered)} answered; the choice is slower than the fastest found")
+    fitting = [each for each in outcomes if each.slower]
+    worst = [max((share for name, share in each.slower.items() if name != "lag"), default=0.0) for each in fitting]
+    print(f"{len(outcomes)} requests, {len(fitting)} fitting; the choice is slower than the fastest found")
     for share in (0.02, 0.05, 0.1):
         print(f"  by more than {share:.0%} in {sum(each > share + 1e-9 for each in worst)}")
-    lags = [each.slower["lag"] for each in answered if "lag" in each.slower]
+    lags = [each.slower["lag"] for each in fitting if "lag" in each.slower]
     print(f"a lag is faster by more than 10 % in {sum(each > 0.1 for each in lags)} of {len(lags)}")
     times = [each.seconds for each in outcomes]
     print(f"time: mean {mean(times):.1f} s, most {max(times):.1f} s")
