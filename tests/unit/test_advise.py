@@ -23,7 +23,8 @@ from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, pars
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
-from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, advise, complexity
+from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, advise, complexity, ratios_of
+from flexrlhf.guideline.advice.batches import larger_batches
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
@@ -885,3 +886,19 @@ def test_a_lag_is_offered_with_its_price_and_chosen_if_it_is_allowed() -> None:
     assert f"{found.lagging.seconds:.2f} s in place of {found.best.seconds:.2f}" in line and "--max-lag 1" in line
     allowed = replace(found, may_lag=True)
     assert allowed.best.lag == 1 and allowed.lagging is None
+
+
+def test_larger_batches_are_shown_with_what_they_gain() -> None:
+    """33B on 32 devices: passes of a few rows read as many weights as those of many."""
+    found = advise(spec_for(32, "llama-33b", prompts=128, mini_batches=8), AnalyticCosts(), seconds_limit=1.0)
+    lines = format_advice(found, SOURCE).partition("larger batches")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in lines[1:6]] == ["128", "256", "512", "1024", "2048"]
+    speeds = larger_batches([found.best])
+    gained = speeds[2].found[0]
+    assert gained is not None and gained.samples_per_second > 1.3 * found.best.samples_per_second
+    again = advise(spec_for(32, "llama-33b", prompts=512, mini_batches=8), AnalyticCosts(), seconds_limit=1.0)
+    same = min(
+        item.seconds for item in again.comparable if ratios_of(item.candidate) == ratios_of(found.best.candidate)
+    )
+    assert gained.seconds == pytest.approx(same, rel=0.05)
+    assert lines[-1].split()[:6] == ["512", "prompts", "a", "step", "in", "place"]

@@ -33,6 +33,8 @@ from flexrlhf.text import bytes_text, ranks_text, span_of, table
 
 SHOWN = 3
 """Instructions whose time is explained."""
+ENOUGH = 0.95
+"""Share of the most samples/s with which a batch is large enough."""
 FULL_SHARE = 0.6
 """Share of memory under which more devices no longer pay (ReaL, section 8)."""
 SIMULATED = "a step as simulated"
@@ -215,10 +217,11 @@ def _batches(advice: Advice) -> Iterator[str]:
     head = ("prompts a step", *(f"{name} {placement_text(item)}" for name, item in items.items()))
     cells = [(str(row.prompts), *map(_speed, row.found)) for row in speeds]
     yield from table([head, *cells], ">" * len(head))
-    fastest = max((row for row in speeds if row.found[0]), key=lambda row: _samples(row.found[0]))
-    gain = _samples(fastest.found[0]) / advice.best.samples_per_second - 1
+    most = max(_samples(row.found[0]) for row in speeds)
+    enough = next(row for row in speeds if _samples(row.found[0]) >= ENOUGH * most)
+    gain = _samples(enough.found[0]) / advice.best.samples_per_second - 1
     if gain > advice.margin:
-        yield f"{fastest.prompts} prompts a step in place of {speeds[0].prompts}: {gain:+.0%} samples/s"
+        yield f"{enough.prompts} prompts a step in place of {speeds[0].prompts}: {gain:+.0%} samples/s"
 
 
 def _samples(item: FeasibleCandidate | None) -> float:
