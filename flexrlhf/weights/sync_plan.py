@@ -15,7 +15,7 @@ from flexrlhf.config.model_settings import Dtype, LoraSpec
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Parts, by_position, part_elements, parts_on, trained_parts
+from flexrlhf.weights.shards import Part, Parts, by_position, part_elements, parts_on, trained_parts
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, WeightMessage
 from flexrlhf.weights.transfers import Holdings, NodeOf, alike, mean_links, overlap, plan_transfers
 
@@ -248,7 +248,16 @@ def volumes(
 
 def _lacking(own: Parts, needed: Parts) -> int:
     """Return the elements of ``needed`` that ``own`` does not have."""
-    return sum(part.num_elements - (overlap(own[name], part) if name in own else 0) for name, part in needed.items())
+    # layers share their parts
+    pairs = ((part, own.get(name)) for name, part in needed.items())
+    alike_pairs: dict[tuple[int, int], list[tuple[Part, Part | None]]] = defaultdict(list)
+    for pair in pairs:
+        alike_pairs[id(pair[0]), id(pair[1])].append(pair)
+    return sum(len(each) * _uncovered(*each[0]) for each in alike_pairs.values())
+
+
+def _uncovered(part: Part, own: Part | None) -> int:
+    return part.num_elements - (0 if own is None else overlap(own, part))
 
 
 def _crossing(

@@ -163,10 +163,41 @@ Way = tuple[Hop, ...]
 """Messages that bring pieces of equal size to all receivers."""
 
 
-def way_to(
+@dataclass(frozen=True)
+class Chain:
+    """Way of one piece along nodes, which send it on in turn.
+
+    piece:    its number.
+    place:    number of the rank of each node at which it arrives.
+    senders:  ranks that have it, of which one sends to the first node, each in turn.
+    nodes:    ranks of each node that need it.
+    """
+
+    piece: int
+    place: int
+    senders: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def arrivals(self) -> list[int]:
+        """Ranks of the nodes at which the piece arrives."""
+        return [ranks[self.place % len(ranks)] for ranks in self.nodes]
+
+    @property
+    def hops(self) -> Iterator[Hop]:
+        """Messages, in order."""
+        receivers = self.arrivals
+        yield Hop(0, self.piece, self.senders, (receivers[0],))
+        for stage, (ranks, receiver) in enumerate(zip(self.nodes, receivers, strict=True), 1):
+            others = (*(rank for rank in ranks if rank != receiver), *receivers[stage : stage + 1])
+            if others:
+                yield Hop(stage, self.piece, (receiver,), others)
+
+
+def chains_to(
     sources: Sequence[tuple[int, ...]], receivers: Sequence[tuple[int, ...]], num_lots: int | None, pieces: range
-) -> Way:
-    """Return the way from ranks that have the same to ranks of other nodes that need it, both by node.
+) -> Iterator[Chain]:
+    """Yield the ways from ranks that have the same to ranks of other nodes that need it, both by node.
 
     num_lots:  lots that go this way, one after the other; None: no node sends on to another node.
     pieces:    in which it is sent, numbered among all that cross at a time: the next one arrives at the next rank.
@@ -176,13 +207,11 @@ def way_to(
     order = [rank for turn in zip_longest(*sources) for rank in turn if rank is not None]
     step = len(pieces) * chains
     turns = len(order) // gcd(step, len(order))
-    found: list[Hop] = []
     for chain in range(chains):
         for piece, place in enumerate(pieces):
             first = chain + piece * chains
             senders = tuple(order[(first + turn * step) % len(order)] for turn in range(turns))
-            found += _along(receivers[chain::chains], piece, place, senders)
-    return tuple(found)
+            yield Chain(piece, place, senders, tuple(receivers[chain::chains]))
 
 
 def _fan_out(longest: int, num_lots: int | None) -> int:
@@ -192,13 +221,3 @@ def _fan_out(longest: int, num_lots: int | None) -> int:
     each: f * num_lots + 2 * longest / f is least here.
     """
     return longest if num_lots is None else min(longest, max(1, round(sqrt(2 * longest / num_lots))))
-
-
-def _along(nodes: Sequence[tuple[int, ...]], piece: int, place: int, senders: tuple[int, ...]) -> Iterator[Hop]:
-    """Yield the messages of a piece along a chain. ``place``: number of the rank of each node at which it arrives."""
-    receivers = [ranks[place % len(ranks)] for ranks in nodes]
-    yield Hop(0, piece, senders, (receivers[0],))
-    for stage, (ranks, receiver) in enumerate(zip(nodes, receivers, strict=True), 1):
-        others = (*(rank for rank in ranks if rank != receiver), *receivers[stage : stage + 1])
-        if others:
-            yield Hop(stage, piece, (receiver,), others)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, product
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
 from math import ceil, lcm, prod
 
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, cut_rows, intersection, num_rows, slabs
@@ -24,13 +24,14 @@ from flexrlhf.weights.shards import Part, whole
 from flexrlhf.weights.transfer_plan import (
     NUM_BUCKETS,
     Bucket,
+    Chain,
     Region,
     Regions,
     TransferPlan,
     Way,
     WeightMessage,
+    chains_to,
     count,
-    way_to,
 )
 
 Holdings = Mapping[int, Mapping[str, Part]]
@@ -89,6 +90,26 @@ class _Owner:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _NeededBoxes:
+    """Boxes of a tensor that a group needs, and the ranks of the source that have them.
+
+    number:  of these boxes and ranks, whatever the tensor.
+    ranks:   that have them.
+    boxes:   of the tensor.
+    nodes:   the ranks by node.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    nodes: Mapping[int, tuple[int, ...]]
+
+    def regions(self, name: str) -> list[Region]:
+        """Return the boxes of tensor ``name``."""
+        return [Region(name, box) for box in self.boxes]
+
+
 Owners = tuple[_Owner, ...]
 Contents = Mapping[tuple[int, int, tuple[int, ...]], list[Region]]
 """What is sent, by stage, sender and receivers."""
@@ -111,15 +132,17 @@ class _Planner:
         self._most, self._in_background = most, in_background
         self._shapes = {name: part.shape for parts in destination.values() for name, part in parts.items()}
         # layers are alike: what is found for one is found for all
-        known: dict[Owners, Owners] = {}
-        owners = _all_owners(source, self._shapes)
-        self._owners = {name: known.setdefault(each, each) for name, each in owners.items()}
-        self._found: dict[tuple[int, Part, Box], tuple[tuple[_Owner, tuple[Box, ...]], ...]] = {}
+        self._alike = _alike_tensors(source, destination, self._shapes)
+        firsts = [names[0] for names in self._alike]
+        owners = dict(zip(firsts, _all_owners(source, firsts), strict=True))
+        self._owners = {name: owners[names[0]] for names in self._alike for name in names}
+        self._found: dict[tuple[int, Part, Box], tuple[_NeededBoxes, ...]] = {}
+        self._numbers: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
         self._ways: dict[tuple[tuple[int, ...], Receivers, range], Way] = {}
         self._nodes: dict[tuple[int, ...], Mapping[int, tuple[int, ...]]] = {}
         self._groups = self._grouped()
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Elements of all tensors."""
         return sum(prod(shape) for shape in self._shapes.values())
@@ -129,7 +152,7 @@ class _Planner:
         number_of: dict[int, int] = {}
         for ranks in alike(self._destination, self._source):
             parts, own = self._destination[ranks[0]], self._source.get(ranks[0], {})
-            both = tuple((parts.get(name), own.get(name)) for name in self._shapes)
+            both = tuple((parts.get(names[0]), own.get(names[0])) for names in self._alike)
             number_of |= dict.fromkeys(ranks, numbers.setdefault(both, len(numbers)))
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for rank in self._destination:
@@ -201,30 +224,34 @@ class _Planner:
         has, which crosses to each node once.
         """
         near: list[_Near] = []
-        lacking: dict[tuple[tuple[int, ...], str, tuple[Box, ...]], dict[int, tuple[int, ...]]] = defaultdict(dict)
+        pieces: dict[tuple[int, str], _NeededBoxes] = {}
+        lacking: dict[tuple[int, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
         for group in self._groups:
-            parts = self._destination[group.ranks[0]]
+            parts, node = self._destination[group.ranks[0]], group.node
             for region in regions:
                 part = parts.get(region.name)
-                for owner, boxes in () if part is None else self._overlaps(region, part):
-                    there = self._by_node(owner.ranks).get(group.node, ())
-                    if there:
-                        near.append((group, there, [Region(region.name, box) for box in boxes]))
+                for piece in () if part is None else self._overlaps(region, part):
+                    if there := piece.nodes.get(node, ()):
+                        near.append((group, there, piece.regions(region.name)))
                     else:
-                        nodes = lacking[owner.ranks, region.name, boxes]
-                        nodes[group.node] = (*nodes.get(group.node, ()), *group.ranks)
+                        key = piece.number, region.name
+                        pieces[key], nodes = piece, lacking[key]
+                        nodes[node] = (*nodes.get(node, ()), *group.ranks)
         far: dict[_Far, list[Region]] = defaultdict(list)
-        for (sources, name, boxes), nodes in lacking.items():
-            far[sources, tuple(nodes.values())] += [Region(name, box) for box in boxes]
+        for key, nodes in lacking.items():
+            far[pieces[key].ranks, tuple(nodes.values())] += pieces[key].regions(key[1])
         return near, far
 
     def _way(self, sources: tuple[int, ...], receivers: Receivers, pieces: range) -> Way:
         """Return the way from ``sources``, which have the same, to ``receivers``."""
         key = sources, receivers, pieces
         if key not in self._ways:
-            num_lots = None if self._in_background else ceil(self.num_elements / self._most)
-            self._ways[key] = way_to([*self._by_node(sources).values()], receivers, num_lots, pieces)
+            self._ways[key] = tuple(hop for each in self._chains(*key) for hop in each.hops)
         return self._ways[key]
+
+    def _chains(self, sources: tuple[int, ...], receivers: Receivers, pieces: range) -> Iterator[Chain]:
+        num_lots = None if self._in_background else ceil(self.num_elements / self._most)
+        return chains_to([*self._by_node(sources).values()], receivers, num_lots, pieces)
 
     def _by_node(self, ranks: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
         if ranks not in self._nodes:
@@ -238,12 +265,8 @@ class _Planner:
     def mean_links(self) -> Mapping[tuple[int, int], float]:
         """Return the elements of each link, with equal shares of the source's replicas."""
         found: dict[tuple[int, int], float] = defaultdict(float)
-        # of tensors that are alike one is looked at
-        needed = [self._destination[group.ranks[0]] for group in self._groups]
-        kinds: dict[object, list[str]] = defaultdict(list)
-        for name in self._shapes:
-            kinds[id(self._owners[name]), tuple(parts.get(name) for parts in needed)].append(name)
-        for names in kinds.values():
+        chained: dict[Chain, float] = defaultdict(float)
+        for names in self._alike:
             near, far = self._needs([Region(names[0], whole(self._shapes[names[0]]).box)])
             for group, sources, common in near:
                 if group.ranks[0] not in sources:
@@ -252,19 +275,29 @@ class _Planner:
             for (sources, receivers), crossing in far.items():
                 number = _num_pieces(receivers, 1)
                 size = len(names) * count(crossing) / number
-                for hop in self._way(sources, receivers, range(number)):
-                    for link in product(hop.senders, hop.receivers):
-                        found[link] += size / len(hop.senders)
+                for each in self._chains(sources, receivers, range(number)):
+                    for sender in each.senders:
+                        found[sender, each.arrivals[0]] += size / len(each.senders)
+                    # whoever sends it, it is sent on alike
+                    chained[replace(each, senders=())] += size
+        for each, size in chained.items():
+            for hop in each.hops:
+                for link in product(hop.senders, hop.receivers):
+                    found[link] += size
         return dict(found)
 
-    def _overlaps(self, region: Region, part: Part) -> tuple[tuple[_Owner, tuple[Box, ...]], ...]:
-        """Return the owners of the intersection of ``part`` and ``region``, and the boxes that each has of it."""
+    def _overlaps(self, region: Region, part: Part) -> tuple[_NeededBoxes, ...]:
+        """Return the pieces of the intersection of ``part`` and ``region``, by owner."""
         owners = self._owners[region.name]
         key = (id(owners), part, region.box)
         if key not in self._found:
             needed = [box for each in boxes_of(part) if (box := intersection(each, region.box)) is not None]
-            found = ((owner, tuple(_within(owner.part, needed))) for owner in owners)
-            self._found[key] = tuple((owner, boxes) for owner, boxes in found if boxes)
+            pieces = []
+            for owner in owners:
+                if boxes := tuple(_within(owner.part, needed)):
+                    number = self._numbers.setdefault((owner.ranks, boxes), len(self._numbers))
+                    pieces.append(_NeededBoxes(number, owner.ranks, boxes, self._by_node(owner.ranks)))
+            self._found[key] = tuple(pieces)
         return self._found[key]
 
 
@@ -306,25 +339,30 @@ def alike(holdings: Holdings, *others: Holdings) -> list[list[int]]:
     return list(found.values())
 
 
-def _all_owners(source: Holdings, names: Iterable[str]) -> dict[str, Owners]:
-    """Return the different parts of each tensor that ranks store, which are disjoint, and the ranks that store each."""
+def _alike_tensors(source: Holdings, destination: Holdings, names: Iterable[str]) -> list[list[str]]:
+    """Return ``names`` in lists: all ranks store equal parts of the tensors of a list."""
+    stored = [each[ranks[0]] for each in (source, destination) for ranks in alike(each)]
+    shared: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in names:
+        shared[tuple(id(parts.get(name)) for parts in stored)].append(name)
+    equal: dict[tuple[Part | None, ...], list[str]] = defaultdict(list)
+    for members in shared.values():
+        equal[tuple(parts.get(members[0]) for parts in stored)] += members
+    return list(equal.values())
+
+
+def _all_owners(source: Holdings, names: Iterable[str]) -> Iterator[Owners]:
+    """Yield the different parts of each tensor that ranks store, which are disjoint, and the ranks that store each."""
     place = {rank: index for index, rank in enumerate(source)}
     kinds = [(source[ranks[0]], ranks) for ranks in alike(source)]
-    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
-    owners = {}
     for name in names:
         found: dict[Part, list[int]] = defaultdict(list)
-        for kind, (parts, _) in enumerate(kinds):
+        for parts, ranks in kinds:
             if name in parts and parts[name].num_elements:
-                found[parts[name]].append(kind)
+                found[parts[name]] += ranks
         if not found:
             raise KeyError(f"no rank of the source stores {name}")
-        for chosen in map(tuple, found.values()):
-            if chosen not in merged:
-                ranks = chain.from_iterable(kinds[kind][1] for kind in chosen)
-                merged[chosen] = tuple(sorted(ranks, key=place.__getitem__))
-        owners[name] = tuple(_Owner(part, merged[tuple(chosen)]) for part, chosen in found.items())
-    return owners
+        yield tuple(_Owner(part, tuple(sorted(ranks, key=place.__getitem__))) for part, ranks in found.items())
 
 
 def _within(part: Part, boxes: Sequence[Box]) -> Iterator[Box]:

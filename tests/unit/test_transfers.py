@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -17,7 +17,7 @@ from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, parts_on
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, Way, way_to
+from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, Way, chains_to
 from flexrlhf.weights.transfers import Holdings, NodeOf, plan_transfers
 
 PAIRS = 5000
@@ -315,6 +315,12 @@ def test_degrees_that_do_not_divide_have_no_such_order() -> None:
 
 def nodes(number: int, ranks: int = 8, first: int = 0) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(first + ranks * node, first + ranks * (node + 1))) for node in range(number))
+
+
+def way_to(
+    sources: Sequence[tuple[int, ...]], receivers: Sequence[tuple[int, ...]], num_lots: int | None, pieces: range
+) -> Way:
+    return tuple(hop for chain in chains_to(sources, receivers, num_lots, pieces) for hop in chain.hops)
 
 
 def pieces_sent(way: Way, from_node: int, node_of: NodeOf) -> float:

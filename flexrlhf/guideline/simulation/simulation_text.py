@@ -10,9 +10,9 @@ from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
 from flexrlhf.guideline.simulation.inputs import CostSource
-from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares, flows_of
+from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Move, Run, Sync
+from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
 from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
 
 LABEL_WIDTH, RANKS_WIDTH = 52, 24
@@ -80,11 +80,18 @@ def _notes(plan: Plan, items: list[PricedInstruction], total: Cost) -> list[str]
     first = items[0].instruction
     if isinstance(first, Move | Sync):
         what = first.primitive if isinstance(first, Move) else _largest(total)
-        size = bytes_text(sum(flow.size for item in items for flow in flows_of(plan, item.instruction)))
+        size = bytes_text(sum(_crossing(plan, item.instruction) for item in items))
     else:
         what, size = _largest(total), ""
     every = items[0].every
     return [what, size, "" if every == 1 else f"every {every} steps", f"{len(items)} chunks" if len(items) > 1 else ""]
+
+
+def _crossing(plan: Plan, instruction: Instruction) -> int:
+    """Return the bytes that cross between ranks."""
+    if isinstance(instruction, Move):
+        return plan.move_bytes(instruction)
+    return (plan.sync_bytes(instruction) or 0) if isinstance(instruction, Sync) else 0
 
 
 def _sum(costs: Iterable[Cost]) -> dict[str, float]:
