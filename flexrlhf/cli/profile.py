@@ -29,7 +29,7 @@ Configs = Annotated[
     ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write")]
-Seconds = Annotated[float, typer.Option(min=0.1, help="time for which the calls of each model are repeated")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="time of all measurements; longer where calls are slow")]
 
 
 def profile(
@@ -38,15 +38,15 @@ def profile(
     devices: Devices = None,
     set_: Overrides = None,
     output: Output = Path("runs/profile.json"),
-    seconds: Seconds = 5.0,
+    seconds: Seconds = 15.0,
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
     rdzv_endpoint: RdzvEndpoint = "",
 ) -> None:
     """Measure this machine, for `simulate` and `advise`.
 
-    The times that they predict from: of its calls, and of the links between several machines. Takes a minute
-    and trains nothing. With several nodes node 0 measures its calls and writes the file.
+    The times that they predict from: of its calls, and of the links between several machines. Takes about
+    half a minute and trains nothing. With several nodes node 0 measures its calls and writes the file.
     """
     runs = RunOptions(configs, config, devices=devices, set_=set_)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)

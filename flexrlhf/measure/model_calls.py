@@ -14,8 +14,8 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Sampling
 from flexrlhf.guideline.costs.measurements import ModelTimes, Point, Points
 from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
-from flexrlhf.measure.profiled_models import LengthSample, ProfiledModel, RowCounts
-from flexrlhf.measure.stopwatch import Stopwatch, TimedCall, Timing
+from flexrlhf.measure.profiled_models import LengthSample, MeasuredRows, ProfiledModel, RowCounts
+from flexrlhf.measure.stopwatch import Estimate, Stopwatch, TimedCall, Timing
 from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, shares_prompts
 from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
@@ -30,10 +30,17 @@ from flexrlhf.trainer.text_operators import ExternalScorers
 
 NO_TOKEN = -1
 """An end token that no response contains."""
-FULL, FIRST = "full responses", "first tokens"
+FULL, FIRST = "generate", "first tokens"
+"""Kinds of calls that generate full responses, and their first tokens alone."""
 
-RowCalls = dict[tuple[str, int], TimedCall]
-"""Calls by kind and number of rows."""
+
+@dataclass(frozen=True)
+class CallGroup:
+    """Calls of one kind, by number of rows."""
+
+    kind: str
+    calls: Mapping[int, TimedCall]
+    rows: MeasuredRows
 
 
 @dataclass(frozen=True)
@@ -143,18 +150,17 @@ class ProfileContext:
 
 def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedModel, counts: RowCounts) -> ModelTimes:
     """Measure every call of the roles of a shape, with all ranks as replicas."""
-    calls: RowCalls = {}
+    groups: list[CallGroup] = []
     for kind, operator in model.operators.items():
         match kind:
-            case "forward":
-                calls |= {(kind, rows): context.call(operator, loaded, rows) for rows in counts.calls}
-            case "train":
-                calls |= {(kind, rows): context.call(operator, loaded, rows) for rows in counts.update}
+            case "forward" | "train":
+                rows = counts.calls if kind == "forward" else counts.update
+                groups.append(_group(context, operator, loaded, rows))
             case "generate":
-                calls |= _generate_calls(context, operator, loaded, counts)
-    timings = _time(context, calls)
+                groups += _generate_groups(context, operator, loaded, counts.decode)
+    timings = _time(context, groups)
     prompt, dp = max(context.lengths.prompts), loaded.placed.layout.dp
-    row, tokens = context.computed(loaded, sorted({rows for kind, rows in calls if kind in ("forward", "train")}))
+    row, tokens = context.computed(loaded, sorted({rows for kind, rows in timings if kind in ("forward", "train")}))
     return ModelTimes(
         model=model.transformer,
         engine=model.placed.engine,
@@ -164,19 +170,20 @@ def measure_calls(context: ProfileContext, model: ProfiledModel, loaded: LoadedM
         prompt=prompt,
         row=row,
         forward=_points(timings, "forward", tokens),
-        prefill=_points(timings, FIRST, context.read_tokens(loaded, counts.decode)),
+        prefill=_points(timings, FIRST),
         step=_decode_steps(timings, context.plan.lengths.response),
         train={dp: _points(timings, "train", tokens)} if "train" in model.operators else {},
     )
 
 
 def measure_operator(
-    context: ProfileContext, operator: Operator, loaded: LoadedModel, row_counts: Sequence[int]
+    context: ProfileContext, operator: Operator, loaded: LoadedModel, measured_rows: MeasuredRows
 ) -> Points:
     """Measure an operator by the number of rows, of optimizer steps with the tokens of their passes."""
-    calls: RowCalls = {(operator.kind, rows): context.call(operator, loaded, rows) for rows in row_counts}
-    tokens = context.computed(loaded, row_counts)[1] if operator.kind == "train" else {}
-    return _points(_time(context, calls), operator.kind, tokens)
+    timings = _time(context, [_group(context, operator, loaded, measured_rows)])
+    is_trained = operator.kind == "train"
+    tokens = context.computed(loaded, [rows for _, rows in timings])[1] if is_trained else {}
+    return _points(timings, operator.kind, tokens)
 
 
 def measure_contention(context: ProfileContext, operator: Operator, loaded: LoadedModel, rows: int) -> dict[int, float]:
@@ -192,20 +199,46 @@ def measure_contention(context: ProfileContext, operator: Operator, loaded: Load
     return {int(name): max(1.0, timing.seconds / timings["1"].seconds) for name, timing in timings.items()}
 
 
-def _generate_calls(context: ProfileContext, operator: Operator, loaded: LoadedModel, counts: RowCounts) -> RowCalls:
+def _group(context: ProfileContext, operator: Operator, loaded: LoadedModel, measured_rows: MeasuredRows) -> CallGroup:
+    rows = (*measured_rows.needed, *measured_rows.further)
+    return CallGroup(operator.kind, {each: context.call(operator, loaded, each) for each in rows}, measured_rows)
+
+
+def _generate_groups(
+    context: ProfileContext, operator: Operator, loaded: LoadedModel, measured_rows: MeasuredRows
+) -> list[CallGroup]:
     """Return calls whose responses all have the maximum length, and calls whose responses end with the first token."""
-    calls: RowCalls = {}
-    for rows in counts.decode:
-        calls[FULL, rows] = context.call(operator, loaded, rows)
-        end_tokens = context.first_tokens(operator, loaded, rows)
-        calls[FIRST, rows] = context.call(operator, loaded, rows, context.sampling(end_tokens))
-    return calls
+    full = _group(context, operator, loaded, measured_rows)
+    first = {rows: _EndingCall(context, operator, loaded, rows) for rows in full.calls}
+    return [full, CallGroup(FIRST, dict(first), measured_rows)]
 
 
-def _time(context: ProfileContext, calls: RowCalls) -> dict[tuple[str, int], Timing]:
-    named = {f"{kind}/{rows}": call for (kind, rows), call in calls.items()}
-    timings = context.stopwatch.time(named, context.budget)
-    return dict(zip(calls, timings.values(), strict=True))
+class _EndingCall:
+    """Generation of the first token, which is found when it is called first."""
+
+    def __init__(self, context: ProfileContext, operator: Operator, loaded: LoadedModel, rows: int) -> None:
+        self._arguments = operator, loaded, rows
+        self._context = context
+        self._call: TimedCall | None = None
+
+    def __call__(self) -> None:
+        if self._call is None:
+            end_tokens = self._context.first_tokens(*self._arguments)
+            self._call = self._context.call(*self._arguments, self._context.sampling(end_tokens))
+        self._call()
+
+
+def _time(context: ProfileContext, groups: Sequence[CallGroup]) -> dict[tuple[str, int], Timing]:
+    """Return timings by kind and number of rows."""
+    names = {f"{group.kind}/{rows}": (group.kind, rows) for group in groups for rows in group.calls}
+    calls = {f"{group.kind}/{rows}": call for group in groups for rows, call in group.calls.items()}
+    further = {
+        f"{group.kind}/{rows}": Estimate(f"{group.kind}/{group.rows.needed[-1]}", rows / group.rows.needed[-1])
+        for group in groups
+        for rows in group.rows.further
+    }
+    timings = context.stopwatch.time(calls, context.budget, further=further)
+    return {names[name]: timing for name, timing in timings.items()}
 
 
 def _points(
@@ -223,5 +256,6 @@ def _decode_steps(timings: Mapping[tuple[str, int], Timing], longest: int) -> Po
     """Return the time of one decoding step: full responses after the first token, over their other tokens."""
     first = {point.rows: point.seconds for point in _points(timings, FIRST)}
     full = _points(timings, FULL)
-    steps = [(point, max(0.0, point.seconds - first[point.rows]) / (longest - 1)) for point in full if longest > 1]
+    both = [point for point in full if point.rows in first and longest > 1]
+    steps = [(point, max(0.0, point.seconds - first[point.rows]) / (longest - 1)) for point in both]
     return tuple(point.model_copy(update={"seconds": seconds}) for point, seconds in steps)

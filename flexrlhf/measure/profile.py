@@ -41,7 +41,7 @@ def profile(
     """Measure the models of ``plans`` with as many ranks as the cluster's first node has devices, and write ``path``.
 
     command_plans:  plans of the same command that write models which ``plans`` start from
-    seconds:        time for which the calls of each model are repeated
+    seconds:        time of all measurements; longer where calls are slow
     inputs:         files that the command reads; ``path`` is none of them
     network_gb_s:   of the slowest link between two machines, if there are several
 

@@ -54,20 +54,21 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.loaded_models import LoadedModel, load_model_on_rank
 
-SHARE_OF_OTHERS = 0.2
-"""Time for each measurement that is not of a model's calls, as a share of the time for those."""
+SHARE_OF_OTHERS, NUM_OTHERS = 0.3, 10
+"""Share of the time for all that is not a model's calls, and number of such measurements."""
 
 
 def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: float, path: Path) -> None:
     """Measure the models of ``specs``, each with its ``lengths``, and their communication; rank 0 writes ``path``.
 
-    ``seconds``: time for which the calls of each model are repeated.
+    ``seconds``: time of all measurements; longer where calls are slow, each of which is made three times.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
         plans = [make_plan(spec) for spec in specs]
-        profilers = [PlanProfiler(plan, sample, seconds, world) for plan, sample in zip(plans, lengths, strict=True)]
+        share = seconds / len(plans)
+        profilers = [PlanProfiler(plan, sample, share, world) for plan, sample in zip(plans, lengths, strict=True)]
         models = tuple(times for profiler in profilers for times in profiler.models())
         measurements = profilers[0].measurements(models)
         if world.rank == 0:
@@ -91,12 +92,19 @@ class PlanProfiler:
         shared = torch.cuda.device_count() if world.device.type == "cuda" else len(os.sched_getaffinity(0))
         oversubscribed = world.size > shared
         stopwatch = Stopwatch(all_ranks, world.rank, world.device, oversubscribed)
-        self._context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, seconds)
-        self._short_context = replace(self._context, budget=SHARE_OF_OTHERS * seconds)
+        self._models = profiled_models(plan)
+        parts = len(self._models) + sum(map(self._is_trained_alone, self._models))
+        budget = (1 - SHARE_OF_OTHERS) * seconds / parts
+        self._context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, budget)
+        self._short_context = replace(self._context, budget=SHARE_OF_OTHERS * seconds / NUM_OTHERS)
 
     def models(self) -> Iterator[ModelTimes]:
         """Yield the times of one model after the other, so that only one is in memory."""
-        yield from map(self._model_times, profiled_models(self._plan))
+        yield from map(self._model_times, self._models)
+
+    def _is_trained_alone(self, model: ProfiledModel) -> bool:
+        """Whether optimizer steps of a replica without others are measured."""
+        return "train" in model.operators and model.placed.layout.tp == 1 and self._world.size > 1
 
     def close(self) -> None:
         """Close the process groups."""
@@ -108,7 +116,7 @@ class PlanProfiler:
         counts = row_counts(self._plan, placed.layout.tp)
         with self._loaded(placed) as loaded:
             times = measure_calls(self._context, model, loaded, counts)
-        if "train" not in model.operators or placed.layout.tp > 1 or self._world.size == 1:
+        if not self._is_trained_alone(model):
             return times
         with self._loaded(self._on_this_rank(placed)) as loaded:
             alone = measure_operator(self._context, model.operators["train"], loaded, counts.update)
@@ -120,7 +128,7 @@ class PlanProfiler:
     def measurements(self, models: tuple[ModelTimes, ...]) -> Measurements:
         """Return ``models`` with the measurements of everything else: contention, communication, host memory, files."""
         self._report("contention, moves of columns and transfers of weights")
-        trained = next(each.placed for each in profiled_models(self._plan) if "train" in each.operators)
+        trained = next(each.placed for each in self._models if "train" in each.operators)
         context = self._short_context
         with self._loaded(trained) as loaded, TemporaryDirectory() as directory:
             combine = self._combine(loaded)
@@ -155,7 +163,7 @@ class PlanProfiler:
             return {1: 1.0}
         # without replicas, which some engines would wait for
         with self._loaded(self._on_this_rank(model)) as loaded:
-            rows = row_counts(self._plan, 1).calls[0]
+            rows = row_counts(self._plan, 1).calls.needed[0]
             return measure_contention(self._short_context, forwards[0], loaded, rows)
 
     def _bookkeeping(self) -> tuple[float, float]:
@@ -199,7 +207,8 @@ class PlanProfiler:
         self._position += 1
         self._progress.report(self._position, what)
         if self._world.rank == 0:
-            print(f"{self._plan.spec.name}: measuring {what}", flush=True)
+            parts = len(self._models) + 1
+            print(f"{self._plan.spec.name}: measuring {what} ({self._position} of {parts})", flush=True)
 
 
 @record

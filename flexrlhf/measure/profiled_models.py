@@ -140,17 +140,29 @@ def _upper_half(maximum: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class MeasuredRows:
+    """Rows at which a call is measured, ascending.
+
+    needed:   few ones and those of the run, through which a line leads to more rows, too
+    further:  rows that are measured if there is time
+    """
+
+    needed: tuple[int, ...]
+    further: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class RowCounts:
-    """Rows of a replica at which calls are measured, ascending, around the rows of the run.
+    """Rows of a replica at which calls are measured.
 
     calls:   for forward passes and combines
     decode:  for generation
     update:  for optimizer steps
     """
 
-    calls: tuple[int, ...]
-    decode: tuple[int, ...]
-    update: tuple[int, ...]
+    calls: MeasuredRows
+    decode: MeasuredRows
+    update: MeasuredRows
 
 
 def row_counts(plan: Plan, tp: int) -> RowCounts:
@@ -163,8 +175,12 @@ def row_counts(plan: Plan, tp: int) -> RowCounts:
     def whole_prompts(*counts: float) -> tuple[int, ...]:
         return tuple(sorted({samples * max(1, round(count / samples)) for count in counts}))
 
+    def rows(needed: tuple[float, ...], *further: float) -> MeasuredRows:
+        first = whole_prompts(*needed)
+        return MeasuredRows(first, tuple(each for each in whole_prompts(*further) if each not in first))
+
     return RowCounts(
-        calls=whole_prompts(share / 2, share, scale * share),
-        decode=whole_prompts(share / 8, share / 2, share, scale * share),
-        update=whole_prompts(update / 2, update, scale * update, 2 * scale * update),
+        calls=rows((share / 4, share), scale * share),
+        decode=rows((share / 8, share), share / 2, scale * share),
+        update=rows((update / 4, update), scale * update),
     )

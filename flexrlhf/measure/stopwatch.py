@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 
 TimedCall = Callable[[], object]
-WARM_UP_ROUNDS = 2
-MIN_ROUNDS, MAX_ROUNDS = 3, 40
+MIN_ROUNDS, MAX_ROUNDS = 2, 40
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,14 @@ class Timing:
 
     seconds: float
     spread: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time of a call before it is made: ``times`` as long as the call ``like``."""
+
+    like: str
+    times: float
 
 
 @dataclass(frozen=True)
@@ -44,50 +52,70 @@ class Stopwatch:
     oversubscribed: bool
 
     def time(
-        self, calls: Mapping[str, TimedCall], budget: float, skipped: frozenset[str] = frozenset()
+        self,
+        calls: Mapping[str, TimedCall],
+        budget: float,
+        skipped: frozenset[str] = frozenset(),
+        further: Mapping[str, Estimate] = MappingProxyType({}),
     ) -> dict[str, Timing]:
-        """Return the timing of each call, the same on every rank.
+        """Return the timing of each call, the same on every rank, in the order of ``calls``.
 
-        ``budget``: seconds for all repetitions. ``skipped``: names of calls that other ranks make without this one.
+        Each call is repeated for an equal share of the budget, slow ones ``MIN_ROUNDS`` times.
+
+        budget:   seconds for all repetitions
+        skipped:  names of calls that other ranks make without this one
+        further:  estimates of calls that are left out if the others leave no time for them
         """
-        start = time.perf_counter()
-        for _ in range(WARM_UP_ROUNDS):
-            self._round(calls, skipped)
-        milliseconds = int(1000 * (time.perf_counter() - start) / WARM_UP_ROUNDS) + 1
-        slowest = self.all_ranks.largest(milliseconds, self.device) / 1000
-        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget / slowest)))
-        return self._summary(list(calls), torch.stack([self._round(calls, skipped) for _ in range(rounds)]))
+        samples: dict[str, list[Tensor]] = {}
 
-    def _round(self, calls: Mapping[str, TimedCall], skipped: frozenset[str]) -> Tensor:
-        """Return (calls, 2): start and end of each call on this rank, in seconds; nan for skipped ones."""
-        times = [self._once(None if name in skipped else call) for name, call in calls.items()]
-        return torch.tensor(times, dtype=torch.float64)
+        def begin(names: Iterable[str]) -> dict[str, float]:
+            """Make each call once to warm up, and once more; return the time of that."""
+            for name in names:
+                samples[name] = [self._once(None if name in skipped else calls[name]) for _ in range(2)][1:]
+            return {name: self._timing(samples[name]).seconds for name in names}
 
-    def _once(self, call: TimedCall | None) -> tuple[float, float]:
+        seconds = begin([name for name in calls if name not in further])
+        left = budget - (1 + MIN_ROUNDS) * sum(seconds.values())
+        chosen = []
+        for name, each in sorted(further.items(), key=lambda item: seconds[item[1].like] * item[1].times):
+            left -= (1 + MIN_ROUNDS) * seconds[each.like] * each.times
+            if left >= 0:
+                chosen.append(name)
+        seconds |= begin(chosen)
+        share = budget / len(samples)
+        rounds = {name: max(MIN_ROUNDS, min(MAX_ROUNDS, int(share / each))) for name, each in seconds.items()}
+        for number in range(1, max(rounds.values())):
+            for name in (name for name, count in rounds.items() if count > number):
+                samples[name].append(self._once(None if name in skipped else calls[name]))
+        return {name: self._timing(samples[name]) for name in calls if name in samples}
+
+    def _once(self, call: TimedCall | None) -> Tensor:
+        """Return start and end of a call on this rank, in seconds; nan if it is None."""
         # all ranks begin together
         self.all_ranks.sum(torch.zeros(1, device=self.device))
         self._synchronize_device()
         if call is None:
-            return math.nan, math.nan
+            return torch.full((2,), math.nan, dtype=torch.float64)
         start = time.perf_counter()
         call()
         self._synchronize_device()
-        return start, time.perf_counter()
+        return torch.tensor([start, time.perf_counter()], dtype=torch.float64)
 
     def _synchronize_device(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def _summary(self, names: list[str], local: Tensor) -> dict[str, Timing]:
-        """Summarise (repetitions, calls, 2) of this rank over repetitions and, unless oversubscribed, over ranks."""
-        table = torch.zeros(len(self.all_ranks.ranks), *local.shape, dtype=torch.float64, device=self.device)
-        table[self.all_ranks.ranks.index(self.rank)] = local.to(self.device)
+    def _timing(self, local: Sequence[Tensor]) -> Timing:
+        """Summarise the starts and ends of a call on this rank, each (2,), over repetitions and, unless oversubscribed,
+        over ranks."""
+        table = torch.zeros(len(self.all_ranks.ranks), len(local), 2, dtype=torch.float64, device=self.device)
+        table[self.all_ranks.ranks.index(self.rank)] = torch.stack(list(local)).to(self.device)
         starts, ends = self.all_ranks.sum(table).cpu().unbind(-1)
         if self.oversubscribed:
             starts, ends = starts.nan_to_num(math.inf).amin(0), ends.nan_to_num(-math.inf).amax(0)
-        seconds = (ends - starts).view(-1, len(names))
-        timings = {}
-        for name, column in zip(names, seconds.unbind(1), strict=True):
-            low, median, high = statistics.quantiles(column[~column.isnan()].tolist(), n=4)
-            timings[name] = Timing(median, (high - low) / median)
-        return timings
+        seconds = (ends - starts).flatten()
+        values = seconds[~seconds.isnan()].tolist()
+        if len(values) == 1:
+            return Timing(values[0], 0.0)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Timing(median, (high - low) / median)

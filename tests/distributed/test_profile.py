@@ -20,7 +20,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
-from flexrlhf.measure.profiled_models import RowCounts, length_sample, row_counts
+from flexrlhf.measure.profiled_models import MeasuredRows, RowCounts, length_sample, row_counts
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.run_data import prompt_lengths, response_lengths
@@ -67,10 +67,15 @@ def rows(points: Points) -> list[int]:
 def test_both_models_are_measured_around_the_rows_of_the_run(measured: Measurements) -> None:
     causal, scalar = measured.models
     assert (causal.model.head, scalar.model.head) == ("causal", "scalar")
-    assert rows(causal.forward) == rows(scalar.forward) == [8, 16, 32]
-    assert rows(causal.step) == rows(causal.prefill) == [2, 8, 16, 32] and not scalar.step
-    assert all(set(times.train) == {1, 2} for times in measured.models)
-    assert [rows(each) for each in causal.train.values()] == [[4, 8, 16, 32]] * 2
+    for found, needed, further in (
+        (causal.forward, {4, 16}, {32}),
+        (scalar.forward, {4, 16}, {32}),
+        (causal.prefill, {2, 16}, {8, 32}),
+        (causal.step, {2, 16}, {8, 32}),
+        *((points, {2, 8}, {16}) for times in measured.models for points in times.train.values()),
+    ):
+        assert needed <= set(rows(found)) <= needed | further, "further rows are measured if there is time"
+    assert not scalar.step and all(set(times.train) == {1, 2} for times in measured.models)
     points = [point for times in measured.models for point in times.forward + times.train[2]]
     assert all(point.seconds > 0 for point in points)
     # prompts and responses of 4 to 8 tokens; two samples share a prompt
@@ -83,7 +88,7 @@ def test_transfers_between_ranks_are_measured(measured: Measurements) -> None:
     assert set(measured.contention) == {1, 2} and measured.contention[1] == 1
     assert set(measured.moves) == {"all_gather", "all_to_all", "point_to_point"}
     assert measured.sync is not None and measured.reduce is not None
-    assert rows(measured.combine) == [8, 16, 32]
+    assert {4, 16} <= set(rows(measured.combine)) <= {4, 16, 32}
     assert 0 < measured.bookkeeping < measured.statistics < 1
 
 
@@ -100,7 +105,7 @@ def test_the_cost_model_reads_the_file(profiled: tuple[str, Path], measured: Mea
 def test_progress_and_a_table_are_printed(profiled: tuple[str, Path]) -> None:
     out, path = profiled
     for words in (
-        "measuring the calls of actor",
+        "measuring the calls of actor, alone and with 2 ranks (1 of 3)",
         "one decoding step",
         "optimizer step, 2 replicas",
         "written to found",
@@ -164,7 +169,10 @@ def test_lengths_come_from_the_data_or_are_the_maximum(tmp_path: Path, monkeypat
     assert len(set(prompts)) > 2 and max(prompts) <= 16
     rows = length_sample(plan).rows(8)
     assert [max(each) for each in zip(*rows, strict=True)] == [max(prompts), max(responses)]
-    assert row_counts(plan, 1) == RowCounts(calls=(16, 32, 64), decode=(4, 16, 32, 64), update=(4, 8, 16, 32))
+    expected = RowCounts(
+        calls=MeasuredRows((8, 32), (64,)), decode=MeasuredRows((4, 32), (16, 64)), update=MeasuredRows((2, 8), (16,))
+    )
+    assert row_counts(plan, 1) == expected
 
 
 @pytest.mark.full
