@@ -25,6 +25,8 @@ RESPONSES = (1024, 8192)
 """Response lengths of a table, where none is named."""
 ENGINES = ("torch", "deepspeed")
 """Training engines that are tried, where none is named; the optimizer of the second may be in host memory."""
+FASTER = 1.1
+"""Speed at which an engine is preferred to one before it in ``ENGINES``."""
 TIMES = (1, 2, 4)
 """Multiples of the fewest devices for which speed is predicted."""
 MOST_DEVICES = 512
@@ -145,16 +147,21 @@ class SizeTable:
         return True
 
     def plan_on(self, options: AdviceOptions, devices: int, engines: Iterable[str]) -> SizedPlan | None:
-        """Return the fastest recommended placement of ``engines`` on ``devices``; None if none fits."""
-        found = []
+        """Return the recommended placement on ``devices``; None if none fits. An engine is tried if the ones before it
+        have none without idle models in host memory, and taken if it is faster by ``FASTER``."""
+        best = None
         for engine in engines:
+            if best is not None and not best.chosen.candidate.space.offloaded:
+                break
             on_devices = replace(options, gpus=devices, engine=engine)
             spec = self._spec(on_devices)
             source, lengths = costs_for(spec, None), lengths_for(spec, self.mean)
             advice = advise(spec, source.costs, lengths, margin=source.accuracy.tie, explains=False)
             if advice.feasible:
-                found.append(SizedPlan(on_devices, advice.best))
-        return max(found, key=lambda plan: plan.samples_per_second, default=None)
+                found = SizedPlan(on_devices, advice.best)
+                if best is None or found.samples_per_second > FASTER * best.samples_per_second:
+                    best = found
+        return best
 
     def _spec(self, options: AdviceOptions) -> Spec:
         return options.spec(None, self.overrides)
