@@ -55,7 +55,8 @@ def simulated(outcome: Outcome) -> Simulation:
         ("devices=2x", NODES % (4, ""), 0, ()),
         ("reward=2s", NODES % (2, ""), 2, ()),
         ("rollout=float32", NODES % (2, ""), 0, ("rollout.dtype=float32",)),
-        ("devices=2x,reward=2s", NODES % (4, ""), 2, ()),
+        ("devices=2x,reward=2s,network=10", NODES % (4, ", network_gb_s: 10"), 2, ()),
+        ("network=10,devices=2x", NODES % (4, ", network_gb_s: 10"), 0, ()),
     ],
 )
 def test_a_changed_setting_is_the_run_with_it(
@@ -145,6 +146,7 @@ def test_the_default_changes_are_those_that_the_run_can_have(plan: Plan) -> None
     small = planned("rollout.engine=transformers", "models.all.dtype=float32")
     assert set(outcomes(small, "default")) == {"as planned", "speculative=0.7", "devices=2x"}
     assert "one node" in outcomes(small, "network=10")["network=10"].note
+    assert "more than a plan" in outcomes(small, "devices=9999x")["devices=9999x"].note
     assert "has a copy" in outcomes(small, "rollout=fp8")["rollout=fp8"].note
 
 

@@ -126,9 +126,13 @@ class SizeTable:
         """Return the devices for one cell. Raises UserError for settings that its engine has not."""
         engines = [engine for engine in _engines(options) if self._is_possible(options, engine)]
         least = least_count(lambda count: any(self.fits(options, count, engine) for engine in engines))
-        counts = [] if least is None else [each * least for each in TIMES]
-        plans = (self.plan_on(options, count, engines) for count in counts)
-        return Size(options, least or 0, tuple(plan for plan in plans if plan is not None))
+        if least is None:
+            return Size(options, 0, ())
+        first = self.plan_on(options, least, engines)
+        # short of memory there, the first engine may fit more devices and be the slower one still
+        tries_all = first is not None and first.options.engine != engines[0]
+        more = (self.plan_on(options, times * least, engines, tries_all) for times in TIMES[1:])
+        return Size(options, least, tuple(plan for plan in (first, *more) if plan is not None))
 
     def fits(self, options: AdviceOptions, devices: int, engine: str) -> bool:
         """Whether any plan fits ``devices``."""
@@ -146,12 +150,17 @@ class SizeTable:
             return False
         return True
 
-    def plan_on(self, options: AdviceOptions, devices: int, engines: Iterable[str]) -> SizedPlan | None:
-        """Return the recommended placement on ``devices``; None if none fits. An engine is tried if the ones before it
-        have none without idle models in host memory, and taken if it is faster by ``FASTER``."""
+    def plan_on(
+        self, options: AdviceOptions, devices: int, engines: Iterable[str], tries_all: bool = False
+    ) -> SizedPlan | None:
+        """Return the recommended placement on ``devices``; None if none fits.
+
+        An engine is taken if it is faster than the ones before it by ``FASTER``. It is tried if they have no placement
+        without idle models in host memory, or ``tries_all``.
+        """
         best = None
         for engine in engines:
-            if best is not None and not best.chosen.candidate.space.offloaded:
+            if best is not None and not (tries_all or best.chosen.candidate.space.offloaded):
                 break
             on_devices = replace(options, gpus=devices, engine=engine)
             spec = self._spec(on_devices)
