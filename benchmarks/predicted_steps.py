@@ -22,7 +22,7 @@ from statistics import median
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart import config_paths
-from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
+from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, compare, read_run
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
@@ -72,15 +72,15 @@ def measure(name: str, vector: str, steps: int, model: str) -> Path:
     return Path("runs") / name / "timeline.json"
 
 
-def predict(steps: int, model: str, profile: Path) -> dict[str, Simulation]:
-    simulations = {}
+def predict(steps: int, model: str, profile: Path) -> tuple[dict[str, Simulation], Accuracy]:
+    source, simulations = costs_for(spec_of("predicted", "[1,1,1,1]", steps, model), profile), {}
     for name, vector in PLACEMENTS.items():
         plan = make_plan(spec_of("predicted", vector, steps, model))
-        simulations[name] = simulate(plan, costs_for(plan.spec, profile).costs, read_lengths(None, plan))
-    return simulations
+        simulations[name] = simulate(plan, source.costs, read_lengths(None, plan))
+    return simulations, source.accuracy
 
 
-def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]) -> None:
+def report(simulations: dict[str, Simulation], accuracy: Accuracy, runs: dict[str, list[Comparison]]) -> None:
     print(f"{'placement':<14} {'predicted':>10} {'measured':>10} {'error':>8}   runs (ms)                 spans")
     steps = {name: median(run.step.measured for run in each) for name, each in runs.items()}
     for name, each in runs.items():
@@ -92,9 +92,9 @@ def report(simulations: dict[str, Simulation], runs: dict[str, list[Comparison]]
             f"{shown:<25} {same}"
         )
     seconds = [(simulations[name].seconds, run.step.measured) for name, each in runs.items() for run in each]
-    inside = sum(FROM_MEASUREMENTS.has(measured, predicted) for predicted, measured in seconds)
+    inside = sum(accuracy.has(measured, predicted) for predicted, measured in seconds)
     ratios = ", ".join(f"{measured / predicted:.2f}" for predicted, measured in seconds)
-    span = f"{FROM_MEASUREMENTS.low} to {FROM_MEASUREMENTS.high}"
+    span = f"{accuracy.low:.2f} to {accuracy.high:.2f}"
     print(f"{inside} of {len(seconds)} runs inside the range of {span}: {ratios}")
     for first, second in combinations(runs, 2):
         if abs(steps[first] / steps[second] - 1) > CLEARLY:
@@ -119,13 +119,13 @@ def main() -> None:
     profile = Path(f"runs/profile-{options.model.replace(' ', '-')}.json")
     if not options.keep_profile or not profile.is_file():
         command("profile", str(config_paths()[-1]), *settings(MODELS[options.model]), "-o", str(profile))
-    simulations = predict(options.steps, options.model, profile)
+    simulations, accuracy = predict(options.steps, options.model, profile)
     runs: dict[str, list[Comparison]] = {name: [] for name in PLACEMENTS}
     for turn in range(options.runs):
         for name, vector in PLACEMENTS.items():
             timeline = measure(f"{name.replace(' ', '-')}-{turn}", vector, options.steps, options.model)
             runs[name].append(compare(simulations[name], read_run(timeline)))
-    report(simulations, runs)
+    report(simulations, accuracy, runs)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ its result predicts the rows that were left out without that approximation.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -75,14 +75,16 @@ def family_of(row: Row) -> str:
 _FAMILIES = ("DeepSpeed-Chat", "FlexRLHF", "trlX", "OpenRLHF", "ReaL", "NeMo-RL", "NeMo-Aligner", "verl")
 
 
-def checked_rows(directory: Path, key: Callable[[Row], str]) -> list[CheckedRow]:
-    """Return every row, predicted by constants that are fitted without any row of the same ``key``."""
+def checked_rows(directory: Path, *keys: Callable[[Row], str]) -> list[CheckedRow]:
+    """Return every row, predicted by constants that are fitted without any row with one of the same ``keys``."""
     models, start = read_models(directory), present()
     rows = linear_rows(rows_of(directory), models, start)
-    found = []
-    for name in sorted({key(each.row) for each in rows}):
-        values = fit([each for each in rows if key(each.row) != name], start)
-        found += list(_predicted([each.row for each in rows if key(each.row) == name], models, values))
+    found, groups = [], defaultdict[tuple[str, ...], list[Row]](list)
+    for each in rows:
+        groups[tuple(key(each.row) for key in keys)].append(each.row)
+    for names, group in sorted(groups.items()):
+        others = [each for each in rows if all(key(each.row) != name for key, name in zip(keys, names, strict=True))]
+        found += list(_predicted(group, models, fit(others, start)))
     return found
 
 
@@ -122,18 +124,6 @@ def _predicted(rows: Sequence[Row], models: Mapping[str, Transformer], values: C
             yield CheckedRow(row, predict(row, known))
         except LeftOut:
             continue
-
-
-def ratio_at(rows: Sequence[CheckedRow], share: float) -> float:
-    """Return the ratio of measured to predicted seconds below which a ``share`` of the rows is; every system has the
-    same weight."""
-    counts = Counter(family_of(each.row) for each in rows)
-    below, total = 0.0, len(counts)
-    for each in sorted(rows, key=lambda each: each.ratio):
-        below += 1 / counts[family_of(each.row)]
-        if below >= share * total:
-            return each.ratio
-    raise ValueError(f"{share}: no share of the rows")
 
 
 def placement_pairs(rows: Sequence[CheckedRow]) -> list[tuple[float, float]]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.calibration import rlhf
+from benchmarks.calibration import ranges, rlhf
 from benchmarks.calibration.cross_validation import (
     CheckedRow,
     checked_rows,
     family_of,
     placement_pairs,
-    ratio_at,
 )
 from benchmarks.calibration.problems import source_of
 from benchmarks.calibration.rows import Prediction, distinct, verdict
@@ -75,7 +74,8 @@ def lines(directory: Path, fitted: Sequence[Prediction]) -> Iterator[str]:
     ):
         yield each.text()
     yield from _by_source(sources)
-    yield from _ranges(sources, systems)
+    yield from ranges.lines(checked_rows(directory, family_of, source_of))
+    yield from _ties(sources)
 
 
 def _predictions(rows: Sequence[CheckedRow]) -> list[Prediction]:
@@ -91,16 +91,10 @@ def _by_source(sources: Sequence[CheckedRow]) -> Iterator[str]:
         yield f"    without {name:36} {len(of_source):5d}{100 * error:8.1f}{100 * bias:+8.1f}"
 
 
-def _ranges(sources: Sequence[CheckedRow], systems: Sequence[CheckedRow]) -> Iterator[str]:
-    """Yield the ranges of measured over predicted seconds, next to those that plans are printed with."""
-    steps = [each for each in systems if each.prediction.goal == rlhf.STEPS and each.fits]
+def _ties(sources: Sequence[CheckedRow]) -> Iterator[str]:
+    """Yield how often the predicted order of two placements is right, by the difference of their predictions."""
     pairs = placement_pairs(sources)
-    if not steps or not pairs:
-        return
-    low, high = (ratio_at(steps, share) for share in (0.1, 0.9))
-    yield f"  measured over predicted seconds, 10 to 90 % of the steps of each system: {low:.2f} to {high:.2f}"
-    for tie in TIES:
+    for tie in TIES if pairs else ():
         right = [measured > 1 for measured, predicted in pairs if predicted >= 1 + tie]
         yield f"  two placements of one problem, predicted {tie:.0%} apart: order of {sum(right)} of {len(right)} right"
-    accuracy = FROM_FIGURES
-    yield f"  plans are printed with (accuracy.csv): {accuracy.low:.2f} to {accuracy.high:.2f}; {accuracy.tie:.2f}"
+    yield f"  advise takes two placements for equal up to (accuracy.csv): {FROM_FIGURES.tie:.2f}"

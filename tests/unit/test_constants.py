@@ -19,7 +19,7 @@ ROWS = {
     PACKAGE / "kernels.csv": 6,
     PACKAGE / "links.csv": 2,
     PACKAGE / "overheads.csv": 4,
-    PACKAGE / "accuracy.csv": 2,
+    PACKAGE / "accuracy.csv": 11,
     FIELD / "engines.csv": 7,
     FIELD / "decoders.csv": 9,
     FIELD / "systems.csv": 21,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from small_runs import plan_of
 
 from benchmarks.calibration.shared import ASSUMED
 from benchmarks.systems.engines import DECODERS, TABLES
@@ -16,9 +18,19 @@ from flexrlhf.guideline.costs import analytic
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.generation import step_cost
-from flexrlhf.guideline.costs.profiles import FROM_FIGURES, FROM_MEASUREMENTS, Accuracy, read_table
+from flexrlhf.guideline.costs.profiles import (
+    FROM_FIGURES,
+    FROM_MEASUREMENTS,
+    Accuracy,
+    EngineFamily,
+    StepPart,
+    accuracy_by_figures,
+    read_table,
+)
+from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
+FAMILIES = get_args(EngineFamily)
 SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
 LINKS = Links(300, 200)
 ALONE, IN_STEP = AnalyticCosts(overheads=NO_OVERHEADS), AnalyticCosts()
@@ -136,15 +148,45 @@ def test_systems_without_overheads_of_their_own_have_those_of_plans() -> None:
     assert names <= set(ASSUMED)
 
 
-@pytest.mark.parametrize("accuracy", [FROM_FIGURES, FROM_MEASUREMENTS], ids=lambda each: each.name)
+BY_FAMILY = [accuracy_by_figures(family, part) for family in FAMILIES for part in get_args(StepPart)]
+
+
+@pytest.mark.parametrize("accuracy", [*BY_FAMILY, FROM_MEASUREMENTS], ids=lambda each: each.name)
 def test_a_range_has_what_is_predicted(accuracy: Accuracy) -> None:
     low, high = accuracy.seconds(10.0)
     assert low < 10 < high
     assert accuracy.has(10.0, 10.0)
     assert not accuracy.has(1.01 * high, 10.0)
-    assert 0 < accuracy.tie < accuracy.high
+    assert 0 <= accuracy.tie < accuracy.high
 
 
-def test_measurements_predict_closer_than_figures() -> None:
-    assert FROM_MEASUREMENTS.high / FROM_MEASUREMENTS.low < FROM_FIGURES.high / FROM_FIGURES.low
-    assert FROM_MEASUREMENTS.tie < FROM_FIGURES.tie
+def test_ranges_of_families_are_between_the_measured_and_the_general_one() -> None:
+    """A family's own rows scatter less than all together."""
+    width = {family: accuracy_by_figures(family).high / accuracy_by_figures(family).low for family in FAMILIES}
+    assert all(
+        FROM_MEASUREMENTS.high / FROM_MEASUREMENTS.low < width[family] < width["figures"] for family in FAMILIES[:3]
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "family"),
+    [
+        ((), "torch and megatron"),
+        (("models.critic.engine=megatron",), "torch and megatron"),
+        (("models.all.engine=deepspeed",), "deepspeed"),
+        (("models.critic.engine=deepspeed",), "figures"),
+        (("models.all.engine=deepspeed", "models.actor.lora={rank: 2}"), "adapters"),
+    ],
+    ids=str,
+)
+def test_a_plan_has_the_range_of_its_engines_and_adapters(settings: tuple[str, ...], family: EngineFamily) -> None:
+    source, plan = CostSource(IN_STEP, "figures", FROM_FIGURES), plan_of([1, 1, 1, 1], 2, *settings)
+    assert source.accuracy_of(plan) == accuracy_by_figures(family)
+    assert source.accuracy_of(plan, "training") == accuracy_by_figures(family, "training")
+    assert replace(source, accuracy=FROM_MEASUREMENTS).accuracy_of(plan) == FROM_MEASUREMENTS
+
+
+def test_measurements_that_vary_more_have_a_wider_range() -> None:
+    still, varied = (FROM_MEASUREMENTS.scattered(spread) for spread in (0.05, 0.4))
+    assert still == FROM_MEASUREMENTS
+    assert varied.low == pytest.approx(1 / varied.high) and varied.high == pytest.approx(1.6)

@@ -70,7 +70,7 @@ def _head(advice: Advice, source: CostSource) -> str:
         f"{plan.spec.algorithm.name} on {classes} in {nodes}: {rows.num_new} prompts x "
         f"{rows.samples_per_prompt} a step, at most {lengths.prompt} + {lengths.response} tokens"
         f"{_mean(advice)}; seconds from {source.name}; took {advice.seconds:.1f} s\n"
-        f"a step of the one to use is {range_text(source.accuracy, advice.best.seconds)}{_with_lag(advice)}"
+        f"a step of the one to use is {range_text(source.accuracy_of(plan), advice.best.seconds)}{_with_lag(advice)}"
     )
 
 
@@ -310,7 +310,7 @@ def format_operator_advice(advice: OperatorAdvice, source: CostSource) -> str:
         f"{source.name}",
         "\n".join(f"  {line}" for line in _operators(plan)),
         f"{seconds:.2f} s {SIMULATED}, {plan.batch.num_taken / seconds:.4g} samples/s, at most "
-        f"{bytes_text(_peak(advice))} on a device\n{range_text(source.accuracy, seconds)}\n"
+        f"{bytes_text(_peak(advice))} on a device\n{range_text(source.accuracy_of(plan), seconds)}\n"
         f"search: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
         f"{how}",
     ]

@@ -80,6 +80,11 @@ class ModelTimes(_Record):
     step: Points = ()
     train: dict[int, Points] = {}
 
+    @property
+    def points(self) -> Points:
+        """All measured calls."""
+        return sum(self.train.values(), self.forward + self.prefill + self.step)
+
 
 class Machine(_Record):
     """Machine that was measured.
@@ -133,6 +138,13 @@ class Measurements(_Record):
     switch: LinearTime
     save: LinearTime
     network_gb_s: float | None = None
+
+    @property
+    def spread(self) -> float:
+        """Mean range of the middle half of a call's repetitions, relative to their median; long calls count more."""
+        points = [point for times in self.models for point in times.points]
+        seconds = sum(point.seconds for point in points)
+        return sum(point.seconds * point.spread for point in points) / seconds if seconds else 0.0
 
 
 def read_measurements(path: Path | str) -> Measurements:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -156,23 +156,33 @@ def host_factor(device: DeviceClass) -> float:
     return next(factor for least, factor in HOST_FACTORS if device.host_gb_s >= least)
 
 
+NORMAL_RANGES = 1.5
+"""Ranges of the middle half around a median between which 96 % of normally distributed times are."""
+
+
 @dataclass(frozen=True)
 class Accuracy:
-    """Range of measured over predicted seconds of a step.
+    """Range of measured over predicted seconds of a step, or of a part of it.
 
-    name:  basis of the predictions: figures of the device classes, or measurements of the devices
+    name:  basis of the predictions: figures of the device classes, for engines of any family or of one, or
+           measurements of the devices
     low:   least value of the range
     high:  most value of the range
     share: share of the rows that are in it
     tie:   relative difference that the predictions of two placements need, so that measurements give the same order in
-           nine of ten cases
+           nine of ten cases; 0: not derived for this family or part
     """
 
     name: str
     low: float
     high: float
     share: float
-    tie: float
+    tie: float = 0.0
+
+    def scattered(self, spread: float) -> Accuracy:
+        """Return the range for measurements that vary. ``spread``: range of the middle half, relative to the median."""
+        beyond = 1 + NORMAL_RANGES * spread
+        return replace(self, low=min(self.low, 1 / beyond), high=max(self.high, beyond))
 
     def seconds(self, predicted: float) -> tuple[float, float]:
         """Return the seconds between which a ``share`` of the measurements are, for a prediction."""
@@ -186,3 +196,12 @@ class Accuracy:
 _ACCURACIES = named_rows(Accuracy, read_table(Path(__file__).with_name("accuracy.csv")))
 FROM_FIGURES, FROM_MEASUREMENTS = _ACCURACIES["figures"], _ACCURACIES["measurements"]
 """Accuracy of predicted steps, by their basis."""
+EngineFamily = Literal["adapters", "deepspeed", "torch and megatron", "figures"]
+"""Plans that train adapters; that train all weights with DeepSpeed; or with FSDP or Megatron, and generate with CUDA
+graphs; and all others."""
+StepPart = Literal["step", "generation", "training", "other calls"]
+
+
+def accuracy_by_figures(family: EngineFamily, part: StepPart = "step") -> Accuracy:
+    """Return the accuracy of a ``part`` that is predicted by figures of the device classes."""
+    return _ACCURACIES.get(f"{family}, {part}", _ACCURACIES[family])

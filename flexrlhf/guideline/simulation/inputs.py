@@ -16,7 +16,14 @@ from flexrlhf.guideline import costs
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.measured import load_costs
-from flexrlhf.guideline.costs.profiles import FROM_FIGURES, FROM_MEASUREMENTS, Accuracy
+from flexrlhf.guideline.costs.profiles import (
+    FROM_FIGURES,
+    FROM_MEASUREMENTS,
+    Accuracy,
+    EngineFamily,
+    StepPart,
+    accuracy_by_figures,
+)
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -85,6 +92,22 @@ class CostSource:
     name: str
     accuracy: Accuracy
 
+    def accuracy_of(self, plan: Plan, part: StepPart = "step") -> Accuracy:
+        """Return how far the measured time of a ``part`` of a step of ``plan`` is from the predicted one: by figures,
+        what its engines and adapters let expect."""
+        return self.accuracy if self.accuracy != FROM_FIGURES else accuracy_by_figures(engine_family(plan), part)
+
+
+def engine_family(plan: Plan) -> EngineFamily:
+    """Return the family whose published rows the range of ``plan`` is derived from."""
+    trained = [model for model in plan.placement.models if model.trained]
+    engines = {model.engine for model in trained}
+    if any(model.settings.lora is not None for model in trained):
+        return "adapters"
+    if engines == {"deepspeed"}:
+        return "deepspeed"
+    return "torch and megatron" if engines <= {"torch", "megatron"} else "figures"
+
 
 def costs_for(spec: Spec, profile: Path | None) -> CostSource:
     """Return the costs of the given profile; else by figures of the device classes; else of this machine's profile.
@@ -105,7 +128,12 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
         raise UserError(
             f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
         )
-    return CostSource(load_costs(profile, len(cluster.devices)), f"measurements in {profile}", FROM_MEASUREMENTS)
+    return _by_measurements(profile, len(cluster.devices), f"measurements in {profile}")
+
+
+def _by_measurements(profile: Path, ranks: int, name: str) -> CostSource:
+    costs = load_costs(profile, ranks)
+    return CostSource(costs, name, FROM_MEASUREMENTS.scattered(costs.measured.spread))
 
 
 def check_figures(cluster: Cluster, device: str, profile: object) -> None:
@@ -126,8 +154,7 @@ def _without_figures(what: str, profile: object) -> str:
 
 def ordinary_cpu(spec: Spec) -> CostSource:
     """Return the costs of CPU ranks by measurements of another machine: which of two placements is the faster."""
-    costs = load_costs(ORDINARY_CPU, len(make_cluster(spec.cluster).devices))
-    return CostSource(costs, "measurements of an ordinary CPU", FROM_MEASUREMENTS)
+    return _by_measurements(ORDINARY_CPU, len(make_cluster(spec.cluster).devices), "measurements of an ordinary CPU")
 
 
 def lengths_for(

@@ -16,15 +16,19 @@ from pathlib import Path
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
+from flexrlhf.guideline.costs.profiles import StepPart
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.round_prices import price_of
 from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
+from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Move, Offload, Release, Reload, Run, Sync
 from flexrlhf.timeline import Span, write_trace
+
+_PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,18 @@ class Simulation:
                 busy[isinstance(item.instruction, Run)] += item.cost.seconds / item.every
         period = self.seconds or 1.0
         return TimeShares(busy[True] / period, busy[False] / period)
+
+    @property
+    def part_seconds(self) -> Mapping[StepPart, float]:
+        """Longest time that a device runs models of each part in a step."""
+        by_rank: dict[StepPart, dict[int, float]] = {part: defaultdict(float) for part in _PARTS.values()}
+        for item in self.regular:
+            run = item.instruction
+            if isinstance(run, Run) and run.operator.call is not None:
+                for ranks in self.blocks:
+                    if ranks[0] in run.ranks:
+                        by_rank[_PARTS[run.operator.call]][ranks[0]] += item.cost.seconds / item.every
+        return {part: max(seconds.values()) for part, seconds in by_rank.items() if seconds}
 
     @cached_property
     def model_shares(self) -> Mapping[ModelName, float]:

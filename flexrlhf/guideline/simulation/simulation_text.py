@@ -47,10 +47,22 @@ def _head(simulation: Simulation, source: CostSource) -> list[str]:
         f"  {seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
         f"{lengths.mean_prompt:.4g} prompt tokens and {lengths.mean_response:.4g} of the response{lengths.assumption}"
         f"{_passes(simulation)}",
-        f"  {range_text(source.accuracy, simulation.seconds)}",
+        f"  {range_text(source.accuracy_of(plan), simulation.seconds)}",
+        *_parts(simulation, source),
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
     ]
+
+
+def _parts(simulation: Simulation, source: CostSource) -> Iterator[str]:
+    """Yield a line of the parts of a step, each on the device on which it takes longest, with their ranges."""
+    texts = []
+    for part, seconds in simulation.part_seconds.items():
+        low, high = map(seconds_text, source.accuracy_of(simulation.plan, part).seconds(seconds))
+        unit = high[high.index(" ") :]
+        texts.append(f"{part} {seconds_text(seconds)} ({low.removesuffix(unit)} to {high})")
+    if len(texts) > 1:
+        yield f"  {', '.join(texts)}"
 
 
 def _passes(simulation: Simulation) -> str:

@@ -22,7 +22,7 @@ def format_what_if(plan: Plan, outcomes: Sequence[Outcome], source: CostSource) 
     assert before is not None, "the run as planned has a plan"
     head = (
         f"{plan.spec.name}: what if, on {plan.placement.num_ranks} devices ({', '.join(plan.cluster.classes)}), by "
-        f"{source.name}; as planned {range_text(source.accuracy, before.seconds)}"
+        f"{source.name}; as planned {range_text(source.accuracy_of(plan), before.seconds)}"
     )
     lines = table([HEADS, *(_row(each, before) for each in outcomes)], "<>>>>>><")
     notes = [f"{each.name}: {each.note}" for each in outcomes[1:]]
