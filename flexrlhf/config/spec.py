@@ -141,7 +141,9 @@ class RolloutSpec(StrictModel):
     kv_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens whose keys and values fit in the cache; null: models.actor.generate_tokens (torch too)",
+        description="tokens whose keys and values fit in the cache; null: models.actor.generate_tokens (torch too), or "
+        "where that is not written either, of vllm on devices of known memory as many as other models and calls leave "
+        "room for, at most all rows of a step",
     )
     adapters: Literal["merged", "separate"] = Field(
         "merged",

@@ -186,6 +186,15 @@ class Blocks:
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
         return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}
 
+    def paged_decode_bytes(self, rows: int, step_tokens: int) -> dict[str, int]:
+        """Return bytes by name while vLLM, whose cache has memory of its own, decodes ``rows`` together: the larger of
+        the activations of a step and of logits.
+
+        ``step_tokens``: most tokens of a step.
+        """
+        logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
+        return larger(activations=self.forward_bytes(step_tokens, 1), logits=logits)
+
     def head_bytes(self, tokens: int, chunk_bytes: int, train: bool) -> int:
         """Return the bytes of log-probs of ``tokens``: two chunks of float32 logits, hidden states and their gradient.
 

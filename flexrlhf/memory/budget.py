@@ -14,7 +14,7 @@ from typing import Literal
 
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import SyncSpec
-from flexrlhf.memory.activations import CACHE, Blocks, larger
+from flexrlhf.memory.activations import Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
 from flexrlhf.memory.packed_rows import PassSize, largest_pass, packs_texts, shares_prompts
 from flexrlhf.memory.states import State, item_bytes
@@ -245,13 +245,14 @@ class Sizing:
         settings, texts = model.settings, self.texts_of(model.role)
         blocks = layers_on_rank(model, shape.sizes, rank)
         if work.kind == "generate":
-            parts = blocks.decode_bytes(texts.rows_decoded(model, work.rows), texts.prompt, texts.response)
-            if blocks.stage:
-                # a stage of vLLM keeps a place for hidden states that it receives
-                step = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)
-                parts["between stages"] = blocks.received_bytes(step)
-            # a cache with memory of its own is part of the state
-            return {name: size for name, size in parts.items() if not model.has_cache or name != CACHE}
+            rows = texts.rows_decoded(model, work.rows)
+            if not model.has_cache:
+                return blocks.decode_bytes(rows, texts.prompt, texts.response)
+            most = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)
+            step = min(most, max(texts.prompt, rows * texts.width))
+            # a stage of vLLM keeps a place for hidden states that it receives
+            received = {"between stages": blocks.received_bytes(most)} if blocks.stage else {}
+            return {**blocks.paged_decode_bytes(rows, step), **received}
         size, train = self.pass_size(model, work), work.kind == "train"
         # a stage begins as many micro-batches as there are stages from it on before the first one returns
         in_flight = size.in_flight(blocks.pp - blocks.stage, work.texts)

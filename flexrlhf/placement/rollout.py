@@ -14,6 +14,12 @@ from flexrlhf.placement.layout import BatchShape, Layout
 _OF_MODULES = ("trust_remote_code", "attention", "liger", "compile", "share_prompts")
 PREFILL_TOKENS = 8192
 """Most tokens of one step of vLLM, unless one prompt is longer or there are more rows."""
+MOST_ROWS = 1024
+"""Most rows that vLLM decodes at a time; its weights are then a small part of what a step reads."""
+BEGUN = 16
+"""One of so many parts of the longest response, with which a row is counted when it is admitted."""
+FREE_PAGES = 0.05
+"""Share of the cache that vLLM keeps free when it admits a row, into which rows grow that are already decoded."""
 
 
 def padded_row(spec: Spec) -> int:
@@ -24,26 +30,26 @@ def padded_row(spec: Spec) -> int:
 
 
 def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
-    """Return the most rows that vLLM decodes at a time: as many as fit its cache with half of their responses.
+    """Return the most rows that vLLM decodes at a time: as many as its cache has pages for when they begin.
 
-    Since one begins when another ends, they occupy half on average; if it is more, vLLM puts the last rows back
-    and begins them again.
+    vLLM gives a row a page whenever it has filled one. When no page is left, the row that was admitted last is put
+    back; later its tokens are computed again in one pass, and it goes on with the same tokens.
     """
-    blocks_of_row = -(-(prompt + response // 2) // VLLM.cache_block)
-    return max(1, generate_tokens // VLLM.cache_block // blocks_of_row)
+    blocks_of_row = -(-(prompt + response // BEGUN) // VLLM.cache_block)
+    return min(MOST_ROWS, max(1, generate_tokens // VLLM.cache_block // blocks_of_row))
 
 
 def most_step_tokens(generate_tokens: int, prompt: int, response: int) -> int:
-    """Return the most tokens of one step of vLLM: of whole prompts of some rows, or one of each row."""
-    rows = most_rows_at_once(generate_tokens, prompt, response)
-    return max(prompt, rows, min(rows * prompt, PREFILL_TOKENS))
+    """Return the most tokens of one step of vLLM: of whole prompts, of rows that are computed again, or one of each."""
+    return max(prompt, most_rows_at_once(generate_tokens, prompt, response), min(generate_tokens, PREFILL_TOKENS))
 
 
 def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     """Return the settings of ``model`` for an engine that only generates.
 
-    ``generate_tokens``: capacity of its cache, at most all rows of a step on one rank. Raises UserError for a cache
-    smaller than one row.
+    ``generate_tokens``: capacity of its cache, at most all rows of a step on one rank; what memory leaves, where that
+    is known, is found once all models are placed (plan/cache_size.py). Raises UserError for a cache smaller than one
+    row.
     """
     rollout, row, facts = spec.rollout, padded_row(spec), facts_of(spec.rollout.engine)
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
@@ -52,7 +58,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
             f"rollout.kv_tokens: {rollout.kv_tokens} are less than one row of {row} tokens (prompt and response"
             f"{blocks}); use at least {row}"
         )
-    tokens, batch = rollout.kv_tokens or max(model.generate_tokens, row), BatchShape.of(spec)
+    tokens = rollout.kv_tokens or max(model.generate_tokens, row)
     settings = ModelSpec(
         path=model.path,
         init=model.init,
@@ -61,9 +67,15 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
         tp=rollout.tp,
         pp=rollout.pp,
         dtype=rollout.dtype or model.dtype,
-        generate_tokens=min(tokens, row * batch.samples_per_prompt * _most_prompts(batch, layout)),
+        generate_tokens=min(tokens, most_cache_tokens(spec, layout)),
     )
     return settings.model_copy(update=_kept(model)) if facts.transformers_modules else settings
+
+
+def most_cache_tokens(spec: Spec, layout: Layout) -> int:
+    """Return the tokens of all rows of a step on one rank, at their longest."""
+    batch = BatchShape.of(spec)
+    return padded_row(spec) * batch.samples_per_prompt * _most_prompts(batch, layout)
 
 
 def own_adapters(model: ModelSpec, rollout: RolloutSpec) -> LoraSpec | None:

@@ -12,6 +12,7 @@ from flexrlhf.memory.budget import Phase, RankMemory
 from flexrlhf.memory.states import State
 from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES, communicator_bytes
 from flexrlhf.placement.placed import ModelName
+from flexrlhf.plan.cache_size import is_short_of_cache
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
 from flexrlhf.text import bytes_text, counted, ranks_text
@@ -96,12 +97,13 @@ def _share(size: int, phase: Phase) -> bool:
 
 
 def _suggestions(plan: Plan) -> list[str]:
-    """Return the settings that reduce the highest peak, unless it is far below the device's memory."""
+    """Return the settings that reduce the highest peak, unless it is far below the device's memory, or a cache takes
+    what they would free."""
     rank = tightest_rank(plan)
     size = plan.device_bytes(rank) or SMALLEST_DEVICE_BYTES
-    if 2 * plan.memories[rank].peak_bytes < size:
-        return []
     lacks = (plan.device_bytes(rank) or inf) < plan.memories[rank].peak_bytes
+    if 2 * plan.memories[rank].peak_bytes < size or (is_short_of_cache(plan) and not lacks):
+        return []
     lines = [
         f"  {bytes_text(each.freed):>8}  {each.change}"
         + "  (suffices)" * (lacks and each.suffices)

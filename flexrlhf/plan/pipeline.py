@@ -26,6 +26,7 @@ from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
 from flexrlhf.plan.attempts import with_attempts
+from flexrlhf.plan.cache_size import with_residency
 from flexrlhf.plan.engine_checks import check_engines
 from flexrlhf.plan.hub_names import with_snapshots
 from flexrlhf.plan.model_checks import check_models
@@ -140,7 +141,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
         groups=tuple(_groups(placement, instructions)),
         choice=resolved.choice,
     )
-    return plan.with_residency()
+    return with_residency(plan)
 
 
 def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> Plan:

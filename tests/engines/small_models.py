@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import HashStore
+from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec, OptimizerSpec
@@ -144,3 +146,11 @@ def in_segments(generate: Generate, batch: Batch, sampling: Sampling, tokens: in
         for name, values in made.items():
             columns[name][places] = values
     return columns
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Return the most bytes that ``work`` has allocated on the CPU at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))

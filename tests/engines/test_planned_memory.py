@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from small_models import peak_bytes
 from torch import Tensor
 from torch.distributed import HashStore
-from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
@@ -89,13 +87,6 @@ def batch() -> Batch:
     columns = {"tokens": tokens, "attention_mask": mask, "response_mask": mask[:, LENGTHS.prompt :]}
     columns |= {"prompts": tokens[:, : LENGTHS.prompt], "prompt_mask": mask[:, : LENGTHS.prompt]}
     return Batch(columns, torch.arange(ROWS), 1)
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -19,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import run_ranks
-from small_models import in_segments
+from small_models import in_segments, peak_bytes
 from torch import Tensor
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm_models import (  # noqa: E402
     CUT,
     END,
@@ -41,12 +42,17 @@ from vllm_models import (  # noqa: E402
 )
 
 from flexrlhf.config.model_settings import LoraSpec  # noqa: E402
+from flexrlhf.config.spec import SyncSpec  # noqa: E402
 from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
+from flexrlhf.engines.host_offload import storage_bytes  # noqa: E402
 from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
 from flexrlhf.engines.vllm.child import RolloutProcessError  # noqa: E402
 from flexrlhf.engines.vllm.engine import VllmEngine  # noqa: E402
+from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing  # noqa: E402
 from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
+from flexrlhf.operators.columns import Lengths  # noqa: E402
+from flexrlhf.placement.placed import Placement  # noqa: E402
 from flexrlhf.runs.model_directory import save_model  # noqa: E402
 from flexrlhf.weights.lora import with_adapters  # noqa: E402
 from flexrlhf.weights.shapes import model_shape  # noqa: E402
@@ -212,11 +218,45 @@ def test_responses_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEn
     assert not same(whole, made.generate(batch, sampling(**{**PLAIN, "seed": 8})))
 
 
-def test_more_rows_than_the_cache_holds() -> None:
-    """Some rows are put back and begun again: more are decoded at a time than fit at full length."""
-    model, batch = placed(kv_tokens=128), prompts(8)
-    made = VllmEngine(engine_context(model))
-    check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED), batch, sampling()))
+@pytest.mark.parametrize("noise", ["exact", pytest.param("engine", marks=pytest.mark.full)])
+def test_rows_that_are_put_back_sample_the_same_tokens(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache with ten pages admits five rows, each of which grows to five pages."""
+    lengths, batch = Lengths(prompt=40, response=100), prompts(8, samples_per_prompt=2)
+    how = sampling(eos_token_ids=(END, 5, 17), min_tokens=60)
+    found, put_back = [], list[str]()
+    preempt = Scheduler._preempt_request
+
+    def counted(scheduler: Scheduler, request: Any, *others: Any, **named: Any) -> None:
+        put_back.append(request.request_id)
+        preempt(scheduler, request, *others, **named)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counted)
+    for tokens in (16 * 160, 320):
+        model = placed(kv_tokens=tokens, noise=noise)
+        made = VllmEngine(replace(engine_context(model), lengths=lengths))
+        found.append(made.generate(batch, how))
+        sizes = [made._engine.vllm_config.scheduler_config.max_num_seqs, len(put_back)]
+        assert sizes == [40, 0] if tokens > 320 else sizes[0] == 5 and sizes[1] > 3, sizes
+        made.close()
+    assert same(*found)
+    assert found[0]["response_mask"].sum(1).unique().numel() > 3
+
+
+@pytest.mark.parametrize("kv_tokens", [320, pytest.param(16 * 160, marks=pytest.mark.full)])
+def test_generation_takes_at_most_its_planned_memory(kv_tokens: int) -> None:
+    """The cache has all rows, or two of full length, so that rows are computed again."""
+    lengths, model = Lengths(prompt=40, response=100), placed(kv_tokens=kv_tokens)
+    shape = model_shape("actor", model.settings)
+    assert shape is not None
+    texts = SequenceLengths(lengths.prompt, lengths.response)
+    sizing = Sizing(Placement((model,), 1), {"actor": shape}, texts, SyncSpec())
+    (phase,) = sizing.phases(Compute("generate", model.name, 16), 0)
+    made = VllmEngine(replace(engine_context(model), lengths=lengths))
+    how, batch = sampling(min_tokens=100, top_p=0.9), prompts(16)
+    made.generate(batch, how)
+    (caches,) = made._engine.collective_rpc("caches")
+    assert storage_bytes(caches) <= sizing.kv_bytes(model)
+    assert peak_bytes(lambda: made.generate(batch, replace(how, step=9))) <= phase.part_bytes
     made.close()
 
 

@@ -17,7 +17,7 @@ from flexrlhf.cli import app
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
-from flexrlhf.guideline.costs.generation import decode_phases
+from flexrlhf.guideline.costs.decode_phases import decode_phases
 from flexrlhf.guideline.simulation.asynchrony import AsynchronyTable, compare_lags
 from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
 from flexrlhf.guideline.simulation.inputs import TextLengths

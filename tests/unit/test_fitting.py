@@ -52,7 +52,7 @@ def test_settings_that_are_left_out_are_chosen_so_that_the_run_fits() -> None:
 def test_calls_that_lack_memory_in_turn_are_mended_one_after_the_other() -> None:
     """First training, and then generation, which needs another setting."""
     nodes = "cluster={nodes: [{count: 8, devices: 8, class: A100-80G}]}"
-    data = "data={path: rows.jsonl, max_prompt_tokens: 1024, max_response_tokens: 4096}"
+    data = "data={path: rows.jsonl, max_prompt_tokens: 1024, max_response_tokens: 32768}"
     settings = ("algorithm={name: grpo, prompts_per_step: 64, kl: null}", "models.critic=null", "models.ref=null")
     spec = spec_of(None, 8, *QWEN, *settings, nodes, data, "models.actor.init=qwen2.5-32b", "models.reward.zero=3")
     plan, sentence = fitted(spec, make_plan(spec))

@@ -16,15 +16,8 @@ from benchmarks.calibration import generation
 from benchmarks.systems.engines import DECODERS, TABLES
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
-from flexrlhf.guideline.costs.generation import (
-    EVEN_BINS,
-    TAIL_BINS,
-    decode_phases,
-    generate_cost,
-    length_bins,
-    prefill_cost,
-    step_cost,
-)
+from flexrlhf.guideline.costs.decode_phases import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
+from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.profiles import host_factor
 from flexrlhf.placement.devices import DEVICE_CLASSES

@@ -7,7 +7,7 @@ from typing import Any
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
+from flexrlhf.placement.rollout import FREE_PAGES, most_rows_at_once, most_step_tokens
 from flexrlhf.weights.lora import rank_in_vllm
 from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
 
@@ -25,6 +25,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         **defaults,
         # vLLM's check of free memory assumes that the device is not shared
         "gpu_memory_utilization": 0.01,
+        "watermark": FREE_PAGES,
         **rollout.config,
         **({} if settings.lora is None else _adapter_arguments(model.role, settings.lora)),
         "runner": "generate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -170,6 +170,28 @@ class MeanPass:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Pages of an engine's cache, which rows take as they grow.
+
+    tokens:         tokens of all pages
+    most_rows:      most rows that are decoded at a time
+    kept_free:      share that stays free when a row is admitted
+    partly_filled:  tokens of a row's last page that are not used yet, in the mean
+    """
+
+    tokens: float
+    most_rows: int
+    kept_free: float
+    partly_filled: float = 0.0
+
+    def rows(self, prompt: float, responses: Sequence[float]) -> int:
+        """Return the rows that they have room for, of which one begins when another ends."""
+        age = sum(each**2 for each in responses) / sum(responses) / 2
+        fitting = (1 - self.kept_free) * self.tokens / (prompt + self.partly_filled + age)
+        return max(1, min(self.most_rows, int(fitting)))
+
+
+@dataclass(frozen=True)
 class Call:
     """One model call on one replica.
 
@@ -193,6 +215,7 @@ class Call:
     adapters_apart:     adapters of all layers that a step of decoding adds by kernels of their own
     speculation:        speculative decoding; None: one token a step
     weight_share:       bytes of weights that a step of decoding reads, as a share of ``item`` bytes each
+    pages:              of the cache of the engine that decodes; None: ``decode_rows`` have room at full length
     """
 
     kind: CallKind
@@ -215,6 +238,7 @@ class Call:
     is_exact: bool = False
     speculation: Speculation | None = None
     weight_share: float = 1.0
+    pages: Pages | None = None
 
     @property
     def prompts(self) -> int:

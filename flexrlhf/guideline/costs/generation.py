@@ -1,21 +1,16 @@
-"""Time of generation: prefill, then decoding steps with as many rows as are live.
-
-Lengths are those of the rows, or a sample of their distribution: then a batch of ``rows`` has, after as many steps as a
-share ``alive`` of the sample survives, ``rows * alive`` live rows on the average, and any at all with probability
-``1 - (1 - alive) ** most``, where ``most`` rows could have been as long. Steps are not simulated one by one: lengths
-are divided into few bins.
-"""
+"""Time of generation: prefill, then decoding steps with as many rows as are live (``decode_phases.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
+from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.links import all_reduce_seconds
-from flexrlhf.guideline.costs.profiles import Batching, DecodeProfile, host_factor
+from flexrlhf.guideline.costs.profiles import DecodeProfile, host_factor
 from flexrlhf.guideline.costs.training import forward_cost, gather_weights_seconds
 
 PREFILL_TOKENS = 8192
@@ -23,22 +18,23 @@ PREFILL_TOKENS = 8192
 ACTIVATION_BYTES = 2
 ONE_SHOT_SHARE = 0.7
 """Share of the bandwidth of a device's links that it reaches when it reads all other ranks' messages at once."""
-EVEN_BINS, TAIL_BINS = 14, 6
-"""Bins of a large sample: the tail, which runs long and nearly alone, has one for each length."""
 
 
 def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the time of ``call.rows`` prompts and their responses on one replica."""
-    phases = decode_phases(profile.batching, call.rows, call.decode_rows, call.responses, call.is_exact)
-    prefill = {"prefill": prefill_cost(call, mesh, profile).seconds}
+    found = decoding(call, profile.batching)
+    parts = {"prefill": prefill_cost(call, mesh, profile).seconds}
+    if found.repeats:
+        length = found.repeated / found.repeats
+        again = replace(call, rows=max(1, round(found.repeats)), prompt=length, prompt_samples=1)
+        parts["recomputation"] = prefill_cost(again, mesh, profile).seconds
     step, speculation = _Step.of(call, mesh, profile), call.speculation
     if speculation is None:
-        return Cost(prefill | step.through(phases, call.prompt))
-    each = list(phases)
-    drafting = speculation.drafting * sum(step.through(each, call.prompt).values())
+        return Cost(parts | step.through(found.phases, call.prompt))
+    drafting = speculation.drafting * sum(step.through(found.phases, call.prompt).values())
     steps, tokens = speculation.steps, 1 + speculation.drafted
-    verified = [replace(phase, steps=steps * phase.steps, tokens=tokens) for phase in each]
-    return Cost(prefill | step.through(verified, call.prompt) | {"drafting": drafting})
+    verified = [replace(phase, steps=steps * phase.steps, tokens=tokens) for phase in found.phases]
+    return Cost(parts | step.through(verified, call.prompt) | {"drafting": drafting})
 
 
 def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile) -> Cost:
@@ -179,101 +175,3 @@ class _Step:
             own = self.one_shot + (mesh.tp - 1) * size / (ONE_SHOT_SHARE * mesh.links.device_gb_s * 1e9)
             seconds = min(seconds, own)
         return seconds / self.tensor_reached
-
-
-@dataclass(frozen=True)
-class DecodePhase:
-    """Decoding steps with the same number of live rows.
-
-    steps:  steps, on the average
-    rows:   live rows
-    age:    tokens of their responses so far
-    tokens: tokens of a row that a step computes
-    """
-
-    steps: float
-    rows: float
-    age: float
-    tokens: int = 1
-
-
-@dataclass(frozen=True)
-class LengthBin:
-    """Decoding steps ``start`` to ``end``, which a share ``alive`` of the rows reaches."""
-
-    start: float
-    end: float
-    alive: float
-
-    @property
-    def steps(self) -> float:
-        return self.end - self.start
-
-    @property
-    def age(self) -> float:
-        return (self.start + self.end) / 2
-
-
-@lru_cache(maxsize=1024)
-def length_bins(responses: tuple[float, ...]) -> tuple[LengthBin, ...]:
-    """Divide a sample of response lengths into bins; the first token of a response comes with the prefill."""
-    lengths = sorted(max(0.0, length - 1) for length in responses)
-    bins, start, ended = [], 0.0, 0
-    for count in _counts(len(lengths)):
-        end = sum(lengths[ended : ended + count]) / count
-        if end > start:
-            bins.append(LengthBin(start, end, 1 - ended / len(lengths)))
-            start = end
-        ended += count
-    return tuple(bins)
-
-
-def _counts(total: int) -> list[int]:
-    """Number of lengths in each bin, the shortest first."""
-    if total <= EVEN_BINS + TAIL_BINS:
-        return [1] * total
-    body = total - TAIL_BINS
-    bounds = [body * index // EVEN_BINS for index in range(EVEN_BINS + 1)]
-    return [high - low for low, high in zip(bounds, bounds[1:], strict=False)] + [1] * TAIL_BINS
-
-
-def decode_phases(
-    batching: Batching, rows: int, together: int, responses: tuple[float, ...], is_exact: bool = False
-) -> Iterator[DecodePhase]:
-    """Yield the phases of decoding ``rows`` rows, at most ``together`` at once. ``is_exact``: as of ``Call``."""
-    together = max(1, min(rows, together))
-    bins = length_bins(responses)
-    if is_exact and rows == together:
-        stays = batching == "static"
-        yield from (DecodePhase(each.steps, rows * (1 if stays else each.alive), each.age) for each in bins)
-        return
-    if batching == "refill":
-        yield from _full(rows, together, bins)
-        yield from _shrinking(1, together, rows, bins)
-        return
-    groups, rest = divmod(rows, together)
-    group = _static if batching == "static" else _shrinking
-    yield from group(groups, together, together, bins)
-    if rest:
-        yield from group(1, rest, rest, bins)
-
-
-def _full(rows: int, together: int, bins: tuple[LengthBin, ...]) -> Iterator[DecodePhase]:
-    """Yield the phase in which the batch is full, until one batch is left; its age is that of a token in the mean."""
-    mean = sum(each.steps * each.alive for each in bins)
-    if rows > together and mean > 0:
-        age = sum(each.steps * each.alive * each.age for each in bins) / mean
-        yield DecodePhase((rows - together) / together * mean, together, age)
-
-
-def _shrinking(groups: int, together: int, most: int, bins: tuple[LengthBin, ...]) -> Iterator[DecodePhase]:
-    """Yield the phases of ``groups`` batches, one after the other, whose rows leave as they end."""
-    for each in bins:
-        any_left = 1 - (1 - each.alive) ** most
-        yield DecodePhase(groups * each.steps * any_left, together * each.alive / any_left, each.age)
-
-
-def _static(groups: int, together: int, most: int, bins: tuple[LengthBin, ...]) -> Iterator[DecodePhase]:
-    """Yield the phases of ``groups`` batches, one after the other, whose rows stay until the longest has ended."""
-    for each in bins:
-        yield DecodePhase(groups * each.steps * (1 - (1 - each.alive) ** most), together, each.age)

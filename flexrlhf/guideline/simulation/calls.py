@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import chain
 from math import gcd
 
-from flexrlhf.guideline.costs.cost_model import Call, MeanPass, transformer_of
+from flexrlhf.guideline.costs.cost_model import Call, MeanPass, Pages, transformer_of
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.memory.budget import SequenceLengths
 from flexrlhf.memory.packed_rows import PackedPass, TextGroup, Unit, packed, packs_texts, shares_prompts, units_of
@@ -19,6 +19,7 @@ from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import CallKind, Operator
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.rollout import FREE_PAGES
 from flexrlhf.weights.lora import num_adapters_in_vllm
 from flexrlhf.weights.shapes import ModelShape
 
@@ -182,7 +183,10 @@ class CallMaker:
         # replicas wait for each other at every update, else at the end
         fullest = list(map(max, zip(*rows, strict=True))) if trains else max(rows, key=sum)
         most = sum(fullest)
-        at_once = max(fullest) if trains else most
+        at_once = self._reserved.rows_decoded(model, max(fullest) if trains else most)
+        pages = _pages(model, at_once) if kind == "generate" and model.has_cache else None
+        if pages is not None and any(self.lengths.responses):
+            at_once = pages.rows(self.lengths.prompt, self.lengths.responses)
         return Call(
             kind=kind,
             model=transformer_of(shape, model.head, is_adapted=settings.lora is not None),
@@ -192,7 +196,7 @@ class CallMaker:
             responses=self.lengths.responses,
             width=self.lengths.width,
             updates=epochs * len(rows[0]),
-            decode_rows=max(1, self._reserved.rows_decoded(model, at_once)),
+            decode_rows=max(1, at_once),
             item=item_bytes(model),
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
@@ -200,6 +204,7 @@ class CallMaker:
             passes=None if kind == "generate" else self._passes(model, shape, fullest, epochs * texts, compares),
             adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
             prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
+            pages=pages,
         )
 
     def _passes(
@@ -220,6 +225,11 @@ class CallMaker:
     def _reserved(self) -> SequenceLengths:
         """Lengths of a row in decoding, which reserves memory for responses of full length."""
         return SequenceLengths(self.longest.prompt, self.longest.response)
+
+
+def _pages(model: PlacedModel, most_rows: int) -> Pages:
+    """Return the pages of the cache of a rollout engine that decodes at most so many rows at a time."""
+    return Pages(model.settings.generate_tokens, most_rows, FREE_PAGES, model.facts.cache_block / 2)
 
 
 def _blocks(prompts: int, most: int) -> Iterator[int]:

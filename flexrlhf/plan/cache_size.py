@@ -1,0 +1,102 @@
+"""Size of a rollout engine's cache that the YAML leaves out: what other models and calls leave of the device's memory.
+
+The cache is as large as fits with the schedule of a plan, so no model is offloaded for it that would otherwise stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.rollout import most_cache_tokens, padded_row
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.workload import first_alike
+from flexrlhf.text import counted
+
+FILLED = 0.9
+"""Share of a device's memory up to which a cache grows, as in vLLM: the rest is for fragments, which no plan counts."""
+
+
+def sized_cache(plan: Plan) -> PlacedModel | None:
+    """Return the rollout engine whose cache has the size that memory leaves; None if there is none, or the YAML sets
+    the size, or devices have an unknown one."""
+    model = next((each for each in plan.placement.models if each.has_cache), None)
+    if model is None or plan.spec.rollout.kv_tokens is not None or plan.device_bytes(model.ranks[0]) is None:
+        return None
+    return None if "generate_tokens" in plan.model(model.role).model_fields_set else model
+
+
+def with_residency(bare: Plan) -> Plan:
+    """Return ``bare`` with Offload and Reload, and the cache of its rollout engine as large as memory leaves."""
+    plan, model = bare.with_residency(), sized_cache(bare)
+    if model is None:
+        return plan
+    if not _fits(plan):
+        plan = _with_tokens(bare, model, padded_row(bare.spec)).with_residency()
+        if not _fits(plan):
+            return bare.with_residency()
+    return _with_tokens(plan, model, _most_tokens(plan, model))
+
+
+def _fits(plan: Plan) -> bool:
+    return all(each.peak_bytes <= (plan.device_bytes(each.rank) or each.peak_bytes) for each in plan.memories)
+
+
+def _with_tokens(plan: Plan, model: PlacedModel, tokens: int) -> Plan:
+    """Return ``plan`` with room for ``tokens`` in the cache of ``model``."""
+    settings = model.settings.model_copy(update={"generate_tokens": tokens})
+    placed = tuple(
+        replace(each, settings=settings) if each.name == model.name else each for each in plan.placement.models
+    )
+    return replace(plan, placement=replace(plan.placement, models=placed))
+
+
+def _most_tokens(plan: Plan, model: PlacedModel) -> int:
+    """Return the tokens that fit the cache of ``model`` on all of its ranks, at least as many as it has."""
+    had = plan.placement[model.name].settings.generate_tokens
+    whole = most_cache_tokens(plan.spec, model.layout)
+    alike = first_alike(plan.schedule.instructions, plan.placement, plan.batch, plan.cluster)
+    ranks = {alike[rank] for rank in model.ranks}
+    limits = {rank: max(FILLED * (plan.device_bytes(rank) or 0), plan.memories[rank].peak_bytes) for rank in ranks}
+    block, tokens = model.facts.cache_block, whole
+    # calls need less memory next to a smaller cache, so the first size is a lower bound
+    for _ in range(2):
+        tried = _with_tokens(plan, model, tokens)
+        room = min((each for rank in ranks for each in _room(plan, tried, model, rank, limits[rank])), default=0.0)
+        if tokens == whole and room >= 0:
+            return whole
+        tokens = max(had, min(whole, tokens + int(room // block) * block))
+    fits = all(_with_tokens(plan, model, tokens).memory(rank).peak_bytes <= limits[rank] for rank in ranks)
+    return tokens if fits else had
+
+
+def _room(plan: Plan, tried: Plan, model: PlacedModel, rank: int, limit: float) -> Iterator[float]:
+    """Yield the tokens for which each phase with the cache has room on ``rank`` in addition; negative: too many."""
+    before, after = plan.memories[rank], tried.memory(rank)
+    tokens = [each.placement[model.name].settings.generate_tokens for each in (plan, tried)]
+    sizes = [each.sizing.kv_bytes(each.placement[model.name]) for each in (plan, tried)]
+    if tokens[0] == tokens[1]:
+        return
+    of_token = (sizes[1] - sizes[0]) / (tokens[1] - tokens[0])
+    known = {(each.kind, each.model): each.states for each in before.phases}
+    yield from ((limit - each.total) / of_token for each in after.phases if each.states > known[each.kind, each.model])
+
+
+def is_short_of_cache(plan: Plan) -> bool:
+    """Whether a cache takes whatever memory is left, and has not all rows of a step at their longest."""
+    model = sized_cache(plan)
+    return model is not None and model.settings.generate_tokens < most_cache_tokens(plan.spec, model.layout)
+
+
+def cache_text(plan: Plan) -> str:
+    """Return a sentence on the size of a cache that the YAML leaves out; nothing where it does not."""
+    model = sized_cache(plan)
+    if model is None:
+        return ""
+    tokens, row = model.settings.generate_tokens, padded_row(plan.spec)
+    rows = plan.sizing.texts.rows_decoded(model, most_cache_tokens(plan.spec, model.layout) // row)
+    return (
+        f"rollout.kv_tokens: not written, {tokens} fit: {counted(tokens // row, 'row')} of {row} tokens; at most "
+        f"{counted(rows, 'row')} at a time"
+    )

@@ -1,0 +1,67 @@
+"""Sizes of a rollout engine's cache that follow from the memory which a plan leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.plan.cache_size import FILLED
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+
+TEXT = """
+name: sized
+algorithm: {name: grpo, prompts_per_step: 64, samples_per_prompt: 16, num_mini_batches: 4, kl: null}
+models: {actor: {init: qwen2.5-7b, zero: 3, activation_checkpointing: true}}
+reward: {rule: gsm8k}
+data: {path: prompts.jsonl, max_prompt_tokens: 1024, max_response_tokens: 8192}
+cluster: {nodes: [{devices: 8, class: H100-80G}]}
+rollout: {engine: vllm, tp: 2}
+"""
+ROW = 1024 + 8192
+
+
+def plan_of(directory: Path, *overrides: str) -> Plan:
+    (directory / "a.yaml").write_text(TEXT)
+    return make_plan(load_spec(directory / "a.yaml", overrides))
+
+
+def tokens_of(plan: Plan) -> int:
+    return plan.placement["actor.rollout"].settings.generate_tokens
+
+
+def test_a_cache_takes_the_memory_that_is_left(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    fullest = max(plan.memories, key=lambda memory: memory.peak_bytes)
+    size = plan.device_bytes(fullest.rank)
+    assert size is not None and 0.98 * FILLED * size < fullest.peak_bytes <= FILLED * size
+    assert fullest.peak is not None and fullest.peak.label == "generate on actor.rollout"
+    # of an engine that sleeps, so that training has the memory
+    assert tokens_of(plan) > 100 * ROW
+    assert tokens_of(plan_of(tmp_path, "cluster={nodes: [{devices: 8, class: A100-40G}]}")) < tokens_of(plan) / 2
+
+
+@pytest.mark.parametrize("overrides", [(), ("rollout.sleep=false",), ("placement=[0.5, 0.5]", "schedule.lag=1")])
+def test_the_size_changes_no_schedule(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    plan = plan_of(tmp_path, *overrides)
+    for tokens in (tokens_of(plan), ROW):
+        written = plan_of(tmp_path, *overrides, f"rollout.kv_tokens={tokens}")
+        assert tokens_of(written) == tokens
+        assert (written.schedule, written.offloaded) == (plan.schedule, plan.offloaded)
+        assert written.memories == plan.memories or tokens == ROW
+
+
+def test_a_cache_has_at_most_all_rows_of_a_step(tmp_path: Path) -> None:
+    few = ("algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4", "algorithm.num_mini_batches=1")
+    assert tokens_of(plan_of(tmp_path, *few)) == 8 * ROW
+    small = plan_of(tmp_path, "models.actor.generate_tokens=20000")
+    assert tokens_of(small) == 20000
+
+
+def test_a_cache_of_one_row_is_tried_where_the_usual_one_does_not_fit(tmp_path: Path) -> None:
+    """Models that are not offloaded leave room for 7 rows, less than 65,536 tokens."""
+    overrides = ("cluster={nodes: [{devices: 8, class: A100-80G, memory_gb: 30}]}", "rollout.tp=1")
+    plan = plan_of(tmp_path, *overrides)
+    assert ROW <= tokens_of(plan) < 65536
