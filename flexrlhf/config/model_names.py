@@ -6,6 +6,7 @@ Sizes come from the models' own config files; ``tests/unit/test_model_names.py``
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,11 @@ MODELS: dict[str, Config] = {
     "llama-3.2-1b": _config("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tied=True),
     "llama-3.2-3b": _config("llama", 3072, 8192, 28, 24, 8, 128256, head_dim=128, tied=True),
     "mistral-7b": _config("mistral", 4096, 14336, 32, 32, 8, 32768),
+    "mistral-7b-v0.1": _config("mistral", 4096, 14336, 32, 32, 8, 32000),
     "mistral-nemo-12b": _config("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128),
     "mistral-large-123b": _config("mistral", 12288, 28672, 88, 96, 8, 32768),
+    "deepseek-llm-7b": _config("llama", 4096, 11008, 30, 32, 32, 102400),
+    "smollm2-1.7b": _config("llama", 2048, 8192, 24, 32, 32, 49152, tied=True),
     "qwen2.5-0.5b": _config("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True),
     "qwen2.5-1.5b": _config("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True),
     "qwen2.5-3b": _config("qwen2", 2048, 11008, 36, 16, 2, 151936, tied=True),
@@ -61,6 +65,7 @@ MODELS: dict[str, Config] = {
     "qwen2.5-14b": _config("qwen2", 5120, 13824, 48, 40, 8, 152064),
     "qwen2.5-32b": _config("qwen2", 5120, 27648, 64, 40, 8, 152064),
     "qwen2.5-72b": _config("qwen2", 8192, 29568, 80, 64, 8, 152064),
+    "r1-distill-qwen-1.5b": _config("qwen2", 1536, 8960, 28, 12, 2, 151936),
     "qwen3-0.6b": _config("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tied=True),
     "qwen3-1.7b": _config("qwen3", 2048, 6144, 28, 16, 8, 151936, head_dim=128, tied=True),
     "qwen3-4b": _config("qwen3", 2560, 9728, 36, 32, 8, 151936, head_dim=128, tied=True),
@@ -68,6 +73,41 @@ MODELS: dict[str, Config] = {
     "qwen3-14b": _config("qwen3", 5120, 17408, 40, 40, 8, 151936, head_dim=128),
     "qwen3-32b": _config("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),
 }
+
+_NAMED = (
+    (r"r1-distill-qwen-1\.5b", "r1-distill-qwen-1.5b"),
+    (r"r1-distill-qwen-(7|14|32)b", "qwen2.5-{}b"),
+    (r"qwen-?2(?:\.5)?-(?:math-|coder-)?(0\.5|1\.5|3|7|14|32|72)b", "qwen2.5-{}b"),
+    (r"qwen-?3-(0\.6|1\.7|4|8|14|32)b", "qwen3-{}b"),
+    (r"llama-?3\.[13]-?(8|70|405)b", "llama-3.1-{}b"),
+    (r"r1-distill-llama-(8|70)b", "llama-3.1-{}b"),
+    (r"llama-?3\.2-?(1|3)b", "llama-3.2-{}b"),
+    (r"llama-?3-?(8|70)b", "llama-3-{}b"),
+    (r"llama-?2-?(7|13|70)b", "llama-2-{}b"),
+    (r"codellama-34b", "codellama-34b"),
+    (r"mistral-7b(?:-instruct)?-v0\.[12]|zephyr-7b", "mistral-7b-v0.1"),
+    (r"mistral-7b(?:-instruct)?-v0\.3", "mistral-7b"),
+    (r"mistral-nemo", "mistral-nemo-12b"),
+    (r"deepseek-llm-7b", "deepseek-llm-7b"),
+    (r"smollm2-1\.7b", "smollm2-1.7b"),
+)
+"""Names on the Hub by a part of theirs → the name here, with the size in it."""
+_OTHER_SIZES = re.compile(r"-vl|vision|omni|audio|moe|-a\d+(\.\d+)?b|eagle|embedding|reranker|next|nemotron")
+"""Parts of names of models that share a part of a name with others, but not their sizes."""
+
+
+def named_sizes(name: str) -> str | None:
+    """Return the known model with the sizes of one whose name, path or address ends with its family and size.
+
+    None if there is none. ``Qwen/Qwen2.5-Math-7B-Instruct`` is ``qwen2.5-7b``.
+    """
+    last = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
+    if last in MODELS:
+        return last
+    if _OTHER_SIZES.search(last):
+        return None
+    matches = ((re.search(rf"(?<![a-z0-9.]){pattern}(?![0-9])", last), key) for pattern, key in _NAMED)
+    return next((key.format(*found.groups()) for found, key in matches if found is not None), None)
 
 
 def is_model_directory(text: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.config.model_names import MODELS, find_model
+from flexrlhf.config.model_names import MODELS, find_model, named_sizes
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.weights.shapes import model_shape
@@ -25,6 +25,10 @@ BILLIONS = {
     "llama-3.2-1b": 1.236,
     "llama-3.2-3b": 3.213,
     "mistral-7b": 7.248,
+    "mistral-7b-v0.1": 7.242,
+    "deepseek-llm-7b": 6.910,
+    "smollm2-1.7b": 1.711,
+    "r1-distill-qwen-1.5b": 1.777,
     "qwen2.5-0.5b": 0.494,
     "qwen2.5-7b": 7.616,
     "qwen2.5-32b": 32.764,
@@ -43,6 +47,27 @@ def test_a_name_has_its_parameters(name: str) -> None:
     shape = model_shape("actor", ModelSpec(init=find_model(name)))
     assert shape is not None
     assert shape.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=6e-4)
+
+
+HUB = {
+    "Qwen/Qwen2.5-Math-7B-Instruct": "qwen2.5-7b",
+    "~/models/Qwen3-4B-Instruct-2507": "qwen3-4b",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "llama-3.1-8b",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": "r1-distill-qwen-1.5b",
+    "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
+    "someone/Llama-3.2-3B-rm": "llama-3.2-3b",
+    "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-v0.1",
+    "Qwen/Qwen3-30B-A3B": None,
+    "Qwen/Qwen2.5-VL-7B-Instruct": None,
+    "Qwen/Qwen3.5-4B": None,
+    "nvidia/Llama-3.1-Nemotron-Nano-8B-v1": None,
+    "EleutherAI/pythia-1b": None,
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_name_on_the_hub_has_the_sizes_of_its_family(name: str) -> None:
+    assert named_sizes(name) == HUB[name]
 
 
 def test_names_are_found_in_any_case() -> None:
