@@ -15,6 +15,7 @@ from flexrlhf.cli.advise import advise
 from flexrlhf.cli.chat import chat
 from flexrlhf.cli.doctor import doctor
 from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
+from flexrlhf.cli.import_job import import_
 from flexrlhf.cli.plan import data, plan
 from flexrlhf.cli.profile import profile
 from flexrlhf.cli.results import compare, export, report
@@ -28,7 +29,7 @@ from flexrlhf.cli.verify import verify
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Train": (run, join, slurm, doctor),
     "Before a run": (plan, data, settings, schema),
-    "Which placement, how fast": (advise, size, simulate, profile),
+    "Which placement, how fast": (advise, size, simulate, profile, import_),
     "After a run": (chat, report, compare, verify, export),
 }
 """Commands by the heading that they have in the help."""
@@ -96,4 +97,6 @@ app = typer.Typer(
 app.callback()(start)
 for group, commands in COMMANDS.items():
     for command in commands:
-        app.command(cls=_Command, rich_help_panel=group)(with_exit_codes(command))
+        # `import` is a word of Python
+        name = command.__name__.rstrip("_")
+        app.command(name, cls=_Command, rich_help_panel=group)(with_exit_codes(command))

@@ -112,6 +112,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         found = next(block for block in BLOCKS if block.language == "yaml" and key in read_yaml(block.text))
         Path(file).write_text(found.text)
     leave_a_run()
+    shutil.copy(ROOT / "tests" / "fixtures" / "imports" / "openrlhf_ppo.sh", "job.sh")
     yield path
     os.chdir(before)
 

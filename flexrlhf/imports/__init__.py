@@ -1,0 +1,1 @@
+"""Job files of other systems, translated into a YAML: read as text, never executed."""

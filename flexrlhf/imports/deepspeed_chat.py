@@ -1,0 +1,178 @@
+"""Jobs of DeepSpeed-Chat: command lines of the ``main.py`` of its three steps and of DPO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexrlhf.errors import UserError
+from flexrlhf.imports.launches import Launch, flags
+from flexrlhf.imports.parts import (
+    put_cluster,
+    put_data,
+    put_lengths,
+    put_lora,
+    put_model,
+    put_optimizer,
+    split_length,
+)
+from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
+from flexrlhf.imports.translation import Reason, Translation
+
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 16,
+    "per_device_training_batch_size": 16,
+    "per_device_generation_batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "max_seq_len": 512,
+    "max_prompt_seq_len": 256,
+    "max_answer_seq_len": 256,
+    "zero_stage": 0,
+    "actor_zero_stage": 0,
+    "critic_zero_stage": 0,
+}
+REASONS = (
+    Reason(
+        r"output_dir|print_answers|enable_tensorboard|tensorboard\w*|eval\w*|per_device_eval\w*|save_\w+|\w*test\w*|print_loss|per_device_mini\w*",
+        "logs, checkpoints and validation are of a run",
+        False,
+    ),
+    Reason(
+        r"data_\w+|num_train_epochs|num_padding\w*|add_eot\w*|end_of\w*|compute_fp32\w*|\w*dropout|seed|deepspeed|local_rank|master_port|lora_module_name|\w*lora_module_name|only_optimize_lora|\w*lora_learning_rate|\w*learning_rate_lora|dtype|\w*gradient_checkpointing|enable_mixed\w*|mixed_precision\w*|inference_tp_size|tp_gather\w*|release_inference\w*|unpin\w*|overlap\w*",
+        "how rows are read, kernels and processes",
+        False,
+    ),
+    Reason(r"offload\w*", "frozen models go to host memory where a plan needs it", False),
+    Reason(r"unsup\w*", "a loss of texts in addition is algorithm.ptx"),
+    Reason(r"\w*ema", "an average of weights is not here"),
+)
+
+
+def translate(out: Translation, launch: Launch, step: str, device_class: tuple[str, str] | None) -> None:
+    """Translate a command line. ``step``: the folder that the script is in. Raises UserError for a job without a
+    model."""
+    job = JobSettings(
+        {name: Setting(f"--{name}", read_scalar(value)) for name, value in flags(launch.arguments).items()}, DEFAULTS
+    )
+    nodes, per_node = launch.devices()
+    devices = (nodes.value if nodes else 1) * (per_node.value if per_node else 8)
+    if per_node is None:
+        single = "single_gpu" in step
+        devices = 1 if single else devices
+        out.note(f"deepspeed takes all GPUs of the machine, whose number is not in the file: {devices} assumed")
+    is_rlhf = job.has("actor_model_name_or_path")
+    name = "ppo" if is_rlhf else "dpo" if "dpo" in step else "reward" if "step2" in step or "reward" in step else "sft"
+    out.put("algorithm.name", name, "its main.py" if is_rlhf else f"the folder {step}" if step else "its main.py")
+    out.put("algorithm.like", "deepspeed-chat", "what is not written")
+    tokens = _rlhf(out, job, devices, name) if is_rlhf else _supervised(out, job, devices, name)
+    put_data(out, _first_data(job), "data/train.jsonl")
+    put_cluster(
+        out,
+        nodes.value if nodes else 1,
+        devices // (nodes.value if nodes else 1),
+        device_class,
+        nodes,
+        per_node or "assumed",
+    )
+    out.put("placement", None, "every model in every process")
+    _engine(out, job, is_rlhf, "reward" if name == "reward" else "actor", tokens)
+    out.finish(job, REASONS)
+
+
+def _default(key: str) -> Setting:
+    return Setting(key, DEFAULTS[key], default=True)
+
+
+def _first_data(job: JobSettings) -> Setting | None:
+    data = job.get("data_path")
+    return None if data is None else Setting(data.key, [*str(data.value).split()])
+
+
+def _model(out: Translation, job: JobSettings, role: str, key: str) -> None:
+    setting = job.named(key)
+    if setting is None:
+        missing = job.unresolved[key].missing[0] if key in job.unresolved else ""
+        number = missing.removeprefix("argument ").partition(" ")[0]
+        where = f"its value is {missing}: give it by --var {number}=NAME" if missing else "the file has none"
+        raise UserError(f"{out.file}: --{key}: a job needs a model, and {where}")
+    put_model(out, role, setting)
+
+
+def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
+    rows = job.count("per_device_generation_batch_size") or _default("per_device_generation_batch_size")
+    accumulated = job.count("gradient_accumulation_steps") or _default("gradient_accumulation_steps")
+    batches, epochs = job.count("generation_batches"), job.count("ppo_epochs")
+    rounds = batches.value if batches else 1
+    size = rows.value * devices * rounds
+    out.put("algorithm.prompts_per_step", size, rows, batches, f"{devices} devices")
+    training = job.count("per_device_training_batch_size")
+    if training is not None:
+        number = max(1, size // (training.value * accumulated.value * devices))
+        out.put("algorithm.num_mini_batches", min(number, size), training, accumulated, rows)
+    if epochs is not None:
+        out.put("algorithm.epochs", epochs.value, epochs)
+    _model(out, job, "actor", "actor_model_name_or_path")
+    _model(out, job, "reward", "critic_model_name_or_path")
+    tokens = sum(put_lengths(out, job.count("max_prompt_seq_len"), job.count("max_answer_seq_len")))
+    for role in ("actor", "critic"):
+        keys = {"learning_rate": (f"{role}_learning_rate",), "weight_decay": (f"{role}_weight_decay",)}
+        put_optimizer(
+            out, job, role, keys | {"schedule": ("lr_scheduler_type",), "warmup_steps": ("num_warmup_steps",)}
+        )
+    if (hybrid := job.truth("enable_hybrid_engine")) is not None:
+        out.put("rollout.engine", "torch", hybrid)
+        tp = job.count("inference_tp_size")
+        if tp is not None and tp.value > 1:
+            out.put("rollout.tp", tp.value, tp)
+    else:
+        out.put("rollout.engine", "transformers", "no --enable_hybrid_engine")
+    return tokens
+
+
+def _supervised(out: Translation, job: JobSettings, devices: int, name: str) -> int:
+    rows = job.count("per_device_train_batch_size") or _default("per_device_train_batch_size")
+    accumulated = job.count("gradient_accumulation_steps") or _default("gradient_accumulation_steps")
+    out.put(
+        "algorithm.prompts_per_step", rows.value * accumulated.value * devices, rows, accumulated, f"{devices} devices"
+    )
+    role = "reward" if name == "reward" else "actor"
+    _model(out, job, role, "model_name_or_path")
+    tokens = split_length(out, job.count("max_seq_len"))
+    keys = {"learning_rate": ("learning_rate",), "weight_decay": ("weight_decay",), "schedule": ("lr_scheduler_type",)}
+    put_optimizer(out, job, role, keys | {"warmup_steps": ("num_warmup_steps",)})
+    if (beta := job.number("beta")) is not None and name == "dpo":
+        out.put("algorithm.beta", float(beta.value), beta)
+    return tokens
+
+
+def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens: int) -> None:
+    prefix = "actor_" if is_rlhf else ""
+    stage, dtype = job.get(f"{prefix}zero_stage"), job.get("dtype")
+    out.put("models.all.engine", "deepspeed", "its engine")
+    if stage is not None and stage.value in (0, 1, 2, 3):
+        least = max(1, stage.value)
+        out.put("models.all.zero", least, stage, *(["16-bit weights need 1 here"] if least != stage.value else []))
+    critic = job.get("critic_zero_stage")
+    if (
+        critic is not None
+        and not critic.default
+        and critic.value in (1, 2, 3)
+        and critic.value != out.value("models.all.zero")
+    ):
+        out.put("models.critic.zero", critic.value, critic)
+    out.put(
+        "models.all.dtype",
+        "bfloat16" if dtype is not None and dtype.value == "bf16" else "float16",
+        dtype or "fp16 (its default)",
+    )
+    if (recomputes := job.truth(f"{prefix}gradient_checkpointing")) is not None:
+        out.put("models.all.activation_checkpointing", True, recomputes)
+    if (offload := job.truth("offload")) is not None:
+        out.put("models.all.offload_optimizer", True, offload)
+        if out.value("models.all.zero") == 3:
+            out.put("models.all.offload_parameters", True, offload)
+    rank = job.number(f"{prefix}lora_dim")
+    put_lora(out, role, rank, None, None)
+    key = "per_device_training_batch_size" if is_rlhf else "per_device_train_batch_size"
+    rows = job.count(key) or _default(key)
+    pair = 2 if out.value("algorithm.name") in ("reward", "dpo") else 1
+    out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")

@@ -1,0 +1,126 @@
+"""Commands that start a job of a known system: the program, its arguments, and the devices that its launcher names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flexrlhf.imports.settings import MARK, Setting, read_scalar
+
+TRL_TRAINERS = ("grpo", "rloo", "sft", "dpo", "reward", "kto", "ppo", "orpo", "cpo", "gspo", "online_dpo", "bco", "gkd")
+_PROGRAMS = (
+    (r"verl\.trainer\.(?:fsdp_)?sft_trainer(?:_ray)?|.*/(?:fsdp_)?sft_trainer\.py", "verl", "sft"),
+    (r"(?:verl|recipe)\.[\w.]*main\w*|.*/main_(?:ppo|dapo)\w*\.py", "verl", ""),
+    (r"verl_mlite\.launch", "verl", ""),
+    (r"openrlhf\.cli\.train_(\w+)", "OpenRLHF", ""),
+    (r".*run_(grpo|sft|dpo|rm|ppo|distillation|vlm_grpo|vlm_sft)\w*\.py", "NeMo-RL", ""),
+    (r"areal\.launcher\.\w+|.*areal/launcher/\w+\.py", "AReaL", ""),
+    (r"(?:.*/)?(\w+)\.py", "TRL", ""),
+)
+_NODES = ("--nnodes", "--num_nodes", "--num_machines", "-N", "--nodes")
+_PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--gpus-per-node")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that starts a job.
+
+    system:     whose job it is.
+    program:    its trainer, such as ``ppo_ray`` of ``openrlhf.cli.train_ppo_ray`` or the whole name of the program.
+    arguments:  words behind the program.
+    before:     words in front of it, of launchers.
+    """
+
+    system: str
+    program: str
+    arguments: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> str | None:
+        """File that ``--config`` names."""
+        value = flags(self.arguments).get("config")
+        return None if value is None else value.split()[0]
+
+    def devices(self) -> tuple[Setting | None, Setting | None]:
+        """Return nodes and devices of one, as far as a launcher names them."""
+        words = (*self.arguments, *self.before) if self.system == "TRL" else self.before
+        options = {f"{'-' if len(key) == 1 else '--'}{key}": value for key, value in flags(words).items()}
+        found = []
+        for names in (_NODES, _PER_NODE):
+            name = next((each for each in names if re.fullmatch(r"\d+(:\d+)?", str(options.get(each, "")))), None)
+            found.append(None if name is None else Setting(name, int(str(options[name]).partition(":")[0])))
+        nodes, per_node = found
+        total = options.get("--num_processes")
+        if per_node is None and total is not None and re.fullmatch(r"\d+", str(total)):
+            machines = 1 if nodes is None else nodes.value
+            per_node = Setting("--num_processes", max(1, int(total) // machines))
+        return nodes, per_node
+
+
+def find_launches(commands: Sequence[Sequence[str]], own: str = "") -> Iterator[Launch]:
+    """Yield the commands that start a job of a known system. ``own``: a script that is one of TRL."""
+    for words in commands:
+        for place, word in enumerate(words):
+            is_own = bool(own) and word.rpartition("/")[2] == own
+            rest = (tuple(words[place + 1 :]), tuple(words[:place]))
+            launch = Launch("TRL", own.removesuffix(".py"), *rest) if is_own else _launch(words, place, word)
+            if launch is not None:
+                yield launch
+                break
+
+
+def _launch(words: Sequence[str], place: int, word: str) -> Launch | None:
+    before, arguments = tuple(words[:place]), tuple(words[place + 1 :])
+    if word == "trl" and arguments and arguments[0].replace("-", "_") in TRL_TRAINERS:
+        return Launch("TRL", arguments[0].replace("-", "_"), arguments[1:], before)
+    for pattern, system, name in _PROGRAMS:
+        found = re.fullmatch(pattern, word)
+        if found is None:
+            continue
+        program = name or next(iter(found.groups()), None) or word
+        options = flags(arguments)
+        if system == "TRL":
+            is_chat = program == "main" and {"data_path", "actor_model_name_or_path", "zero_stage"} & set(options)
+            if is_chat:
+                return Launch("DeepSpeed-Chat", program, arguments, before)
+            if "config" in options and str(options["config"]).endswith((".yaml", ".yml")):
+                return Launch("config", program, arguments, before)
+            if program not in TRL_TRAINERS and "model_name_or_path" not in options:
+                return None
+        return Launch(system, program, arguments, before)
+    return None
+
+
+def flags(words: Sequence[str]) -> dict[str, str]:
+    """Return options by name, without their dashes: ``--name value``, ``--name=value``, or ``true`` alone.
+
+    Several values are joined by blanks.
+    """
+    found: dict[str, str] = {}
+    name = None
+    for word in words:
+        option = re.fullmatch(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", word, re.S)
+        if option is not None:
+            name = option[1] if MARK in option[1] or "." in option[1] else option[1].replace("-", "_")
+            found[name] = "true" if option[2] is None else option[2]
+            name = None if option[2] is not None else name
+        elif name is not None:
+            found[name] = word if found[name] == "true" else f"{found[name]} {word}"
+    return found
+
+
+def overrides(words: Sequence[str]) -> dict[str, object]:
+    """Return Hydra's overrides by key: ``key=value``, ``+key=value``, ``++key=value``; the last one of a key wins."""
+    found: dict[str, object] = {}
+    for word in words:
+        setting = re.fullmatch(r"[+~]{0,2}'?([\w@./-]+)=(.*)", word, re.S)
+        if setting is not None and not word.startswith("-"):
+            found[setting[1]] = read_scalar(setting[2].strip().strip("'\""))
+    return found
+
+
+def stray_marks(words: Sequence[str]) -> list[str]:
+    """Return the names of variables that are whole arguments and have no value in the file."""
+    return [word.strip(MARK) for word in words if re.fullmatch(f"{MARK}[^{MARK}]*{MARK}", word)]

@@ -1,0 +1,296 @@
+"""Parts of a YAML that every system's jobs have: models by name, devices, vLLM's cache, optimizers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flexrlhf.config.model_names import MODELS, named_sizes
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.errors import UserError
+from flexrlhf.imports.settings import JobSettings, Setting
+from flexrlhf.imports.translation import DOT, Translation
+from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
+from flexrlhf.weights.shapes import model_shape
+
+_READS_IMAGES = re.compile(
+    r"[-_]vl|vision|omni|vlm|minicpm-[ov]|llava|glm-?4[._]\dv|internvl|kimi-vl|geo3k|clevr", re.I
+)
+_CLASS_WORDS = {
+    r"\bH100\b": "H100-80G",
+    r"\bH200\b": "H200-141G",
+    r"\bH800\b": "H800-80G",
+    r"\bH20\b": "H20-96G",
+    r"\bA100[-_ ]?(?:SXM4?[-_ ]?)?40\s?GB?\b": "A100-40G",
+    r"\bA100\b(?![-_ ]?(?:SXM4?[-_ ]?)?40\s?G)": "A100-80G",
+    r"\bA800\b": "A800-80G",
+    r"\bL40S\b": "L40S-48G",
+    r"\bA40\b": "A40-48G",
+    r"\bA6000\b": "A6000-48G",
+    r"\bA10G?\b": "A10-24G",
+    r"\bG?B200\b": "B200-180G",
+    r"\bRTX ?-?4090\b": "RTX4090-24G",
+    r"\bV100\b": "V100-32G",
+}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+
+
+def put_model(out: Translation, role: str, setting: Setting) -> None:
+    """Write the model of a role: its sizes if its name gives them, else its path.
+
+    Raises UserError for a model that reads images.
+    """
+    name = str(setting.value)
+    if _READS_IMAGES.search(name.rpartition("/")[2]):
+        raise UserError(f"{out.file}: {setting.key} {name} reads images or sound; flexrlhf trains models of text")
+    sizes = named_sizes(name)
+    if sizes is not None:
+        out.put(f"models.{role}.init", sizes, setting, "by its sizes", f"to train it: path: {name}")
+        return
+    out.put(f"models.{role}.path", name, setting)
+    out.note(f"{name} is no model whose sizes are known by its name: plan reads them from its files")
+
+
+def named_class(text: str) -> str | None:
+    """Return the class of devices that a text names; None for none, or several."""
+    found = {name for pattern, name in _CLASS_WORDS.items() if re.search(pattern, text.replace("_", " "), re.I)}
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def put_cluster(
+    out: Translation, count: int, devices: int, device_class: tuple[str, str] | None, *sources: Setting | str | None
+) -> None:
+    """Write the machines. ``device_class``: its name, and where that is from."""
+    node: dict[str, Any] = {"count": count, "devices": devices}
+    if device_class is not None:
+        node["class"] = device_class[0]
+    else:
+        out.note(
+            "the file names no class of devices: plan checks no memory and simulate needs one: --gpu-type, such as "
+            "H100-80G"
+        )
+    out.put("cluster.nodes", [node], *sources, None if device_class is None else device_class[1])
+
+
+def put_gpus(out: Translation, gpus: int, device_class: tuple[str, str] | None, *sources: Setting | str | None) -> None:
+    """Write machines of eight, or one with fewer, that have a number of devices."""
+    devices = min(gpus, GPUS_PER_NODE)
+    while gpus % devices:
+        devices -= 1
+    put_cluster(out, gpus // devices, devices, device_class, *sources)
+
+
+def num_devices(out: Translation) -> int:
+    """Return the number of devices that are written."""
+    return sum(node["count"] * node["devices"] for node in out.value("cluster.nodes") or [{"count": 1, "devices": 1}])
+
+
+def put_apart(
+    out: Translation,
+    training: tuple[int, int],
+    generating: tuple[int, int],
+    device_class: tuple[str, str] | None,
+    *sources: Setting | None,
+) -> None:
+    """Write devices that train and others that generate: of the same machines if these have room, else of others."""
+    (count, devices), (others, more) = training, generating
+    if count == others and devices + more <= GPUS_PER_NODE:
+        whole = devices + more
+        put_cluster(out, count, whole, device_class, *sources)
+        trains = [node * whole + rank for node in range(count) for rank in range(devices)]
+    elif devices == more:
+        put_cluster(out, count + others, devices, device_class, *sources)
+        trains = list(range(count * devices))
+    else:
+        first = {"count": count, "devices": devices}
+        second = {"count": others, "devices": more}
+        named = {} if device_class is None else {"class": device_class[0]}
+        out.put("cluster.nodes", [{**first, **named}, {**second, **named}], *sources)
+        trains = list(range(count * devices))
+    generates = [rank for rank in range(num_devices(out)) if rank not in set(trains)]
+    roles = ["critic"] if out.value("algorithm.name") == "ppo" else []
+    roles += ["ref"] if out.value("algorithm.kl.place") else []
+    roles += ["reward"] if {"models.reward.init", "models.reward.path"} & set(out.lines) else []
+    for role in ("actor", *roles):
+        out.put(f"placement.{role}.ranks", span(trains), *sources[: len(sources) // 2])
+    out.put(f"placement.actor{DOT}rollout.ranks", span(generates), *sources[len(sources) // 2 :])
+    out.put("sync.overlap", False, "weights are sent while nothing else runs there")
+
+
+def span(ranks: list[int]) -> str | list[int]:
+    """Return ranks as a YAML has them: a run of several as ``0-3``."""
+    is_run = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]}-{ranks[-1]}" if is_run and len(ranks) > 1 else ranks
+
+
+def ranks_of(text: Any) -> list[int]:
+    """Return the ranks of a line; none where there is none."""
+    if isinstance(text, str):
+        first, _, last = text.partition("-")
+        return list(range(int(first), int(last or first) + 1))
+    return list(text or ())
+
+
+def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: int, tokens: int) -> None:
+    """Write vLLM's cache: the share of a device's memory that it may fill less its weights, up to a step's rows.
+
+    engines_tp:  ranks of an engine.
+    rows:        most responses of a step that an engine has.
+    tokens:      longest prompt and response.
+    """
+    if share is None:
+        return
+    init, nodes = out.value("models.actor.init"), out.value("cluster.nodes")
+    device_class = None if not nodes else nodes[0].get("class")
+    shape = None if init not in MODELS else model_shape("actor", ModelSpec.model_validate({"init": init}))
+    if shape is None or shape.sizes is None or device_class is None:
+        out.drop(
+            share, "tokens of vLLM's cache (rollout.kv_tokens) follow from the model's sizes and the devices' class"
+        )
+        return
+    a_token = 4 * shape.sizes.layers * shape.sizes.kv_heads * shape.sizes.head_dim
+    memory = share.value * DEVICE_CLASSES[device_class].memory_gb * 2**30
+    fits = int((engines_tp * memory - 2 * shape.num_parameters) / a_token)
+    if fits < tokens:
+        out.drop(share, f"the weights leave no room for a response of {tokens} tokens in this share of {device_class}")
+        return
+    out.put("rollout.kv_tokens", max(tokens, min(fits, rows * tokens)), share, "less the weights, up to a step's rows")
+
+
+def put_optimizer(
+    out: Translation, job: JobSettings, role: str, keys: Mapping[str, tuple[str, ...]], warmup_updates: int = 1
+) -> None:
+    """Write the optimizer of a role.
+
+    keys:            setting of ours → keys of the file.
+    warmup_updates:  optimizer steps of one step of the file's warm-up.
+    """
+    prefix = f"models.{role}.optimizer."
+    for name in ("learning_rate", "weight_decay", "eps", "final_ratio", "max_grad_norm"):
+        setting = job.number(*keys.get(name, ()))
+        if setting is not None and not setting.default:
+            out.put(prefix + name, setting.value, setting)
+        elif setting is None and (zero := job.get(*keys.get(name, ()))) is not None and zero.value == 0:
+            if name in ("weight_decay", "final_ratio"):
+                out.put(prefix + name, 0.0, zero)
+            elif name == "max_grad_norm":
+                out.put(prefix + name, None, zero)
+    betas = job.get(*keys.get("betas", ()))
+    if betas is not None and not betas.default and isinstance(betas.value, list | tuple) and len(betas.value) == 2:
+        out.put(prefix + "betas", list(betas.value), betas)
+    ends = [job.number(*keys.get(name, ())) for name in ("beta1", "beta2")]
+    if all(end is not None and not end.default for end in ends):
+        out.put(prefix + "betas", [end.value for end in ends if end is not None], *ends)
+    schedule = job.get(*keys.get("schedule", ()))
+    if schedule is not None and not schedule.default:
+        if schedule.value in SCHEDULES:
+            out.put(prefix + "schedule", SCHEDULES[schedule.value], schedule)
+        else:
+            out.drop(schedule, "schedules here are constant, linear and cosine")
+    warmup = job.number(*keys.get("warmup_steps", ()))
+    if warmup is not None and not warmup.default:
+        times = f"times {warmup_updates} optimizer steps of a step" if warmup_updates > 1 else None
+        out.put(prefix + "warmup_steps", int(warmup.value) * warmup_updates, warmup, times)
+    share, steps = job.number(*keys.get("warmup_ratio", ())), out.value("steps")
+    if share is not None and not share.default and warmup is None:
+        if steps is None:
+            out.drop(share, "a share of a run whose number of steps is not in the file")
+        else:
+            updates = steps * (out.value("algorithm.num_mini_batches") or 1) * (out.value("algorithm.epochs") or 1)
+            out.put(prefix + "warmup_steps", math.ceil(share.value * updates), share)
+
+
+def check_warmup(out: Translation) -> None:
+    """Leave out warm-ups that are longer than the run, whose learning rate would never reach its value."""
+    steps = out.value("steps") or 100
+    updates = steps * (out.value("algorithm.num_mini_batches") or 1) * (out.value("algorithm.epochs") or 1)
+    for key in [key for key in out.lines if key.endswith(".optimizer.warmup_steps")]:
+        warmup, source = out.lines[key]
+        if warmup >= updates:
+            del out.lines[key]
+            out.drop(
+                Setting(source, warmup), f"the warm-up is not shorter than the {updates} optimizer steps of the run"
+            )
+
+
+def put_lora(out: Translation, role: str, rank: Setting | None, alpha: Setting | None, targets: Setting | None) -> bool:
+    """Write adapters; return whether there are any."""
+    if rank is None:
+        return False
+    out.put(f"models.{role}.lora.rank", rank.value, rank)
+    if alpha is not None:
+        out.put(f"models.{role}.lora.alpha", int(alpha.value), alpha)
+    names = [] if targets is None else _names(targets.value)
+    if names and names != ["all-linear"] and all(re.fullmatch(r"\w+", name) for name in names):
+        out.put(f"models.{role}.lora.targets", names, targets)
+    elif targets is not None and names != ["all-linear"] and names:
+        out.drop(targets, "adapters are on linear layers by the last part of their names; here on all")
+    return True
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names of a list, or of a text with blanks or commas between them."""
+    return (
+        [str(each) for each in value] if isinstance(value, list | tuple) else re.findall(r"[^\s,\"'\[\]]+", str(value))
+    )
+
+
+def put_lengths(out: Translation, prompt: Setting | None, response: Setting | None) -> tuple[int, int]:
+    """Write the longest prompt and response; return both."""
+    for name, setting in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
+        if setting is not None:
+            out.put(f"data.{name}", setting.value, setting)
+    return out.value("data.max_prompt_tokens") or 128, out.value("data.max_response_tokens") or 128
+
+
+def split_length(out: Translation, whole: Setting | None, parts: int = 2) -> int:
+    """Write one of ``parts`` of a length of prompt and response together as the longest prompt; return the whole."""
+    if whole is None:
+        return 256
+    prompt = max(1, whole.value // parts)
+    for name, tokens in (("max_prompt_tokens", prompt), ("max_response_tokens", whole.value - prompt)):
+        out.put(f"data.{name}", tokens, whole, f"of both together; the prompt's are assumed to be 1 of {parts} parts")
+    return int(whole.value)
+
+
+def put_scored_by_code(out: Translation, source: Setting | None) -> None:
+    """Write a rule in the place of code that scores responses, which has another form here."""
+    data = str(out.value("data.path") or out.value("data.sources") or "")
+    out.put("reward", {"rule": "gsm8k" if "gsm8k" in data else "math"}, source, "a rule in the place of that code")
+    out.drop(source, "code that scores responses is a function with another form here (docs/rewards.md)", matters=False)
+
+
+def put_data(out: Translation, setting: Setting | None, fallback: str) -> None:
+    """Write the rows' file or name on the Hub; of several files the sources."""
+    if setting is None:
+        out.put("data.path", fallback, "the file names no data")
+        return
+    value = setting.value
+    if isinstance(value, str) and value.startswith("["):
+        value = _names(value)
+    paths = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+    if len(paths) == 1:
+        out.put("data.path", paths[0], setting)
+    else:
+        out.put("data.sources", [{"path": path} for path in paths], setting)
+
+
+def mini_batches(out: Translation, prompts: Setting, size: Setting | None, samples: int = 1) -> None:
+    """Write the mini-batches of a step; ``size``: prompts or, with ``samples``, responses of one."""
+    if size is None:
+        return
+    number = max(1, math.ceil(prompts.value * samples / size.value))
+    number = min(number, prompts.value)
+    if prompts.value * samples % size.value:
+        out.note(
+            f"{prompts.value * samples} rows are no multiple of mini-batches of {size.value}: here {number} equal ones"
+        )
+    out.put("algorithm.num_mini_batches", number, prompts, size)

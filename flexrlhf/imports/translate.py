@@ -1,0 +1,221 @@
+"""Translation of one file: which system's job it is, its settings, and that system's translation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexrlhf.config.user_paths import instead_of
+from flexrlhf.errors import UserError
+from flexrlhf.imports import areal, deepspeed_chat, nemo_rl, openrlhf, trl, verl
+from flexrlhf.imports.cache import fit_cache
+from flexrlhf.imports.launches import Launch, find_launches, flags, overrides, stray_marks
+from flexrlhf.imports.parts import check_warmup, named_class
+from flexrlhf.imports.python_calls import PythonFile
+from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
+from flexrlhf.imports.shell_script import ShellScript
+from flexrlhf.imports.translation import Translation
+from flexrlhf.imports.yaml_trees import Tree, read_tree, resolved, with_overrides
+
+Class = tuple[str, str] | None
+SYSTEMS = ("verl", "OpenRLHF", "TRL", "NeMo-RL", "AReaL", "DeepSpeed-Chat")
+MAX_BYTES = 2_000_000
+"""Largest job file."""
+_ENDINGS = (".sh", ".yaml", ".yml", ".py", ".slurm", ".sbatch")
+_CONFIGS = (
+    r"(GRPO|RLOO|SFT|DPO|Reward|KTO|ORPO|CPO|PPO|OnlineDPO|GKD|BCO|NashMD|XPO|PRM|Distillation|GOLD|AsyncGRPO)Config"
+)
+
+
+class JobFile:
+    """A job file of another system, and what is known in addition to it.
+
+    path:          the file.
+    device_class:  class of its devices and where that is from; None: it has none.
+    given:         values of variables that it leaves to its environment.
+    """
+
+    def __init__(self, path: Path, device_class: str | None, given: Mapping[str, str]) -> None:
+        self.path, self.given, self.text = path, given, _text(path)
+        named = named_class(f"{path.stem}\n{self.text}")
+        self.device_class: Class = None
+        if device_class is not None:
+            self.device_class = (device_class, "--gpu-type")
+        elif named is not None:
+            self.device_class = (named, "named in the file")
+
+    def translated(self) -> Translation:
+        """Return the translation. Raises UserError."""
+        if self.path.suffix in (".yaml", ".yml"):
+            return self._of_tree(read_tree(self.path), {})
+        if self.path.suffix == ".py":
+            return self._of_python()
+        return self._of_script(self.text)
+
+    def _start(self, system: str) -> Translation:
+        out = Translation(system, self.path.name)
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.path.stem).strip("-._") or "imported"
+        out.put("name", name, "the file's name")
+        return out
+
+    def _unknown(self) -> UserError:
+        return UserError(f"import {self.path}: no job of a known system; known: {', '.join(SYSTEMS)}")
+
+    def _of_script(self, text: str) -> Translation:
+        script = ShellScript(text, self.given)
+        launches = list(find_launches([command.words for command in script.commands]))
+        if not launches:
+            raise self._unknown()
+        out = self._of_launch(launches[0])
+        if len(launches) > 1:
+            out.note(f"the file starts {len(launches)} jobs: this is the first")
+        for sentence in script.assumed:
+            out.note(sentence)
+        for name in stray_marks(launches[0].arguments):
+            out.note(f"arguments in ${name} are not in the file")
+        return out
+
+    def _of_launch(self, launch: Launch) -> Translation:
+        match launch.system:
+            case "verl":
+                return self._verl(launch)
+            case "OpenRLHF":
+                out = self._start("OpenRLHF")
+                openrlhf.translate(out, launch, self.device_class)
+                return out
+            case "DeepSpeed-Chat":
+                out = self._start("DeepSpeed-Chat")
+                deepspeed_chat.translate(out, launch, str(self.path.parent), self.device_class)
+                return out
+            case "TRL":
+                return self._trl(launch)
+        if launch.config is None:
+            raise UserError(
+                f"import {self.path}: {launch.system} is started without --config, which names its settings"
+            )
+        return self._of_tree(read_tree(self._beside(launch.config)), overrides(launch.arguments))
+
+    def _beside(self, name: str) -> Path:
+        """Return the file that a script names, from its folder or one above. Raises UserError if it is not there."""
+        folder = self.path.parent.absolute()
+        found = next((parent / name for parent in (folder, *folder.parents) if (parent / name).is_file()), None)
+        if found is None:
+            raise UserError(f"import {self.path}: its settings are in {name}, which is not there; import that file")
+        return found
+
+    def _verl(self, launch: Launch) -> Translation:
+        out = self._start("verl")
+        found = {key: Setting(key, value) for key, value in overrides(launch.arguments).items()}
+        for number, word in enumerate(launch.arguments):
+            if word.startswith("--config-name"):
+                value = word.partition("=")[2] or "".join(launch.arguments[number + 1 : number + 2])
+                found["config-name"] = Setting("config-name", value)
+        found |= {each.key: each for each in launch.devices() if each is not None}
+        verl.translate(out, JobSettings(found), launch.program, self.device_class)
+        return out
+
+    def _trl(self, launch: Launch) -> Translation:
+        options = flags(launch.arguments)
+        found: dict[str, Any] = {}
+        if launch.config is not None:
+            found = resolved(read_tree(self._beside(launch.config)), self.given)
+        found |= {name: read_scalar(value) for name, value in options.items()}
+        out = self._start("TRL")
+        named = (
+            flags(launch.before).get("config_file"),
+            *(found.get(key) for key in ("accelerate_config", "deepspeed")),
+        )
+        file = next(filter(None, named), None)
+        accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
+        trl.translate(out, found, launch.program, launch.devices(), accelerate, self.device_class)
+        return out
+
+    def _of_python(self) -> Translation:
+        """Translate the arguments of TRL's config class, under the options of a command in the file's description."""
+        file = PythonFile(self.path, self.text)
+        configs = list(file.calls(_CONFIGS))
+        texts = (re.sub(r"(?m)^\s*```.*$", "", text) for text in file.docstrings)
+        commands = [line for text in texts for line in ShellScript(text, self.given).commands]
+        started = find_launches([command.words for command in commands], self.path.name)
+        launches = [each for each in started if each.system == "TRL"]
+        trainer = next((name.removesuffix("Config").lower() for name in file.names(_CONFIGS)), "")
+        if not launches and not any(name for name, arguments in configs if arguments):
+            raise self._unknown()
+        found: dict[str, Any] = {}
+        for _, arguments in configs[:1]:
+            found |= {key: value for key, value in arguments.items() if key}
+        for _, arguments in file.calls(r"\w*Trainer"):
+            found |= {key: arguments[key] for key in ("model", "reward_funcs") if key in arguments}
+        for _, arguments in file.calls("LoraConfig"):
+            names = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
+            found |= {"use_peft": True, **{names[key]: value for key, value in arguments.items() if key in names}}
+        for _, arguments in file.calls("load_dataset"):
+            found.setdefault("dataset_name", arguments.get(""))
+        launch = launches[0] if launches else Launch("TRL", trainer, ())
+        trainer = launch.program if launch.program in trl.ALGORITHMS else trainer or launch.program
+        found |= {name: read_scalar(value) for name, value in flags(launch.arguments).items()}
+        if "model_name_or_path" in self.given:
+            found["model_name_or_path"] = self.given["model_name_or_path"]
+        out = self._start("TRL")
+        accelerate = trl.accelerate_file(flags(launch.before).get("config_file"), self.path.parent)
+        trl.translate(out, found, trainer, launch.devices(), accelerate, self.device_class)
+        if launches:
+            out.note("settings are of the first command in the file's description")
+        return out
+
+    def _of_tree(self, tree: Tree, values: Mapping[str, Any]) -> Translation:
+        leaves = resolved(with_overrides(tree, values), self.given)
+        for is_of, system, translate in _TREES:
+            if is_of(tree):
+                out = self._start(system)
+                translate(out, JobSettings.of(leaves), self.device_class)
+                return out
+        if {"model_name_or_path"} & set(tree):
+            return self._trl_tree(leaves)
+        raise self._unknown()
+
+    def _trl_tree(self, leaves: dict[str, Any]) -> Translation:
+        out = self._start("TRL")
+        words = re.findall(r"[a-z]+", str(self.path.absolute()).lower())
+        trainer = next((word for word in reversed(words) if word in trl.ALGORITHMS), None)
+        if trainer is None:
+            is_grpo = any(key.startswith(("num_generations", "max_completion")) for key in leaves)
+            trainer = "grpo" if is_grpo else "dpo" if "beta" in leaves else "sft"
+            out.note(f"the file does not name its trainer: {trainer} is assumed")
+        file = leaves.get("deepspeed")
+        accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
+        trl.translate(out, leaves, trainer, (None, None), accelerate, self.device_class)
+        return out
+
+
+_TREES: tuple[tuple[Callable[[Tree], bool], str, Callable[[Translation, JobSettings, Class], None]], ...] = (
+    (lambda tree: "actor_rollout_ref" in tree, "verl", lambda out, job, kind: verl.translate(out, job, "", kind)),
+    (lambda tree: isinstance(tree.get("policy"), dict) and "cluster" in tree, "NeMo-RL", nemo_rl.translate),
+    (lambda tree: "experiment_name" in tree and isinstance(tree.get("actor"), dict), "AReaL", areal.translate),
+)
+
+
+def translated(path: Path, device_class: str | None = None, given: Mapping[str, str] | None = None) -> Translation:
+    """Return the translation of a file. Raises UserError for one that is no job of a known system, or that has no
+    counterpart.
+
+    device_class:  class of the devices; None: the one that the file names.
+    given:         values of variables that the file leaves to its environment.
+    """
+    out = JobFile(path, device_class, given or {}).translated()
+    check_warmup(out)
+    fit_cache(out)
+    return out
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"import {path}: no such file{instead_of(path, lambda each: each.suffix in _ENDINGS)}")
+    if path.stat().st_size > MAX_BYTES:
+        raise UserError(f"import {path}: {path.stat().st_size} bytes are too many for a job file")
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        raise UserError(f"import {path}: not a text file") from None

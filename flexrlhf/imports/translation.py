@@ -1,0 +1,204 @@
+"""Translation of a job: the lines of a YAML with the settings that they come from, and the settings without a
+counterpart."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexrlhf.config.setting_list import yaml_text
+from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
+
+WIDTH = 118
+MOST_LISTED = 6
+"""Settings without an effect that are listed for one reason."""
+DOT = "\0"
+"""In the place of a dot inside one key, such as ``actor.rollout`` of a placement."""
+HEAD = "by `flexrlhf import`: behind each line the setting that it is from"
+SECTIONS = ("name", "algorithm", "models", "data", "reward", "steps", "seed", "cluster", "placement", "schedule")
+"""Sections in the order of the YAML; others follow."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why settings have no counterpart.
+
+    keys:     regular expression of their keys.
+    why:      half a sentence.
+    matters:  whether they change results, memory or time of a step.
+    """
+
+    keys: str
+    why: str
+    matters: bool = True
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A setting of the job that the YAML does not have."""
+
+    setting: Setting
+    why: str
+    matters: bool
+
+
+@dataclass
+class Translation:
+    """A job in the words of a YAML.
+
+    system:    whose job it is.
+    file:      the file that was read.
+    lines:     dotted key → value and comment.
+    left_out:  settings without a counterpart.
+    notes:     sentences on assumptions.
+    """
+
+    system: str
+    file: str
+    lines: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, *sources: Setting | str | None) -> None:
+        """Write a setting of the YAML, with the settings that its value follows from in its comment."""
+        parts = [self._source(source, value) for source in sources if source is not None]
+        self.lines[key] = (value, ", ".join(dict.fromkeys(parts)))
+
+    def _source(self, source: Setting | str, value: Any) -> str:
+        if isinstance(source, str):
+            return source
+        shows = str(source.value) != str(value)
+        text = source.text if len(source.text) <= 80 else f"{source.text[:77]}..."
+        ending = f" ({self.system}'s default)" if source.default else ""
+        return source.key + (f"={text}" if shows else "") + ending
+
+    def value(self, key: str) -> Any:
+        """Return the value of a line; None if there is none."""
+        return self.lines[key][0] if key in self.lines else None
+
+    def drop(self, setting: Setting | None, why: str, matters: bool = True) -> None:
+        """List a setting that has no counterpart; a default of the system is not listed."""
+        if setting is not None and not setting.default:
+            self.left_out.append(LeftOut(setting, why, matters))
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence on an assumption, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def finish(self, job: JobSettings, reasons: Sequence[Reason]) -> None:
+        """List the settings that nothing has read, each by the first reason that fits, and the ones without a value."""
+        for key, setting in job.unread():
+            reason = next((each for each in reasons if re.fullmatch(each.keys, key)), None)
+            if reason is None:
+                self.drop(setting, "no counterpart is known")
+            else:
+                self.drop(setting, reason.why, reason.matters)
+        for setting in job.unresolved.values():
+            names = ", ".join(setting.missing)
+            why = f"its value is not in the file: {names}" if names else "its value cannot be read"
+            self.left_out.append(LeftOut(setting, why, True))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that changes results, memory or time is translated."""
+        return not any(each.matters for each in self.left_out)
+
+    def tree(self) -> dict[str, Any]:
+        """Return the settings as a YAML file has them."""
+        found: dict[str, Any] = {}
+        for key, (value, _) in self._ordered():
+            *parents, last = key.split(".")
+            node = found
+            for parent in parents:
+                node = node.setdefault(parent.replace(DOT, "."), {})
+            node[last] = value
+        return found
+
+    def _ordered(self) -> list[tuple[str, tuple[Any, str]]]:
+        """Return the lines section by section, each below the first of its parents."""
+        first: dict[str, int] = {}
+        for number, key in enumerate(self.lines):
+            parts = key.split(".")
+            for end in range(1, len(parts) + 1):
+                first.setdefault(".".join(parts[:end]), number)
+
+        def place(item: tuple[str, tuple[Any, str]]) -> tuple[int, ...]:
+            parts = item[0].split(".")
+            section = SECTIONS.index(parts[0]) if parts[0] in SECTIONS else len(SECTIONS)
+            return (section, *(first[".".join(parts[:end])] for end in range(1, len(parts) + 1)))
+
+        return sorted(self.lines.items(), key=place)
+
+    def text(self) -> str:
+        """Return the YAML with comments."""
+        lines = [f"# {self.file}, a job of {self.system}, {HEAD}"]
+        before: list[str] = []
+        for key, (value, comment) in self._ordered():
+            *parents, last = key.split(".")
+            for depth, parent in enumerate(parents):
+                if parents[: depth + 1] != before[: depth + 1]:
+                    lines.append(f"{'  ' * depth}{parent.replace(DOT, '.')}:")
+            before = parents
+            line = f"{'  ' * len(parents)}{last}: {written(value)}"
+            lines.append(f"{line}  # {_plain(comment)}" if comment else line)
+        return "\n".join([*lines, *self._report("# ")]) + "\n"
+
+    def report(self) -> str:
+        """Return what a terminal shows: assumptions, and settings without a counterpart."""
+        return "\n".join(self._report("")).strip()
+
+    def _report(self, indent: str) -> Iterator[str]:
+        head = {True: "No counterpart, with an effect on results, memory or time:", False: "No counterpart, without:"}
+        if self.notes:
+            yield from ("", f"{indent}Assumed:", *(f"{indent}  {_plain(note)}" for note in self.notes))
+        for matters in (True, False):
+            by_reason: dict[str, list[str]] = {}
+            for each in self.left_out:
+                if each.matters == matters:
+                    shown = each.setting.text if len(each.setting.text) <= 60 else f"{each.setting.text[:57]}..."
+                    by_reason.setdefault(each.why, []).append(_plain(f"{each.setting.key}={shown}"))
+            if by_reason:
+                yield from ("", indent + head[matters])
+            for why, listed in by_reason.items():
+                more = 0 if matters else max(0, len(listed) - MOST_LISTED)
+                settings = [*listed[: len(listed) - more], *([f"and {more} more"] if more else [])]
+                yield f"{indent}  {why}:" if matters or len(settings) > 1 else f"{indent}  {why}: {settings[0]}"
+                if matters or len(settings) > 1:
+                    yield from _listed(settings, f"{indent}    ", one_a_line=matters)
+
+
+def is_imported(text: str) -> bool:
+    """Whether a text is a translation, which another may replace."""
+    return HEAD in text.partition("\n")[0]
+
+
+def _listed(words: Sequence[str], indent: str, one_a_line: bool) -> Iterator[str]:
+    """Yield words in lines of at most ``WIDTH`` columns."""
+    line = indent
+    for number, word in enumerate(words):
+        part = word + ("" if number == len(words) - 1 or one_a_line else ", ")
+        if line != indent and (one_a_line or len(line) + len(part) > WIDTH):
+            yield line.rstrip()
+            line = indent
+        line += part
+    yield line.rstrip()
+
+
+def written(value: Any) -> str:
+    """Return a value in one line of a YAML that reads back as the same."""
+    match value:
+        case str() if re.fullmatch(r"[A-Za-z_~./][\w.+/@-]*", value) and read_scalar(value) == value:
+            return value
+        case float():
+            return f"{value:.10g}"
+        case str() | list() | tuple() | dict():
+            return json.dumps(value, ensure_ascii=False)
+    return yaml_text(value)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\s+", " ", text.replace("\0", "$")).strip()

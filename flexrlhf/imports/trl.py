@@ -1,0 +1,387 @@
+"""Jobs of TRL: options of its commands and scripts, YAML files of them, and config classes in Python files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexrlhf.config.presets.filling import PEERS
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import UserError
+from flexrlhf.imports.parts import (
+    put_cache,
+    put_data,
+    put_gpus,
+    put_lengths,
+    put_lora,
+    put_model,
+    put_optimizer,
+    put_scored_by_code,
+    split_length,
+)
+from flexrlhf.imports.settings import JobSettings, Setting
+from flexrlhf.imports.translation import Reason, Translation
+
+ALGORITHMS = {
+    "grpo": "grpo",
+    "gspo": "gspo",
+    "rloo": "rloo",
+    "ppo": "ppo",
+    "sft": "sft",
+    "dpo": "dpo",
+    "reward": "reward",
+    "reward_modeling": "reward",
+    "kto": "kto",
+    "orpo": "orpo",
+    "ppo_tldr": "ppo",
+    "simpo": "simpo",
+    "cpo": "simpo",
+}
+"""Names of TRL's commands, scripts and config classes → algorithms."""
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": True,
+    "lora_r": 16,
+    "lora_alpha": 32,
+}
+_OF: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "max_prompt_length": 512,
+        "vllm_gpu_memory_utilization": 0.3,
+    },
+    "rloo": {
+        "num_generations": 2,
+        "max_completion_length": 512,
+        "max_prompt_length": 512,
+        "vllm_gpu_memory_utilization": 0.3,
+    },
+    "ppo": {"response_length": 53, "max_prompt_length": 512, "num_mini_batches": 1, "per_device_train_batch_size": 8},
+    "": {"max_length": 1024},
+}
+_OPTIMIZER = {
+    "learning_rate": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "eps": ("adam_epsilon",),
+    "beta1": ("adam_beta1",),
+    "beta2": ("adam_beta2",),
+    "schedule": ("lr_scheduler_type",),
+    "warmup_steps": ("warmup_steps",),
+    "warmup_ratio": ("warmup_ratio",),
+    "max_grad_norm": ("max_grad_norm",),
+}
+REASONS = (
+    Reason(
+        r"report_to|log\w*|output_dir|overwrite_output_dir|run_name|push_to_hub|hub_\w+|save_\w+|eval_\w+|do_eval|do_train|\w*eval_strategy|trackio\w*|wandb\w*|resume\w*|load_best\w*|metric_\w+|num_completions_to_print|project",
+        "logs, checkpoints and validation are of a run",
+        False,
+    ),
+    Reason(
+        r"dataset_\w+|\w*_split|chat_template\w*|packing\w*|dataloader\w*|remove_unused\w*|eos_token|pad_token|dataset_kwargs|assistant_only\w*|completion_only\w*|num_train_epochs|total_episodes|datasets|preprocessing\w*|label_names|shuffle\w*",
+        "how rows are read: data.form, columns and template; epochs are steps here",
+        False,
+    ),
+    Reason(
+        r"attn_implementation|use_liger\w*|gradient_checkpointing_kwargs|bf16\w*|fp16|tf32|torch_\w+|ddp_\w+|optim|seed|config_file|main_process_port|num_machines|num_processes|machine_rank|trust_remote_code|model_revision|ds3_gather\w*|vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port|guided\w*|structured\w*)|deepspeed|fsdp\w*|model_init_kwargs\w*|dtype|torch_dtype|cast_lm\w*|use_cache|disable_dropout|local_rollout\w*|activation_offloading|padding_free|pad_to\w*|config",
+        "kernels and processes, which follow from the engine here",
+        False,
+    ),
+    Reason(r"load_in_\w*bit|bnb_\w+|use_bnb\w*|quantization_config", "weights are of 16 or 32 bits"),
+    Reason(
+        r"lora_(dropout|task_type|modules\w*|target_param\w*)|use_rslora|use_dora|peft_config|bias",
+        "adapters have rank, alpha and targets",
+    ),
+    Reason(r"(vllm_importance|off_policy)\w*", "corrections for another policy are algorithm.importance"),
+    Reason(
+        r"max_tool\w*|tools|environment\w*|rollout_func|\w*image\w*|\w*vlm\w*", "responses are of one turn, of text"
+    ),
+    Reason(
+        r"eval_dataset|args|processing_class|tokenizer|callbacks|train_dataset|compute_metrics|optimizers|value_model|formatting_func|data_collator",
+        "of Python",
+        False,
+    ),
+)
+
+
+def translate(
+    out: Translation,
+    found: dict[str, Any],
+    trainer: str,
+    devices: tuple[Setting | None, Setting | None],
+    accelerate: dict[str, Any],
+    device_class: tuple[str, str] | None,
+) -> None:
+    """Translate settings of a trainer. Raises UserError for one without any counterpart.
+
+    devices:     nodes and processes of one, as a launcher names them.
+    accelerate:  the configuration of accelerate, if there is one.
+    """
+    name = ALGORITHMS.get(trainer)
+    if "vlm" in trainer or "vlm" in out.file:
+        raise UserError(f"{out.file}: TRL's trainer {trainer} reads images; flexrlhf trains models of text")
+    if name is None:
+        known = ", ".join(dict.fromkeys(ALGORITHMS.values()))
+        raise UserError(f"{out.file}: TRL's trainer {trainer} has no counterpart; there are {known}")
+    kind = {"gspo": "grpo"}.get(name, name)
+    job = JobSettings.of(found, DEFAULTS | _OF.get(kind, _OF[""]))
+    if name == "simpo" and job.value("loss_type") != "simpo":
+        raise UserError(f"{out.file}: CPO without loss_type: simpo has no counterpart")
+    if name == "grpo" and (level := job.get("importance_sampling_level")) is not None and level.value == "sequence":
+        name = "gspo"
+    out.put("algorithm.name", name, f"TRL's trainer {trainer}")
+    if name in PEERS["trl"].trainers:
+        out.put("algorithm.like", "trl", "what is not written")
+    processes = _processes(out, devices, accelerate)
+    rows = _batch(out, job, name, processes)
+    steps = job.count("max_steps")
+    if steps is not None:
+        out.put("steps", steps.value, steps)
+    role = "reward" if name == "reward" else "actor"
+    model = job.named("sft_model_path") if name == "ppo" else None
+    model = model or job.named("model_name_or_path") or job.named("model")
+    if model is None:
+        missing = next(
+            (job.unresolved[key].missing[0] for key in ("model_name_or_path", "model") if key in job.unresolved), ""
+        )
+        where = f"its value {missing} is not in the file" if missing else "the file has none"
+        raise UserError(
+            f"{out.file}: model_name_or_path: a job needs a model, and {where}: --var model_name_or_path=NAME"
+        )
+    job.read |= {"model_name_or_path", "model"}
+    put_model(out, role, model)
+    tokens = _lengths(out, job, name)
+    if name in ("grpo", "gspo", "rloo", "ppo"):
+        _reinforced(out, job, name)
+    else:
+        _supervised(out, job, name)
+    put_data(out, job.get("dataset_name", "dataset"), "data/train.jsonl")
+    put_optimizer(out, job, role, _OPTIMIZER)
+    put_gpus(out, processes.value, device_class, processes)
+    out.put("placement", None, "every model in every process")
+    _engine(out, job, accelerate, role, tokens, name)
+    if name in ("grpo", "gspo", "rloo"):
+        _rollout(out, job, rows, tokens, processes.value)
+    elif name == "ppo":
+        out.put("rollout.engine", "transformers", "its trainer")
+    out.finish(job, REASONS)
+
+
+def _processes(out: Translation, devices: tuple[Setting | None, Setting | None], accelerate: dict[str, Any]) -> Setting:
+    nodes, per_node = devices
+    if per_node is not None:
+        return Setting(per_node.key, per_node.value * (nodes.value if nodes else 1))
+    if isinstance(accelerate.get("num_processes"), int):
+        return Setting("num_processes of accelerate's file", accelerate["num_processes"])
+    out.note("the number of processes is not in the file: eight devices are assumed, by which the batch is computed")
+    return Setting("processes, assumed", 8)
+
+
+def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) -> int:
+    """Write the batch, which TRL counts per device; return the responses of a step."""
+    rows, accumulated = (_known(job, key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    update = rows.value * accumulated.value * processes.value
+    if name in ("sft", "dpo", "reward", "kto", "orpo", "simpo"):
+        out.put("algorithm.prompts_per_step", update, rows, accumulated, processes)
+        return 0
+    if name == "ppo":
+        number = _known(job, "num_mini_batches")
+        out.put("algorithm.prompts_per_step", update * number.value, rows, accumulated, number, processes)
+        out.put("algorithm.num_mini_batches", number.value, number)
+        epochs = job.count("num_ppo_epochs")
+        if epochs is not None:
+            out.put("algorithm.epochs", epochs.value, epochs)
+        return int(update * number.value)
+    samples, whole, generated = (
+        _known(job, "num_generations"),
+        job.count("generation_batch_size"),
+        job.count("steps_per_generation"),
+    )
+    size = whole.value if whole else update // accumulated.value * (generated.value if generated else accumulated.value)
+    prompts = max(1, size // samples.value)
+    if size % samples.value:
+        out.note(f"{size} responses of a step are no whole groups of {samples.value}: here {prompts} prompts")
+    out.put("algorithm.prompts_per_step", prompts, rows, accumulated, whole, generated, processes, samples)
+    out.put("algorithm.samples_per_prompt", max(2, samples.value), samples)
+    updates = max(1, size // update)
+    if updates > 1:
+        out.put("algorithm.num_mini_batches", min(updates, prompts), whole, generated, accumulated)
+    iterations = job.count("num_iterations")
+    if iterations is not None:
+        out.put("algorithm.epochs", iterations.value, iterations)
+    return int(size)
+
+
+def _known(job: JobSettings, key: str) -> Setting:
+    """Return a setting that has a default; the default where the file's value is not in it."""
+    return job.count(key) or Setting(key, job.defaults[key], default=True)
+
+
+def _lengths(out: Translation, job: JobSettings, name: str) -> int:
+    if name in ("grpo", "gspo", "rloo"):
+        return sum(put_lengths(out, job.count("max_prompt_length"), job.count("max_completion_length")))
+    if name == "ppo":
+        return sum(put_lengths(out, job.count("max_prompt_length"), job.count("response_length")))
+    prompt, whole = job.count("max_prompt_length"), job.count("max_length", "max_seq_length")
+    if prompt is not None and whole is not None and prompt.value < whole.value:
+        return sum(put_lengths(out, prompt, Setting(whole.key, whole.value - prompt.value)))
+    return split_length(out, whole)
+
+
+def _reinforced(out: Translation, job: JobSettings, name: str) -> None:
+    reward = job.named("reward_model_name_or_path") or job.named("reward_model_path") or job.named("reward_model")
+    functions = job.found.get("reward_funcs")
+    job.read.add("reward_funcs")
+    if reward is not None:
+        put_model(out, "reward", reward)
+    elif "accuracy_reward" in str(functions.value if functions else ""):
+        out.put("reward", {"rule": "math"}, functions)
+    else:
+        put_scored_by_code(out, functions)
+    beta = job.number("beta", "kl_coef")
+    if beta is not None:
+        out.put("algorithm.kl.coefficient", float(beta.value), beta)
+    elif (zero := job.get("beta", "kl_coef")) is not None and zero.value == 0:
+        out.put("algorithm.kl", None, zero)
+    pairs = {
+        "clip_low": ("epsilon", "cliprange"),
+        "clip_high": ("epsilon_high", "epsilon", "cliprange"),
+        "dual_clip": ("delta",),
+    }
+    pairs |= {
+        "temperature": ("temperature",),
+        "gamma": ("gamma",),
+        "gae_lambda": ("lam",),
+        "value_clip": ("cliprange_value",),
+    }
+    pairs |= {"entropy_coefficient": ("entropy_coef",)}
+    for key, own in pairs.items():
+        setting = job.number(*own)
+        if setting is not None:
+            out.put(f"algorithm.{key}", float(setting.value), setting)
+    for key, plain in (("top_p", (1, 1.0)), ("top_k", (0, -1)), ("min_p", ()), ("repetition_penalty", (1, 1.0))):
+        setting = job.get(key)
+        if setting is not None and setting.value not in plain:
+            out.drop(setting, "a cut distribution needs importance weights here: algorithm.importance")
+    loss, scale = job.get("loss_type"), job.get("scale_rewards")
+    means = {
+        "dapo": "token-mean",
+        "bnpo": "token-mean",
+        "grpo": "seq-mean-token-mean",
+        "dr_grpo": "seq-mean-token-sum-norm",
+    }
+    if loss is not None and loss.value in means:
+        out.put("algorithm.loss_aggregation", means[loss.value], loss)
+    elif loss is not None and loss.value == "cispo":
+        out.put("algorithm.surrogate", "cispo", loss)
+    else:
+        out.drop(loss, "this loss is not here")
+    if scale is not None and scale.value in ("group", "none", True, False):
+        out.put("algorithm.scale", "group" if scale.value in ("group", True) else "none", scale)
+    else:
+        out.drop(scale, "scores are scaled in groups or not at all")
+    masked, penalty = job.truth("mask_truncated_completions"), job.number("missing_eos_penalty")
+    if masked is not None:
+        out.put("algorithm.truncation", "mask", masked)
+    elif penalty is not None:
+        out.put("algorithm.truncation.penalty", float(penalty.value), penalty)
+    job.get("stop_token")
+
+
+def _supervised(out: Translation, job: JobSettings, name: str) -> None:
+    beta, gamma = job.number("beta"), job.number("simpo_gamma")
+    if beta is not None and name in ("dpo", "kto", "orpo", "simpo"):
+        out.put("algorithm.beta", float(beta.value), beta)
+    if gamma is not None and name == "simpo":
+        out.put("algorithm.gamma", float(gamma.value), gamma)
+    weights = {
+        "desirable_weight": "desirable_weight",
+        "undesirable_weight": "undesirable_weight",
+        "label_smoothing": "label_smoothing",
+    }
+    for key, own in weights.items():
+        setting = job.number(own)
+        if setting is not None and (name == "kto") == key.endswith("weight") and name in ("kto", "dpo"):
+            out.put(f"algorithm.{key}", float(setting.value), setting)
+    loss = job.get("loss_type")
+    values = loss.value if loss is not None and isinstance(loss.value, list) else [] if loss is None else [loss.value]
+    if name == "dpo" and values in (["sigmoid"], ["ipo"], ["robust"]):
+        out.put("algorithm.loss", values[0], loss)
+        if values == ["ipo"]:
+            out.put("algorithm.length_normalised", True, loss)
+    elif values and not (name in ("sft", "simpo") and values[0] in ("nll", "simpo")):
+        out.drop(loss, "this loss is not here")
+    elif name == "sft" and loss is not None:
+        job.read.add("loss_type")
+
+
+def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role: str, tokens: int, name: str) -> None:
+    kind, deepspeed = str(accelerate.get("distributed_type", "")).upper(), accelerate.get("deepspeed_config") or {}
+    stage = deepspeed.get("zero_stage")
+    if kind == "DEEPSPEED" and stage in (0, 1, 2, 3):
+        out.put("models.all.engine", "deepspeed", "accelerate's file")
+        out.put("models.all.zero", max(1, stage), f"zero_stage of accelerate's file: {stage}")
+        if deepspeed.get("offload_optimizer_device") == "cpu":
+            out.put("models.all.offload_optimizer", True, "offload_optimizer_device of accelerate's file")
+    else:
+        is_fsdp = kind == "FSDP"
+        out.put("models.all.engine", "torch", "FSDP of accelerate's file" if is_fsdp else "transformers' Trainer")
+        out.put(
+            "models.all.zero",
+            3 if is_fsdp else 0,
+            "FSDP shards parameters" if is_fsdp else "a whole model in every process",
+        )
+    dtype = job.get("dtype", "torch_dtype")
+    full = job.get("bf16")
+    if full is not None and full.value is False:
+        out.put("models.all.dtype", "float32", full)
+    else:
+        out.put(
+            "models.all.dtype",
+            "bfloat16",
+            dtype if dtype is not None and dtype.value == "bfloat16" else "bf16 (TRL's default)",
+        )
+    if (recomputes := job.truth("gradient_checkpointing")) is not None:
+        out.put("models.all.activation_checkpointing", True, recomputes)
+    if job.truth("use_peft") is not None or job.has("lora_r"):
+        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), job.get("lora_target_modules"))
+    rows = _known(job, "per_device_train_batch_size")
+    pair = 2 if name in ("dpo", "reward", "orpo", "simpo") else 1
+    out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")
+
+
+def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, devices: int) -> None:
+    uses, mode = job.truth("use_vllm"), job.get("vllm_mode")
+    tp, share = job.count("vllm_tensor_parallel_size"), job.number("vllm_gpu_memory_utilization")
+    if uses is None:
+        out.put("rollout.engine", "transformers", "no use_vllm")
+        return
+    out.put("rollout.engine", "vllm", uses)
+    if mode is not None and mode.value == "server":
+        out.drop(mode, "the server's devices are not in the file: vLLM is on the devices that train")
+    size = tp.value if tp else 1
+    if tp is not None and size > 1:
+        out.put("rollout.tp", size, tp)
+    put_cache(out, share, size, -(-rows * size // max(1, devices)), tokens)
+
+
+def accelerate_file(name: str | None, folder: Path) -> dict[str, Any]:
+    """Return the configuration of accelerate, or one that its name tells, if the file is not there."""
+    if name is None:
+        return {}
+    for parent in (folder, *folder.absolute().parents):
+        path = parent / name
+        if path.is_file():
+            try:
+                tree = read_yaml(path.read_text()) if not name.endswith(".json") else json.loads(path.read_text())
+            except (yaml.YAMLError, ValueError):
+                return {}
+            return tree if isinstance(tree, dict) else {}
+    for stage in range(4):
+        if f"zero{stage}" in name.lower().replace("_", "").replace("-", ""):
+            return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+    return {"distributed_type": "FSDP"} if "fsdp" in name.lower() else {}

@@ -1,0 +1,287 @@
+"""``flexrlhf import``: jobs in each system's form (``tests/fixtures/imports``) as YAML, by key, and their plans."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.config.spec_file import load_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import UserError
+from flexrlhf.imports.settings import flat
+from flexrlhf.imports.translate import translated
+from flexrlhf.imports.translation import Translation
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.suggestions import check_fits
+
+JOBS = Path(__file__).parents[1] / "fixtures" / "imports"
+H100 = "H100-80G"
+CHAT = {"1": "meta-llama/Llama-2-7b-hf", "2": "meta-llama/Llama-2-7b-hf"}
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "verl_grpo.sh": {
+        "algorithm.name": "grpo",
+        "algorithm.like": "verl",
+        "algorithm.samples_per_prompt": 8,
+        "algorithm.prompts_per_step": 512,
+        "algorithm.num_mini_batches": 4,
+        "algorithm.kl.place": "loss",
+        "algorithm.kl.coefficient": 0.002,
+        "algorithm.kl.estimator": "k3",
+        "algorithm.clip_high": 0.28,
+        "models.actor.init": "qwen2.5-7b",
+        "models.actor.optimizer.learning_rate": 2e-6,
+        "models.all.engine": "torch",
+        "models.all.zero": 3,
+        "models.all.micro_batch_tokens": 8192,
+        "data.max_response_tokens": 3072,
+        "data.sources": [{"path": "~/data/a.parquet"}, {"path": "~/data/b.parquet"}],
+        "steps": 200,
+        "cluster.nodes": [{"count": 2, "devices": 8, "class": H100}],
+        "rollout.engine": "vllm",
+        "rollout.tp": 2,
+    },
+    "verl_off_policy.sh": {
+        "algorithm.name": "gspo",
+        "placement.actor.ranks": "0-5",
+        "placement.actor.rollout.ranks": "6-7",
+        "schedule.lag": 1,
+        "sync.overlap": False,
+        "data.max_prompt_tokens": 512,
+    },
+    "verl_ppo.yaml": {
+        "algorithm.name": "ppo",
+        "algorithm.kl.place": "reward",
+        "models.all.engine": "megatron",
+        "models.all.tp": 2,
+        "models.all.pp": 2,
+        "models.critic.optimizer.learning_rate": 5e-6,
+        "models.critic.init": "deepseek-llm-7b",
+        "data.max_prompt_tokens": 1024,
+        "data.max_response_tokens": 1024,
+    },
+    "openrlhf_ppo.sh": {
+        "algorithm.name": "ppo",
+        "algorithm.num_mini_batches": 4,
+        "algorithm.kl.coefficient": 0.02,
+        "models.actor.init": "llama-3.2-3b",
+        "models.reward.init": "llama-3.2-1b",
+        "models.all.engine": "deepspeed",
+        "models.all.zero": 3,
+        "data.max_prompt_tokens": 1024,
+        "cluster.nodes": [{"count": 1, "devices": 8, "class": H100}],
+        "placement.actor.ranks": "0-3",
+        "placement.ref.ranks": "0-3",
+        "placement.critic.ranks": "4-5",
+        "placement.reward.ranks": "4-5",
+        "placement.actor.rollout.ranks": "6-7",
+        "schedule.lag": 1,
+    },
+    "openrlhf_before.sh": {
+        "algorithm.name": "dpo",
+        "algorithm.beta": 0.2,
+        "algorithm.prompts_per_step": 64,
+        "models.actor.init": "llama-3-8b",
+        "models.actor.lora.rank": 16,
+        "models.actor.optimizer.learning_rate": 5e-7,
+        "models.all.offload_optimizer": True,
+        "models.all.micro_batch_tokens": 2 * 2 * 4096,
+        "models.all.dtype": "bfloat16",
+        "cluster.nodes": [{"count": 1, "devices": 4, "class": H100}],
+    },
+    "trl_grpo.sh": {
+        "algorithm.name": "grpo",
+        "algorithm.like": "trl",
+        "algorithm.prompts_per_step": 16 * 4 * 4 // 16,
+        "algorithm.samples_per_prompt": 16,
+        "algorithm.loss_aggregation": "seq-mean-token-sum-norm",
+        "algorithm.scale": "none",
+        "models.actor.optimizer.learning_rate": 1e-6,
+        "models.all.engine": "deepspeed",
+        "models.all.zero": 2,
+        "reward": {"rule": "math"},
+        "rollout.engine": "vllm",
+    },
+    "trl_grpo.yaml": {
+        "algorithm.prompts_per_step": 16 * 4 * 8 // 16,
+        "models.actor.optimizer.learning_rate": 2e-6,
+        "models.all.engine": "torch",
+    },
+    "trl_sft.py": {
+        "algorithm.name": "sft",
+        "algorithm.prompts_per_step": 2 * 4 * 2,
+        "models.actor.init": "qwen3-1.7b",
+        "models.actor.lora.targets": ["q_proj", "v_proj"],
+        "models.actor.optimizer.schedule": "cosine",
+        "models.all.zero": 3,
+        "data.path": "some/conversations",
+        "steps": 500,
+    },
+    "nemo_async.sh": {
+        "algorithm.name": "grpo",
+        "algorithm.baseline": "others",
+        "algorithm.prompts_per_step": 64,
+        "algorithm.num_mini_batches": 2,
+        "models.actor.init": "llama-3.1-8b",
+        "models.actor.optimizer.learning_rate": 1e-6,
+        "models.all.tp": 2,
+        "models.all.activation_checkpointing": True,
+        "models.all.micro_batch_tokens": 4096,
+        "data.max_prompt_tokens": 1024,
+        "data.max_response_tokens": 3072,
+        "steps": 40,
+        "placement.actor.ranks": "0-15",
+        "placement.ref.ranks": "0-15",
+        "placement.actor.rollout.ranks": "16-23",
+        "schedule.lag": 1,
+        "rollout.tp": 4,
+    },
+    "areal_grpo.yaml": {
+        "algorithm.name": "grpo",
+        "algorithm.kl": None,
+        "algorithm.clip_low": 0.4,
+        "algorithm.num_mini_batches": 2,
+        "algorithm.importance.level": "token",
+        "models.actor.optimizer.betas": [0.9, 0.999],
+        "models.all.micro_batch_tokens": 10240,
+        "placement.actor.ranks": "0-3",
+        "placement.actor.rollout.ranks": "4-7",
+        "schedule.lag": 4,
+        "rollout.tp": 2,
+    },
+    "deepspeed_chat.sh": {
+        "algorithm.name": "ppo",
+        "algorithm.like": "deepspeed-chat",
+        "algorithm.prompts_per_step": 4 * 8 * 2,
+        "algorithm.num_mini_batches": 2,
+        "models.actor.init": "llama-2-7b",
+        "models.all.zero": 3,
+        "models.all.dtype": "float16",
+        "models.critic.optimizer.learning_rate": 5e-6,
+        "data.sources": [{"path": "some/dialogues"}, {"path": "other/dialogues"}],
+        "rollout.engine": "torch",
+        "rollout.tp": 2,
+    },
+}
+"""Settings of each file's translation; the files have others, too."""
+
+NO_COUNTERPART = {
+    "verl_grpo.sh": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "openrlhf_ppo.sh": "--ds.ring_attn_size",
+    "trl_sft.py": "warmup_steps",
+    "nemo_async.sh": "policy.dtensor_cfg.context_parallel_size",
+}
+"""A setting that changes results or time and is listed, by file."""
+
+
+def job(name: str) -> Translation:
+    return translated(JOBS / name, H100, CHAT if name == "deepspeed_chat.sh" else None)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_job_is_translated_key_by_key_and_its_plan_fits(name: str) -> None:
+    out = job(name)
+    tree = read_yaml(out.text())
+    assert tree == out.tree()
+    leaves = dict(flat({key: value for key, value in tree.items() if key != "reward"})) | {"reward": tree.get("reward")}
+    assert {key: leaves.get(key, "absent") for key in EXPECTED[name]} == EXPECTED[name]
+    check_fits(make_plan(parse_spec(tree, name)))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_line_says_where_it_is_from(name: str) -> None:
+    settings = job(name).text().partition("\n\n")[0].splitlines()
+    without = [line for line in settings if not line.endswith(":") and "# " not in line]
+    assert not without
+
+
+@pytest.mark.parametrize("name", NO_COUNTERPART)
+def test_a_setting_without_a_counterpart_is_listed(name: str) -> None:
+    out = job(name)
+    assert NO_COUNTERPART[name] in [each.setting.key for each in out.left_out if each.matters]
+    assert NO_COUNTERPART[name] in out.report() and NO_COUNTERPART[name] in out.text()
+    assert not out.is_whole
+
+
+@pytest.mark.parametrize("key", ["optim.lr", "ppo_mini_batch_size", "use_kl_loss", "trainer.nnodes", "rollout.n"])
+def test_a_misspelt_setting_is_not_lost_in_silence(tmp_path: Path, key: str) -> None:
+    text = (JOBS / "verl_grpo.sh").read_text()
+    (tmp_path / "job.sh").write_text(text.replace(f"{key}=", f"{key}_x="))
+    listed = [each.setting.key for each in translated(tmp_path / "job.sh").left_out if each.matters]
+    assert any(name.endswith(f"{key}_x") for name in listed)
+
+
+def test_values_of_the_environment_are_named_and_can_be_given() -> None:
+    assert "actor_rollout_ref.ref.strategy=$REF_STRATEGY" in job("verl_grpo.sh").text()
+    without = job("verl_ppo.yaml")
+    assert "its value is not in the file: DATA" in without.report()
+    assert without.value("data.path") == "data/train.parquet"
+    given = translated(JOBS / "verl_ppo.yaml", H100, {"DATA": "/rows"})
+    assert given.value("data.path") == "/rows/train.parquet"
+    assert translated(JOBS / "verl_grpo.sh", H100, {"TP": "4"}).value("rollout.tp") == 4
+
+
+def test_devices_are_those_that_the_file_names_or_the_option_gives() -> None:
+    named, given = translated(JOBS / "verl_grpo.sh"), translated(JOBS / "verl_grpo.sh", "A100-80G")
+    assert named.value("cluster.nodes")[0]["class"] == H100
+    assert given.value("cluster.nodes")[0]["class"] == "A100-80G"
+    unnamed = translated(JOBS / "verl_off_policy.sh")
+    assert "class" not in unnamed.value("cluster.nodes")[0]
+    assert "--gpu-type" in unnamed.report()
+
+
+def test_the_command_writes_a_yaml_that_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(JOBS / "openrlhf_before.sh", "job.sh")
+    words = ("import", "job.sh", "-o", "my.yaml", "--gpu-type", "h100-80g")
+    first = CliRunner().invoke(app, [*words])
+    assert first.exit_code == 0, first.output
+    assert "written to my.yaml: flexrlhf plan my.yaml" in first.output
+    assert load_spec("my.yaml").algorithm.name == "dpo"
+    assert CliRunner().invoke(app, [*words]).exit_code == 0  # replaces its own file
+    simulated = CliRunner().invoke(app, ["simulate", "my.yaml"])
+    assert simulated.exit_code == 0 and "s a step" in simulated.output
+    printed = CliRunner().invoke(app, ["import", "job.sh"])
+    assert printed.exit_code == 0 and read_yaml(printed.stdout)["algorithm"]["name"] == "dpo"
+
+
+WRONG = {
+    ("job.sh", "echo hello"): "no job of a known system; known: verl, OpenRLHF, TRL, NeMo-RL, AReaL, DeepSpeed-Chat",
+    ("job.yaml", "learning_rate: 1"): "no job of a known system",
+    ("job.yaml", "a: [1"): "not YAML",
+    ("job.yaml", "[1, 2]"): "expected a mapping at the top",
+    ("job.yaml", "defaults: base.yaml\npolicy: {}\ncluster: {}"): "base.yaml is not there",
+    ("job.py", "print(1)"): "no job of a known system",
+    ("job.py", "def ("): "not Python",
+    (
+        "job.sh",
+        "python -m openrlhf.cli.train_ppo_ray --actor.num_nodes 1",
+    ): "a job needs a model, and the file has none",
+    ("job.sh", "python -m openrlhf.cli.train_sft --pretrain $MODEL"): "give it by --var",
+    (
+        "job.sh",
+        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
+    ): "reads images",
+    ("job.sh", "trl gkd --model_name_or_path Qwen/Qwen3-8B"): "TRL's trainer gkd has no counterpart",
+    ("job.sh", "uv run run_grpo.py --config other.yaml"): "its settings are in other.yaml, which is not there",
+}
+
+
+@pytest.mark.parametrize(("file", "text"), WRONG)
+def test_a_file_that_is_no_job_is_one_sentence(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(UserError) as error:
+        translated(tmp_path / file)
+    assert WRONG[file, text] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_file_and_a_wrong_variable_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        translated(tmp_path / "none.sh")
+    result = CliRunner().invoke(app, ["import", str(JOBS / "verl_grpo.sh"), "--var", "TP"])
+    assert result.exit_code == 2 and "expected NAME=VALUE" in result.output

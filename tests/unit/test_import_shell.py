@@ -1,0 +1,78 @@
+"""Shell scripts of jobs: the commands that they would start, with their variables, and nothing run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexrlhf.imports.launches import flags, overrides
+from flexrlhf.imports.shell_script import ShellScript
+
+SCRIPTS = {
+    "a=1; b=${a}2; run $b": ["run 12"],
+    "run ${x:-3} ${y:=4} $y ${x:+5}": ["run 3 4 4"],
+    "run 'a $b' \"c  d\" e\\ f": ["run|a $b|c  d|e f"],
+    "words=(one 'two three')\nwords+=(four)\nrun \"${words[@]}\" ${#words[@]} ${words[1]}": [
+        "run|one|two three|four|3|two|three"
+    ],
+    "n=$((2 * (3 + 4) / 5)); run $n $((n ** 2)) $((n > 1 ? 7 : 8))": ["run 2 4 7"],
+    'if [ -z "$x" ]; then run 1; else run 2; fi': ["run 1"],
+    "a=5; if [[ $a -gt 4 && $a != 6 ]]; then run 1; elif true; then run 2; fi": ["run 1"],
+    "if [ -f there ]; then run 1; else run 2; fi": ["run 2"],
+    "case gpu2 in npu*) run 1;; gpu?|cpu) run 2;; *) run 3;; esac": ["run 2"],
+    "for a in 1 2; do run $a; done": ["run 1", "run 2"],
+    "f() { local name=$1; run $name $#; }; f x y; run $#": ["run x 2", "run 0"],
+    "read -r -d '' text <<EOF\nrun a \\\n  --b $HOME/c\nEOF\nstart $text": ["start run a --b ~/c"],
+    'srun -N 2 bash -c "pip install x && run a"': ["pip install x", "run a"],
+    "path=/a/b.tar.gz; run ${path##*/} ${path%.gz} ${path/a/x} ${path%%.*}": ["run b.tar.gz /a/b.tar /x/b.tar.gz /a/b"],
+    "run a 2>&1 | tee log; x=1 run b > out &": ["run a", "tee log", "run b"],
+    "# run x\nrun a  # run y\n": ["run a"],
+    "if [ $# -lt 2 ]; then echo usage; exit 1; fi\nrun $2": ["run|\0argument 2 of the script\0"],
+    "run $NAME/x": ["run \0NAME\0/x"],
+    "device=$(which npu && echo npu || echo gpu); run $device": ["run gpu"],
+    "exit 0\nrun a": [],
+}
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_a_script_starts_these_commands(text: str) -> None:
+    found = [command.words for command in ShellScript(text).commands]
+    expected = [tuple(line.split("|" if "|" in line else " ")) for line in SCRIPTS[text]]
+    assert found == expected
+
+
+def test_a_condition_that_depends_on_the_machine_is_a_sentence() -> None:
+    script = ShellScript("if [ -d /data ]; then x=1; else x=2; fi; run $x")
+    assert script.assumed == ["the condition [ -d /data ] is taken to be false"]
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    file = tmp_path / "made"
+    ShellScript(f"touch {file}; x=$(touch {file}); `touch {file}`; eval 'touch {file}'")
+    assert not file.exists()
+
+
+def test_a_script_without_an_end_is_followed_for_a_while() -> None:
+    ShellScript("f() { f; f; }; f")
+    ShellScript('eval "$x"; while true; do run; done; for a in 1 2 3; do for b in 1 2 3; do run; done; done')
+
+
+def test_given_variables_replace_those_of_the_script() -> None:
+    assert ShellScript("n=1; run $n ${m:-2} $1", {"n": "5", "m": "6", "1": "a"}).commands[0].words == (
+        "run",
+        "5",
+        "6",
+        "a",
+    )
+
+
+def test_options_and_overrides() -> None:
+    assert flags(("--a", "1", "2", "--b-c", "--d.e=f", "-x", "-1")) == {
+        "a": "1 2",
+        "b_c": "true",
+        "d.e": "f",
+        "x": "-1",
+    }
+    read = overrides(("a.b=1e-6", "+c=None", "++d='[1,2]'", "--e=f", "g@h=x", "i=True"))
+    assert read == {"a.b": 1e-6, "c": None, "d": [1, 2], "g@h": "x", "i": True}
