@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import Preempted, UserError
-from flexrlhf.guideline.advice.replan import Replan, format_replan, places_text, replan
+from flexrlhf.guideline.advice.replan import Replan, format_replan, places_text, replan, returns
 from flexrlhf.guideline.simulation.measured_run import measured_run
 from flexrlhf.launch.job import Job, checked_job
 from flexrlhf.launch.rank_factory import RankFactory
@@ -25,7 +25,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.report.run_contents import METRICS, REPLANS
 from flexrlhf.report.run_record import read_record, restart_seconds
 from flexrlhf.runs.resume import AUTO, resume_runs
-from flexrlhf.runs.run_directory import read_status
+from flexrlhf.runs.run_directory import read_lines, read_status
 from flexrlhf.trainer.stop_requests import REPLAN
 
 LOOK_SECONDS = 0.5
@@ -112,21 +112,23 @@ class Replanner:
             run = measured_run(read_record(directory, plan))
             restart = restart_seconds(run) if self._restart is None else self._restart
             found = replan(run, restart, self._written.get(name), SEARCH_SECONDS)
-            chosen = make_plan(found.best.candidate.spec) if found.switches else None
+            goes = found.switches and not returns(found, read_lines(directory / REPLANS))
+            chosen = make_plan(found.best.candidate.spec) if goes else None
         except UserError as error:
             print(f"{name}: not re-planned: {error}", flush=True)
             return None
         with (directory / REPLANS).open("a") as file:
-            file.write(json.dumps(replan_row(found)) + "\n")
-        print(format_replan(found), flush=True)
+            file.write(json.dumps(replan_row(found, goes)) + "\n")
+        kept = ", which it has left at this length" if found.switches and not goes else ""
+        print(f"{format_replan(found)}{kept}", flush=True)
         return chosen
 
 
-def replan_row(found: Replan) -> dict[str, object]:
+def replan_row(found: Replan, switches: bool) -> dict[str, object]:
     """Return the line of a decision in ``replans.jsonl``: ``step`` is the last one that it is based on."""
     return {
         "step": found.run.next_step - 1,
-        "switches": found.switches,
+        "switches": switches,
         "seconds": found.run.seconds,
         "predicted": found.run.simulation.seconds,
         "predicted_after": found.best.seconds,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.replan import format_replan, reopened, replan
+from flexrlhf.guideline.advice.replan import format_replan, places_text, reopened, replan, returns
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.inputs import TextLengths, truncated_exponential
@@ -97,6 +97,12 @@ def test_a_run_changes_its_placement_once_its_responses_are_long_and_enough_step
     ending = replace(long, record=replace(long.record, rows=[{**long.record.rows[-1], "step": 98}]))
     assert not replace(found, run=ending).switches
     assert not replace(found, advice=replace(found.advice, margin=10.0)).switches
+    # it does not go back to a placement that it has left, unless its responses have another length now
+    left = {"switches": True, "before": places_text(found.best.plan), "response_length": 1400.0}
+    kept = {"switches": False, "before": "", "response_length": 9.0}
+    assert returns(found, [left, kept]) and not returns(found, [kept])
+    assert not returns(found, [{**left, "response_length": 900.0}])
+    assert not returns(found, [left, {**left, "before": "another"}])
     # under the placement that it chose the run goes on
     again = replan(measured_run(record_of(found.best.plan, 1500, machine)), restart_seconds=0)
     assert not again.switches and "no difference beyond the accuracy" in format_replan(again)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.config.number_settings import differing_settings
@@ -21,6 +22,9 @@ from flexrlhf.text import counted, ranks_text
 
 OF_SHADOW = tuple(name for name in OF_MODELS if name in ShadowSpec.model_fields)
 """Settings of shadows that are chosen."""
+
+OTHER_LENGTH = 1.25
+"""Ratio of mean lengths from which on a run may go back to a placement that it has left."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,19 @@ def replan(
     if changed:
         raise UserError(f"{spec.name}: under the placement that is advised {changed[0]}, which changes its numbers")
     return Replan(run, advice, restart_seconds)
+
+
+def returns(found: Replan, decisions: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a run would go back to the placement that it left last, with responses about as long as then: two
+    predictions then contradict each other, and would cost a restart each time.
+
+    decisions: rows of ``replans.jsonl``
+    """
+    left = next((each for each in reversed(decisions) if each["switches"]), None)
+    if left is None or left["before"] != places_text(found.best.plan):
+        return False
+    now, then = found.run.lengths.mean_response, left["response_length"]
+    return bool(max(now, then) < OTHER_LENGTH * min(now, then))
 
 
 def reopened(spec: Spec, written: Spec | None = None) -> Spec:
