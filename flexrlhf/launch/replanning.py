@@ -119,8 +119,9 @@ class Replanner:
             return None
         with (directory / REPLANS).open("a") as file:
             file.write(json.dumps(replan_row(found, goes)) + "\n")
-        kept = ", which it has left at this length" if found.switches and not goes else ""
-        print(f"{format_replan(found)}{kept}", flush=True)
+        first, *_, last = lines = format_replan(found).splitlines()
+        kept = ", which it has left at this length: go on as it is" if found.switches and not goes else ""
+        print("\n".join(lines) if goes else f"{first}; {last}{kept}", flush=True)
         return chosen
 
 
