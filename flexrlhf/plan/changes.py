@@ -211,19 +211,26 @@ def paired_changes(
 
 def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[RequestChange]:
     """Yield the request with ZeRO-3 shards in host memory between passes, which has no price and so is not searched."""
-    able = {role: model for role, model in _models(spec, roles).items() if facts_of(model.engine).offload}
-    if any(not each.offload_parameters for each in able.values()):
-        values = {"zero": 3, "offload_parameters": True}
+    models, name = _models(spec, roles), "offload_parameters"
+    able = [
+        role for role, each in models.items() if facts_of(each.engine).offload and name not in each.model_fields_set
+    ]
+    if able:
+        values = {"zero": 3, name: True}
         changes = [SettingChange(f"models.{role}.{key}", value) for role in able for key, value in values.items()]
         yield RequestChange("with models.ROLE.zero 3 and offload_parameters", tuple(changes))
 
 
 def _with_offloading_engine(spec: Spec, trained: Iterable[str], cluster: Cluster) -> Iterator[RequestChange]:
-    """Yield the request with trained models on the engine whose optimizer states can be in host memory."""
+    """Yield the request with trained models on the engine whose optimizer states, and then parameters too, can be in
+    host memory."""
     others = [role for role, model in _models(spec, trained).items() if model.engine != OFFLOADING_ENGINE]
     if others and has_known_gpus(spec.cluster, cluster):
         changes = tuple(SettingChange(f"models.{role}.engine", OFFLOADING_ENGINE) for role in others)
-        yield RequestChange(f"with --engine {OFFLOADING_ENGINE} (models.ROLE.engine)", changes)
+        change = RequestChange(f"with --engine {OFFLOADING_ENGINE} (models.ROLE.engine)", changes)
+        yield change
+        for more in _with_parameters_on_host(changed_spec(spec, changes), others):
+            yield RequestChange(f"{change.text} and {more.text.removeprefix('with ')}", changes + more.changes)
 
 
 def _with_own_decoding(spec: Spec) -> Iterator[RequestChange]:

@@ -747,7 +747,10 @@ REFUSED = [
     (
         "llama-2-70b",
         1,
-        ("algorithm.name=sft", "cluster={nodes: [{devices: 1, class: RTX4090-24G}]}"),
+        (
+            *("algorithm.name=sft", "models.actor.offload_parameters=false"),
+            "cluster={nodes: [{devices: 1, class: RTX4090-24G}]}",
+        ),
         "it would fit with adapters (--lora 8, models.ROLE.lora) on 16 devices",
     ),
 ]
