@@ -39,6 +39,7 @@ _SYSTEMS = {
     ("", "HybridFlow"): "hybridflow",
     ("", "verl"): "verl",
     ("", "NeMo-Aligner"): "nemo-aligner",
+    ("", "RLinf"): "rlinf",
     ("", "NeMo-RL"): "nemo-rl",
     ("", "NeMo-RL colocated GRPO"): "nemo-rl",
     ("", "ReaL-Heuristic"): "real, heuristic",
@@ -66,6 +67,9 @@ _FAMILIES = {
     "": {7: "LLaMA-2-7B", 13: "LLaMA-2-13B", 34: "CodeLlama-34B", 70: "LLaMA-2-70B"},
 }
 
+_RECIPES = {("NeMo-RL", "Qwen3-32B"): "off"}
+"""Activation checkpointing of recipes that leave it at their default, by system and model
+(examples/configs/recipes/llm/performance of NeMo-RL; those of 8B set it)."""
 HH_PROMPT = 150.0
 """Mean tokens of a prompt of Anthropic's HH set, in rows that name the set and no length (an assumption)."""
 OPENRLHF_ROWS = 128
@@ -140,8 +144,9 @@ def system_of(row: Row, systems: Mapping[str, System]) -> System:
         system = replace(system, layout="symmetric", placements=("co-located",))
     if row["system"] == "verl" and "Megatron" in row["version"]:
         system = replace(system, trainer="megatron")
-    if row["grad_ckpt"] in ("on", "off"):
-        system = replace(system, recompute="full" if row["grad_ckpt"] == "on" else "none")
+    checkpointing = _RECIPES.get((row["system"].split()[0], row["model"]), row["grad_ckpt"])
+    if checkpointing in ("on", "off"):
+        system = replace(system, recompute="full" if checkpointing == "on" else "none")
     if "async" in row["placement"]:  # a separate engine neither sleeps nor wakes
         system = replace(system, ahead=True, placements=("disaggregated",))
     return system

@@ -9,7 +9,7 @@ from benchmarks.systems.meshes import ModelMeshes
 from benchmarks.systems.profiles import System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Mesh, Traffic
-from flexrlhf.guideline.costs.links import gather_seconds
+from flexrlhf.guideline.costs.links import MeshSide, gather_seconds
 from flexrlhf.operators.graph import CallKind
 
 
@@ -138,4 +138,4 @@ def _shards(mesh: Mesh) -> tuple[int, int, int]:
 def _node_share(mesh: Mesh) -> float:
     """Return the fraction of the weights that the devices of a node have together."""
     shards = mesh.tp * mesh.pp * (mesh.dp if mesh.zero == 3 else 1)
-    return min(1.0, mesh.per_node / shards)
+    return MeshSide(mesh.size, mesh.per_node, mesh.dp, mesh.tp, shards=shards, pp=mesh.pp).node_share
