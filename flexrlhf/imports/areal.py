@@ -16,6 +16,7 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_model,
     put_optimizer,
+    put_recomputation,
     put_scored_by_code,
     split_length,
 )
@@ -50,6 +51,11 @@ _OPTIMIZER = {
     "warmup_ratio": ("actor.optimizer.warmup_steps_proportion",),
 }
 REASONS = (
+    Reason(
+        r"econfig\..*|.*max_turns|tir\..*|n_trajs|agent\w*|judge\w*.*|max_llm\w*|max_tokens_per_trajectory|reward_fn_path",
+        "responses are of one turn",
+    ),
+    Reason(r"critic\.ppo_n_minibatches", "the critic is trained as the actor is", False),
     Reason(
         r"experiment_name|trial_name|.*\.(experiment_name|trial_name|fileroot)|(saver|recover|evaluator|stats_logger|perf_tracer|scheduler|launcher|valid_dataset|logging|session_tracer)\..*|enable_offload|cluster\.(fileroot|name_resolve|cluster_name).*|async_training|workflow\w*|eval_\w+",
         "names, logs, checkpoints and validation are of a run",
@@ -134,6 +140,9 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     else:
         tokens = split_length(out, length or Setting("train_dataset.max_length: none", 1024))
     put_data(out, job.get("train_dataset.path"), "data/train.jsonl")
+    seed = job.count("seed")
+    if seed is not None:
+        out.put("seed", seed.value, seed)
     steps = job.count("total_train_steps")
     if steps is not None:
         out.put("steps", steps.value, steps)
@@ -279,8 +288,7 @@ def _engine(
         out.drop(source, "a sequence is on one device, or on tensor-parallel ranks")
     dtype = job.get("actor.dtype")
     out.put("models.all.dtype", "bfloat16" if dtype is None else dtype.value, dtype or "bfloat16 (AReaL's default)")
-    if (recomputes := job.truth("actor.gradient_checkpointing")) is not None:
-        out.put("models.all.activation_checkpointing", True, recomputes)
+    put_recomputation(out, job.truth("actor.gradient_checkpointing"), "no actor.gradient_checkpointing")
     adapters = job.truth("actor.use_lora")
     if adapters is not None and not is_megatron:
         put_lora(

@@ -13,6 +13,7 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_model,
     put_optimizer,
+    put_recomputation,
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
@@ -164,8 +165,8 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
         "bfloat16" if dtype is not None and dtype.value == "bf16" else "float16",
         dtype or "fp16 (its default)",
     )
-    if (recomputes := job.truth(f"{prefix}gradient_checkpointing")) is not None:
-        out.put("models.all.activation_checkpointing", True, recomputes)
+    recomputes = f"{prefix}gradient_checkpointing"
+    put_recomputation(out, job.truth(recomputes), f"no --{recomputes}")
     if (offload := job.truth("offload")) is not None:
         out.put("models.all.offload_optimizer", True, offload)
         if out.value("models.all.zero") == 3:

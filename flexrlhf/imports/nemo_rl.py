@@ -17,6 +17,7 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_model,
     put_optimizer,
+    put_recomputation,
     ranks_of,
     split_length,
 )
@@ -75,7 +76,13 @@ REASONS = (
     ),
     Reason(r".*mtp\w*.*|draft\..*|policy\.draft\..*|.*speculative.*", "tokens are generated one by one"),
     Reason(r"cluster\..*", "of the launcher", False),
-    Reason(r".*async_\w+\..*", "a lag is in whole steps here"),
+    Reason(
+        r".*async_\w+\.(max_generation\w*|warmup\w*|drop\w*)|.*skip_reference\w*|.*trtllm_kwargs.*|.*dynamo.*",
+        "of its server",
+        False,
+    ),
+    Reason(r".*async_\w+\..*", "weights change between steps alone, and a lag is in whole steps"),
+    Reason(r"value_loss_fn\.scale", "the critic has an optimizer of its own, in which AdamW cancels a factor", False),
     Reason(r".*profil.*|.*nsys.*", "profiling", False),
 )
 
@@ -95,6 +102,12 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     if steps is not None and steps.value < 100_000:
         out.put("steps", steps.value, steps)
     rows = _batch(out, job, section, name)
+    on_policy = job.truth("loss_fn.force_on_policy_ratio")
+    if (out.value("algorithm.num_mini_batches") or 1) > 1:
+        out.drop(on_policy, "the ratio is to the policy that the step starts from")
+    seed = job.count(f"{section}.seed")
+    if seed is not None:
+        out.put("seed", seed.value, seed)
     model = job.named(f"{_P}model_name")
     if model is None:
         raise UserError(f"{out.file}: {_P}model_name: a job needs a model, and the file has none")
@@ -211,7 +224,7 @@ def _loss(out: Translation, job: JobSettings, name: str) -> None:
     if (cispo := job.truth("loss_fn.use_cispo")) is not None:
         out.put("algorithm.surrogate", "cispo", cispo)
         out.put("algorithm.dual_clip", None, cispo)
-    for key in ("disable_ppo_ratio", "force_on_policy_ratio", "use_on_policy_kl_approximation"):
+    for key in ("disable_ppo_ratio", "use_on_policy_kl_approximation"):
         out.drop(job.truth(f"loss_fn.{key}"), "the ratio is to the policy that the step starts from")
     corrects = job.truth("loss_fn.use_importance_sampling_correction")
     kind, cap, floor = (
@@ -254,9 +267,6 @@ def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> No
             out.put("algorithm.overlong.buffer_tokens", length.value, length)
             if penalty is not None:
                 out.put("algorithm.overlong.penalty", float(penalty.value), penalty)
-    seed = job.count(f"{section}.seed")
-    if seed is not None:
-        out.put("seed", seed.value, seed)
 
 
 def _batch(out: Translation, job: JobSettings, section: str, name: str) -> int:
@@ -399,9 +409,11 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
         size = job.count(prefix + key)
         if size is not None and size.value > 1:
             job.read.discard(prefix + key)
-    recomputes = job.truth(f"{prefix}activation_checkpointing")
-    if recomputes is not None:
-        out.put("models.all.activation_checkpointing", True, recomputes)
+    recomputes = f"{prefix}activation_checkpointing"
+    put_recomputation(out, job.truth(recomputes), f"{recomputes}=false")
+    granularity = job.get(f"{prefix}recompute_granularity")
+    if granularity is not None and granularity.value != "full" and job.truth(recomputes) is not None:
+        out.drop(granularity, "activations of whole layers are computed again")
     adapters = job.truth(f"{lora}enabled")
     if adapters is not None:
         put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), None)

@@ -17,6 +17,7 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_model,
     put_optimizer,
+    put_recomputation,
     put_scored_by_code,
     split_length,
 )
@@ -495,8 +496,7 @@ def _engine(out: Translation, job: JobSettings, role: str, tokens: int) -> None:
     if offloads is not None:
         out.put("models.all.offload_optimizer", True, offloads)
     recomputes = job.truth("actor.gradient_checkpointing_enable") or job.truth("model.gradient_checkpointing_enable")
-    if recomputes is not None:
-        out.put("models.all.activation_checkpointing", True, recomputes)
+    put_recomputation(out, recomputes, "no gradient_checkpointing_enable")
     put_lora(out, role, job.number("ds.lora.rank"), job.number("ds.lora.alpha"), job.get("ds.lora.target_modules"))
     dynamic, most, rows = (
         job.truth("train.dynamic_batch_enable"),

@@ -261,10 +261,20 @@ def split_length(out: Translation, whole: Setting | None, parts: int = 2) -> int
     return int(whole.value)
 
 
+def put_recomputation(out: Translation, setting: Setting | None, otherwise: str) -> None:
+    """Write whether activations are computed again. ``otherwise``: why not, where ``setting`` is None."""
+    out.put("models.all.activation_checkpointing", setting is not None, setting or otherwise)
+
+
+def rule_for(out: Translation) -> str:
+    """Return the rule that scores responses to the rows that are written."""
+    sources = out.value("data.sources") or [{"path": out.value("data.path") or ""}]
+    return "gsm8k" if all("gsm8k" in str(each["path"]) for each in sources) else "math"
+
+
 def put_scored_by_code(out: Translation, source: Setting | None) -> None:
     """Write a rule in the place of code that scores responses, which has another form here."""
-    data = str(out.value("data.path") or out.value("data.sources") or "")
-    out.put("reward", {"rule": "gsm8k" if "gsm8k" in data else "math"}, source, "a rule in the place of that code")
+    out.put("reward", {"rule": rule_for(out)}, source, "a rule in the place of code")
     out.drop(source, "code that scores responses is a function with another form here (docs/rewards.md)", matters=False)
 
 

@@ -156,7 +156,7 @@ class JobSettings:
 def _is_off(key: str, value: Any) -> bool:
     """Whether a value says that there is nothing: null, false, 0, an empty list, one rank or turn."""
     one = value == 1 and re.search(r"(size|turns|stages)$", key) is not None
-    return value is None or value is False or value in (0, "", "false", "False", [], "none", "disabled") or one
+    return value is None or value is False or value in (0, "", "false", "False", [], "none", "disabled", "auto") or one
 
 
 def is_true(value: Any) -> bool:

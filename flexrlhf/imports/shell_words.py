@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from flexrlhf.imports.libraries import bash_parser
 from flexrlhf.imports.settings import MARK
 
 if TYPE_CHECKING:
@@ -191,6 +192,10 @@ class Words:
     def _rest(self, node: Node, start: int) -> str:
         """Return the expanded text of ``${NAME...}`` from byte ``start`` up to its bracket."""
         whole, offset, parts = source(node).encode(), node.start_byte, []
+        raw = whole[start - offset : -1].decode("utf-8", "replace")
+        if "$((" in raw and '"' not in raw:
+            # inside of ${...} the parser takes an arithmetic expression for a command
+            return self._parsed(raw)
         place = start
         for child in node.named_children:
             if child.start_byte < start:
@@ -200,6 +205,12 @@ class Words:
             place = child.end_byte
         parts.append(_unquoted(whole[place - offset : -1].decode("utf-8", "replace")))
         return "".join(parts)
+
+    def _parsed(self, text: str) -> str:
+        """Return the expansion of a text that stands alone."""
+        tree = bash_parser().parse(f'x="{text}"'.encode())
+        value = tree.root_node.named_children[0].child_by_field_name("value")
+        return marked(text) if value is None else self.text(value)
 
     def _substitution(self, node: Node) -> str:
         """Return the word that ``$(a && echo B || echo C)`` prints if ``a`` fails, as nothing is run; else a mark."""

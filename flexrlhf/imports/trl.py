@@ -19,6 +19,7 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_model,
     put_optimizer,
+    put_recomputation,
     put_scored_by_code,
     split_length,
 )
@@ -345,8 +346,7 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
             "bfloat16",
             dtype if dtype is not None and dtype.value == "bfloat16" else "bf16 (TRL's default)",
         )
-    if (recomputes := job.truth("gradient_checkpointing")) is not None:
-        out.put("models.all.activation_checkpointing", True, recomputes)
+    put_recomputation(out, job.truth("gradient_checkpointing"), "gradient_checkpointing=false")
     if job.truth("use_peft") is not None or job.has("lora_r"):
         put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), job.get("lora_target_modules"))
     rows = _known(job, "per_device_train_batch_size")

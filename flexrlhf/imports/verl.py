@@ -16,6 +16,7 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_model,
     put_optimizer,
+    put_recomputation,
     ranks_of,
     split_length,
 )
@@ -109,6 +110,22 @@ REASONS = (
         "models go to host memory between their calls where a plan needs it, and not without need",
         False,
     ),
+    Reason(r"critic\.(ppo_epochs|ppo_mini_batch_size)", "the critic is trained in the actor's mini-batches and epochs"),
+    Reason(
+        r"critic\.(?!.*(?:ulysses|expert|context)).*|.*ref\..*reshard_after\w*|algorithm\.(gamma|lam)",
+        "of another algorithm, or as the actor is trained here",
+        False,
+    ),
+    Reason(
+        r"optim|model|actor@.*|.*\.model_engine|.*\.trust_remote_code|.*turbo_config.*|.*\.veomni\..*",
+        "of an engine that is not here",
+        False,
+    ),
+    Reason(
+        r".*(lr_decay_steps|\.min_lr|lr_warmup_init)",
+        "a schedule ends at the last step, at a share of the peak: final_ratio",
+    ),
+    Reason(r"rollout\.total_rollout_steps", "the length of the run: write steps", False),
     Reason(
         r".*ulysses\w*|.*context_parallel_size|.*cp_size|.*sp_size",
         "a sequence is on one device, or on tensor-parallel ranks",
@@ -167,17 +184,19 @@ def _reinforced(out: Translation, job: JobSettings, program: str, device_class: 
     path = _model(out, job, "actor_rollout_ref.model.path", "actor")
     _critic(out, job, path)
     put_data(out, job.get("data.train_files"), "data/train.parquet")
-    updates = (out.value("algorithm.num_mini_batches") or 1) * (out.value("algorithm.epochs") or 1)
-    put_optimizer(
-        out, job, "actor", {key: tuple(_A + each for each in own) for key, own in _OPTIMIZER.items()}, updates
-    )
+    keys = {key: tuple(_A + each for each in own) for key, own in _OPTIMIZER.items()}
+    put_optimizer(out, job, "actor", keys, _updates(out))
     put_scores(out, job)
     engine = _engine(out, job, program)
     _devices(out, job, program, device_class)
     _parallel(out, job, engine, _A, "actor", prompt + response)
-    if out.value("algorithm.kl") is not None or "algorithm.kl.place" in out.lines:
-        _reference(out, job, engine)
+    _of_roles(out, job, engine)
     _rollout(out, job, prompts * samples, prompt + response)
+
+
+def _updates(out: Translation) -> int:
+    """Return the optimizer steps of a step."""
+    return (out.value("algorithm.num_mini_batches") or 1) * (out.value("algorithm.epochs") or 1)
 
 
 def _steps(out: Translation, job: JobSettings) -> None:
@@ -199,6 +218,9 @@ def _batch(out: Translation, job: JobSettings, program: str) -> int:
         number = 1 if batches is None else batches.value
         out.put("algorithm.prompts_per_step", size.value * number, size, batches)
         out.put("algorithm.num_mini_batches", number, batches)
+        whole = job.count("rollout.total_rollout_steps")
+        if whole is not None and "steps" not in out.lines:
+            out.put("steps", max(1, whole.value // (size.value * number)), whole, "over the prompts of a step")
         job.read |= {"data.train_batch_size", "data.gen_batch_size"}
         return int(size.value * number)
     prompts = job.count("data.train_batch_size")
@@ -216,6 +238,9 @@ def _model(out: Translation, job: JobSettings, key: str, role: str) -> Setting:
         where = f"its value {missing} is not in the file: give it by --var" if missing else "the file has none"
         raise UserError(f"{out.file}: {key}: a job needs a model, and {where}")
     put_model(out, role, setting)
+    trust = job.truth("actor_rollout_ref.model.trust_remote_code", "model.trust_remote_code")
+    if trust is not None and f"models.{role}.path" in out.lines:
+        out.put(f"models.{role}.trust_remote_code", True, trust)
     return setting
 
 
@@ -224,7 +249,8 @@ def _critic(out: Translation, job: JobSettings, actor: Setting) -> None:
         return
     path = job.named("critic.model.path")
     put_model(out, "critic", actor if path is None else path)
-    put_optimizer(out, job, "critic", {key: tuple(f"critic.{each}" for each in own) for key, own in _OPTIMIZER.items()})
+    keys = {key: tuple(f"critic.{each}" for each in own) for key, own in _OPTIMIZER.items()}
+    put_optimizer(out, job, "critic", keys, _updates(out))
 
 
 def _engine(out: Translation, job: JobSettings, program: str) -> str:
@@ -258,7 +284,10 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str, role
             size = job.count(f"{prefix}megatron.{own}", f"{prefix}{own}")
             if size is not None:
                 out.put(f"models.all.{name}", size.value, size)
-        recomputes = job.get(f"{prefix}megatron.override_transformer_config.recompute_granularity") or recomputes
+        granularity = job.get(f"{prefix}megatron.override_transformer_config.recompute_granularity")
+        recomputes = granularity if granularity is not None and granularity.value == "full" else None
+        if recomputes is None:
+            out.drop(granularity, "activations of whole layers are computed again")
     else:
         out.put("models.all.engine", "torch", "FSDP")
         reshards, shard = (
@@ -274,8 +303,7 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str, role
                 out.put("models.all.shard", "node", shard)
             else:
                 out.drop(shard, "shards are over all devices of a model or of a node")
-    if recomputes is not None:
-        out.put("models.all.activation_checkpointing", True, recomputes)
+    put_recomputation(out, recomputes, "no recompute_granularity" if engine == "megatron" else "it is false")
     lora = job.number(f"{prefix}lora_rank", "actor_rollout_ref.model.lora_rank", "model.lora_rank")
     lora = lora or job.number("actor_rollout_ref.model.lora.rank", "model.lora.rank")
     alpha = job.number(
@@ -300,13 +328,22 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str, role
             out.put("models.all.micro_batch_tokens", rows.value * tokens, rows, f"times {tokens} tokens")
 
 
-def _reference(out: Translation, job: JobSettings, engine: str) -> None:
-    if engine != "megatron":
-        return
-    for name, own in (("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size")):
-        size, of_all = job.count(f"{_F}megatron.{own}"), out.value(f"models.all.{name}")
-        if size is not None and size.value != of_all:
-            out.put(f"models.ref.{name}", size.value, size)
+def _of_roles(out: Translation, job: JobSettings, engine: str) -> None:
+    """Write settings in which the reference and the critic differ from the actor."""
+    roles = {
+        "ref": (_F, "algorithm.kl.place" in out.lines),
+        "critic": ("critic.", out.value("algorithm.name") == "ppo"),
+    }
+    for role, (prefix, is_there) in roles.items():
+        for name, own in (("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size")):
+            size = job.count(f"{prefix}megatron.{own}")
+            if size is not None and is_there and engine == "megatron" and size.value != out.value(f"models.all.{name}"):
+                out.put(f"models.{role}.{name}", size.value, size)
+        if not is_there:
+            job.read |= {key for key in job.found if key.startswith(prefix)}
+    dynamic, most = job.truth("critic.use_dynamic_bsz"), job.count("critic.ppo_max_token_len_per_gpu")
+    if dynamic is not None and most is not None and most.value != out.value("models.all.micro_batch_tokens"):
+        out.put("models.critic.micro_batch_tokens", most.value, most)
 
 
 def _devices(out: Translation, job: JobSettings, program: str, device_class: tuple[str, str] | None) -> None:
@@ -398,8 +435,9 @@ def _sft(out: Translation, job: JobSettings, device_class: tuple[str, str] | Non
     engine = _engine(out, job, "sft")
     _parallel(out, job, engine, "engine.", "actor", tokens)
     rows, most = job.count("data.micro_batch_size_per_gpu"), job.count("data.max_token_len_per_gpu")
-    if rows is not None and most is not None and (most.default or job.truth("data.use_dynamic_bsz") is None):
-        out.put("models.all.micro_batch_tokens", rows.value * tokens, rows, f"times {tokens} tokens")
-    elif most is not None:
+    if job.truth("data.use_dynamic_bsz") is not None and most is not None:
         out.put("models.all.micro_batch_tokens", most.value, most)
+        out.drop(rows, f"with use_dynamic_bsz {most.key} is the size", matters=False)
+    elif rows is not None:
+        out.put("models.all.micro_batch_tokens", rows.value * tokens, rows, f"times {tokens} tokens")
     out.put("placement", None, "the model on all devices")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.imports.parts import put_model
+from flexrlhf.imports.parts import put_model, rule_for
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -44,8 +44,8 @@ def put_algorithm(out: Translation, job: JobSettings) -> int:
         out.put("algorithm.like", "verl", "what is not written")
     number = 1 if samples is None else samples.value
     if name in ("grpo", "gspo", "rloo") and number == 1:
-        out.drop(samples, "one response has no others to be compared with: here as many as the algorithm's default")
-        number = 8
+        out.note(f"{_R}n is 1, which leaves nothing to compare: here the algorithm's default number of responses")
+        number = 4 if name == "rloo" else 8
     elif samples is not None and name != "remax":
         out.put("algorithm.samples_per_prompt", number, samples)
     _penalty(out, job)
@@ -202,10 +202,8 @@ def put_scores(out: Translation, job: JobSettings) -> None:
         out.drop(
             name, "a function takes prompts and responses here, docs/rewards.md; a rule stands for it", matters=False
         )
-    data = str(out.value("data.path") or out.value("data.sources") or "")
-    rule, why = (
-        ("gsm8k", "the data's name") if "gsm8k" in data else ("math", "the rows' data_source chooses it in verl")
-    )
+    rule = rule_for(out)
+    why = "the data's name" if rule == "gsm8k" else "the rows' data_source chooses it in verl"
     out.put(
         "reward", {"rule": rule}, *([function] if function is not None else []), *([manager] if manager else []), why
     )

@@ -17,6 +17,7 @@ SCRIPTS = {
         "run|one|two three|four|3|two|three"
     ],
     "n=$((2 * (3 + 4) / 5)); run $n $((n ** 2)) $((n > 1 ? 7 : 8))": ["run 2 4 7"],
+    "m=3; n=${N:-$((m * 4))}; run $n ${M:-a$((n / 2))}": ["run 12 a6"],
     'if [ -z "$x" ]; then run 1; else run 2; fi': ["run 1"],
     "a=5; if [[ $a -gt 4 && $a != 6 ]]; then run 1; elif true; then run 2; fi": ["run 1"],
     "if [ -f there ]; then run 1; else run 2; fi": ["run 2"],
