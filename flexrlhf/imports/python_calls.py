@@ -35,8 +35,11 @@ class PythonFile:
 
     def _assigned(self) -> Iterator[tuple[str, ast.expr]]:
         """Yield names and what they are assigned, but for names that are assigned several times."""
-        nodes = [node for node in ast.walk(self._tree) if isinstance(node, ast.Assign)]
-        pairs = [(target.id, node.value) for node in nodes for target in node.targets if isinstance(target, ast.Name)]
+        pairs = []
+        for node in ast.walk(self._tree):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                pairs += [(target.id, node.value) for target in targets if isinstance(target, ast.Name)]
         names = [name for name, _ in pairs]
         yield from ((name, value) for name, value in pairs if names.count(name) == 1)
 
@@ -48,7 +51,12 @@ class PythonFile:
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 if re.fullmatch(pattern, name):
                     first = {"": self._value(node.args[0])} if node.args else {}
-                    yield name, first | {each.arg: self._value(each.value) for each in node.keywords if each.arg}
+                    whole = [self._value(each.value) for each in node.keywords if each.arg is None]
+                    named = {key: value for each in whole if isinstance(each, dict) for key, value in each.items()}
+                    yield (
+                        name,
+                        first | named | {each.arg: self._value(each.value) for each in node.keywords if each.arg},
+                    )
 
     def names(self, pattern: str) -> list[str]:
         """Return the names in the file that match, in order."""
@@ -75,6 +83,8 @@ class PythonFile:
                     return self._value(self._defaults[name], depth + 1)
                 case ast.Call(func=ast.Attribute(attr="from_pretrained"), args=[model, *_]):
                     return self._value(model, depth + 1)
+                case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words):
+                    return {each.arg: self._value(each.value, depth + 1) for each in words if each.arg}
                 case ast.List(elts=elements) | ast.Tuple(elts=elements):
                     return [self._value(each, depth + 1) for each in elements]
         try:

@@ -9,14 +9,21 @@ from typing import Any
 
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError
-from flexrlhf.imports import areal, deepspeed_chat, nemo_rl, openrlhf, trl, verl
+from flexrlhf.imports.areal import job as areal
 from flexrlhf.imports.cache import fit_cache
+from flexrlhf.imports.deepspeed_chat import job as deepspeed_chat
+from flexrlhf.imports.device_parts import named_class
 from flexrlhf.imports.launches import Launch, find_launches, flags, overrides, stray_marks
-from flexrlhf.imports.parts import check_warmup, named_class
+from flexrlhf.imports.nemo_rl import job as nemo_rl
+from flexrlhf.imports.openrlhf import job as openrlhf
+from flexrlhf.imports.parts import check_warmup
 from flexrlhf.imports.python_calls import PythonFile
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.shell_script import ShellScript
 from flexrlhf.imports.translation import Translation
+from flexrlhf.imports.trl import job as trl
+from flexrlhf.imports.trl.algorithm import ALGORITHMS
+from flexrlhf.imports.verl import job as verl
 from flexrlhf.imports.yaml_trees import Tree, read_tree, resolved, with_overrides
 
 Class = tuple[str, str] | None
@@ -27,6 +34,9 @@ _ENDINGS = (".sh", ".yaml", ".yml", ".py", ".slurm", ".sbatch")
 _CONFIGS = (
     r"(GRPO|RLOO|SFT|DPO|Reward|KTO|ORPO|CPO|PPO|OnlineDPO|GKD|BCO|NashMD|XPO|PRM|Distillation|GOLD|AsyncGRPO)Config"
 )
+
+_COMMANDS = r"(?m)^\s*((?:[A-Z_]+=\S+ )*(?:python3?|accelerate|trl|torchrun|deepspeed|uv)\b(?:.*\\\n)*.*)$"
+"""Commands in a text for people."""
 
 
 class JobFile:
@@ -136,7 +146,7 @@ class JobFile:
         """Translate the arguments of TRL's config class, under the options of a command in the file's description."""
         file = PythonFile(self.path, self.text)
         configs = list(file.calls(_CONFIGS))
-        texts = (re.sub(r"(?m)^\s*```.*$", "", text) for text in file.docstrings)
+        texts = [found for text in file.docstrings for found in re.findall(_COMMANDS, text)]
         commands = [line for text in texts for line in ShellScript(text, self.given).commands]
         started = find_launches([command.words for command in commands], self.path.name)
         launches = [each for each in started if each.system == "TRL"]
@@ -146,15 +156,15 @@ class JobFile:
         found: dict[str, Any] = {}
         for _, arguments in configs[:1]:
             found |= {key: value for key, value in arguments.items() if key}
-        for _, arguments in file.calls(r"\w*Trainer"):
-            found |= {key: arguments[key] for key in ("model", "reward_funcs") if key in arguments}
-        for _, arguments in file.calls("LoraConfig"):
-            names = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
-            found |= {"use_peft": True, **{names[key]: value for key, value in arguments.items() if key in names}}
+        for _, arguments in list(file.calls(r"\w*Trainer"))[:1]:
+            found |= {key: value for key, value in arguments.items() if key not in ("", "args", "peft_config")}
+        for _, arguments in list(file.calls("LoraConfig"))[:1]:
+            names = {"r": "lora_r", "target_modules": "lora_target_modules"}
+            found |= {"use_peft": True, **{names.get(key, key): value for key, value in arguments.items() if key}}
         for _, arguments in file.calls("load_dataset"):
             found.setdefault("dataset_name", arguments.get(""))
         launch = launches[0] if launches else Launch("TRL", trainer, ())
-        trainer = launch.program if launch.program in trl.ALGORITHMS else trainer or launch.program
+        trainer = launch.program if launch.program in ALGORITHMS else trainer or launch.program
         found |= {name: read_scalar(value) for name, value in flags(launch.arguments).items()}
         if "model_name_or_path" in self.given:
             found["model_name_or_path"] = self.given["model_name_or_path"]
@@ -179,7 +189,7 @@ class JobFile:
     def _trl_tree(self, leaves: dict[str, Any]) -> Translation:
         out = self._start("TRL")
         words = re.findall(r"[a-z]+", str(self.path.absolute()).lower())
-        trainer = next((word for word in reversed(words) if word in trl.ALGORITHMS), None)
+        trainer = next((word for word in reversed(words) if word in ALGORITHMS), None)
         if trainer is None:
             is_grpo = any(key.startswith(("num_generations", "max_completion")) for key in leaves)
             trainer = "grpo" if is_grpo else "dpo" if "beta" in leaves else "sft"

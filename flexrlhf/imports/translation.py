@@ -26,12 +26,12 @@ SECTIONS = ("name", "algorithm", "models", "data", "reward", "steps", "seed", "c
 class Reason:
     """Why settings have no counterpart.
 
-    keys:     regular expression of their keys.
+    keys:     regular expressions of their keys.
     why:      half a sentence.
     matters:  whether they change results, memory or time of a step.
     """
 
-    keys: str
+    keys: tuple[str, ...]
     why: str
     matters: bool = True
 
@@ -92,7 +92,7 @@ class Translation:
     def finish(self, job: JobSettings, reasons: Sequence[Reason]) -> None:
         """List the settings that nothing has read, each by the first reason that fits, and the ones without a value."""
         for key, setting in job.unread():
-            reason = next((each for each in reasons if re.fullmatch(each.keys, key)), None)
+            reason = next((each for each in reasons if any(re.fullmatch(keys, key) for keys in each.keys)), None)
             if reason is None:
                 self.drop(setting, "no counterpart is known")
             else:

@@ -5,24 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.errors import UserError
+from flexrlhf.imports.device_parts import num_devices, put_apart, put_cache, put_cluster, ranks_of
 from flexrlhf.imports.parts import (
     mini_batches,
-    num_devices,
-    put_apart,
-    put_cache,
-    put_cluster,
     put_data,
     put_lengths,
     put_lora,
     put_model,
     put_optimizer,
     put_recomputation,
-    ranks_of,
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting
-from flexrlhf.imports.translation import DOT, Reason, Translation
-from flexrlhf.imports.verl_algorithm import put_algorithm, put_scores
+from flexrlhf.imports.translation import DOT, Translation
+from flexrlhf.imports.verl.algorithm import put_algorithm, put_scores
+from flexrlhf.imports.verl.reasons import REASONS
 from flexrlhf.placement.devices import GPUS_PER_NODE
 
 TITLE = "verl"
@@ -60,107 +57,6 @@ _OPTIMIZER = {
     "max_grad_norm": ("grad_clip", "optim.clip_grad"),
 }
 _OTHER_ENGINES = ("veomni", "torchtitan", "automodel", "mlite", "turbo")
-REASONS = (
-    Reason(
-        r"trainer\.(logger|project_name|experiment_name|log_\w+|rollout_data_dir|validation_data_dir)", "logs", False
-    ),
-    Reason(
-        r"trainer\.(save_freq|test_freq|val_\w+|default_\w+|resume\w*|max_\w+_ckpt\w*|del_local\w*|esi\w*)|.*checkpoint\."
-        r".*|.*\.val_kwargs\..*|data\.val_\w+|checkpoint\..*",
-        "checkpoints and validation are of a run; see save, checkpoint and eval",
-        False,
-    ),
-    Reason(r".*profil.*|global_profiler.*|.*\.trace\..*|.*prometheus.*", "profiling", False),
-    Reason(
-        r"ray_kwargs.*|ray_init.*|.*nccl_timeout|trainer\.(device|use_legacy\w*|ray_wait\w*|v1.*)|hydra.*|transfer_queue.*",
-        "Ray and processes",
-        False,
-    ),
-    Reason(
-        r".*(use_remove_padding|use_fused_kernels|use_torch_compile|use_shm|use_liger|fused_kernel\w*|"
-        r"entropy_from_logits\w*|entropy_checkpointing|forward_prefetch|use_orig_params|attn_implementation|pad_mode|"
-        r"balance_batch|load_format|layered_summon|disable_log_stats|use_mbridge|vanilla_mbridge|use_dist_checkpointing|"
-        r"dist_checkpointing_path|logits_processor|use_fsdp|wrap_policy.*|seed|full_determinism)",
-        "kernels and loading, which follow from the engine here",
-        False,
-    ),
-    Reason(
-        r".*(max_num_seqs|max_num_batched_tokens|enable_chunked_prefill|max_model_len|cudagraph\w*|engine_kwargs.*|"
-        r"enforce_eager|enable_prefix_caching|free_cache_engine|calculate_log_probs|multi_stage_wake_up|dtype|"
-        r"prompt_length|response_length|update_weights_bucket\w*|logprobs_mode|skip_tokenizer_init|agent\.num_workers)",
-        "limits of vLLM's scheduler, which rollout.config takes by vLLM's names",
-        False,
-    ),
-    Reason(
-        r"data\.(\w*_key|return_\w+|shuffle|num_workers|dataloader\w*|filter_overlong\w*|trust_remote_code|truncation|"
-        r"apply_chat\w*|gen_batch_size|seed|custom_cls.*|ignore_input\w*|tool_config_path|max_samples|train_max_samples|"
-        r"sampler.*|datagen.*|reward_fn_key|enable_thinking\w*|train_multiturn\w*)",
-        "how rows are read: data.form, columns and long_prompts",
-        False,
-    ),
-    Reason(
-        r".*(ref|log_prob|forward|infer)\w*(_micro_batch_size|_max_token_len|_use_dynamic_bsz)(_per_gpu)?|"
-        r".*log_prob_\w+",
-        "passes without gradients have the micro-batches of models.actor",
-        False,
-    ),
-    Reason(
-        r".*(param_offload|optimizer_offload|grad_offload|offload_policy|optimizer_cpu_offload|"
-        r"optimizer_offload_fraction|overlap_cpu_optimizer\w*)",
-        "models go to host memory between their calls where a plan needs it, and not without need",
-        False,
-    ),
-    Reason(r"critic\.(ppo_epochs|ppo_mini_batch_size)", "the critic is trained in the actor's mini-batches and epochs"),
-    Reason(
-        r"critic\.(?!.*(?:ulysses|expert|context)).*|.*ref\..*reshard_after\w*|algorithm\.(gamma|lam)",
-        "of another algorithm, or as the actor is trained here",
-        False,
-    ),
-    Reason(
-        r"optim|model|actor@.*|.*\.model_engine|.*\.trust_remote_code|.*turbo_config.*|.*\.veomni\..*",
-        "of an engine that is not here",
-        False,
-    ),
-    Reason(
-        r".*(lr_decay_steps|\.min_lr|lr_warmup_init)",
-        "a schedule ends at the last step, at a share of the peak: final_ratio",
-    ),
-    Reason(r"rollout\.total_rollout_steps", "the length of the run: write steps", False),
-    Reason(
-        r".*ulysses\w*|.*context_parallel_size|.*cp_size|.*sp_size",
-        "a sequence is on one device, or on tensor-parallel ranks",
-    ),
-    Reason(
-        r".*(expert\w*_parallel\w*|ep_size|moe\w*|router\w*|aux_loss\w*|enable_rollout_routing_replay|"
-        r"freeze_moe\w*)",
-        "experts are not placed by themselves",
-    ),
-    Reason(
-        r".*virtual_pipeline\w*|.*num_layers_in_\w*|.*account_for_\w+|.*pipeline_model_parallel_layout",
-        "stages have equally many layers, one part each",
-    ),
-    Reason(r".*override_transformer_config\.recompute.*", "activations of whole layers are recomputed"),
-    Reason(
-        r".*override_(transformer|optimizer|ddp|mcore)\w*config.*|.*override_config.*",
-        "settings of Megatron and transformers",
-    ),
-    Reason(r".*(multi_turn|tool|agent)\b.*", "responses are of one turn"),
-    Reason(r"distillation\..*", "there is no teacher of a distillation"),
-    Reason(
-        r"reward\.(num_workers|sandbox\w*.*|custom\w*.*)|.*sandbox_fusion.*|reward_model\.(launch\w*|num_workers).*",
-        "how scores are computed is the source's",
-        False,
-    ),
-    Reason(r"async_training\.\w+", "a lag is in whole steps here"),
-    Reason(r".*(profile|tensorboard|wandb|swanlab)\w*", "logs", False),
-    Reason(
-        r".*rollout\.(mode|name)|.*\.strategy|.*hybrid_engine|model_engine|engine|actor_rollout_ref\.nccl\w*",
-        "follows from the engine",
-        False,
-    ),
-    Reason(r".*(mtp|speculative)\b.*", "tokens are generated one by one"),
-    Reason(r".*(quantization|fp8|qat)\b.*", "weights are of 16 or 32 bits"),
-)
 
 
 def translate(out: Translation, job: JobSettings, program: str, device_class: tuple[str, str] | None) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.errors import UserError
+from flexrlhf.imports.deepspeed_chat.reasons import REASONS
+from flexrlhf.imports.device_parts import put_cluster
 from flexrlhf.imports.launches import Launch, flags
 from flexrlhf.imports.parts import (
-    put_cluster,
     put_data,
     put_lengths,
     put_lora,
@@ -17,7 +18,7 @@ from flexrlhf.imports.parts import (
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
-from flexrlhf.imports.translation import Reason, Translation
+from flexrlhf.imports.translation import Translation
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 16,
@@ -31,21 +32,6 @@ DEFAULTS: dict[str, Any] = {
     "actor_zero_stage": 0,
     "critic_zero_stage": 0,
 }
-REASONS = (
-    Reason(
-        r"output_dir|print_answers|enable_tensorboard|tensorboard\w*|eval\w*|per_device_eval\w*|save_\w+|\w*test\w*|print_loss|per_device_mini\w*",
-        "logs, checkpoints and validation are of a run",
-        False,
-    ),
-    Reason(
-        r"data_\w+|num_train_epochs|num_padding\w*|add_eot\w*|end_of\w*|compute_fp32\w*|\w*dropout|seed|deepspeed|local_rank|master_port|lora_module_name|\w*lora_module_name|only_optimize_lora|\w*lora_learning_rate|\w*learning_rate_lora|dtype|\w*gradient_checkpointing|enable_mixed\w*|mixed_precision\w*|inference_tp_size|tp_gather\w*|release_inference\w*|unpin\w*|overlap\w*",
-        "how rows are read, kernels and processes",
-        False,
-    ),
-    Reason(r"offload\w*", "frozen models go to host memory where a plan needs it", False),
-    Reason(r"unsup\w*", "a loss of texts in addition is algorithm.ptx"),
-    Reason(r"\w*ema", "an average of weights is not here"),
-)
 
 
 def translate(out: Translation, launch: Launch, step: str, device_class: tuple[str, str] | None) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.errors import UserError
+from flexrlhf.imports.areal.reasons import REASONS
+from flexrlhf.imports.device_parts import put_apart, put_cache, put_cluster
 from flexrlhf.imports.parts import (
-    put_apart,
-    put_cache,
-    put_cluster,
     put_data,
     put_lengths,
     put_lora,
@@ -21,7 +20,7 @@ from flexrlhf.imports.parts import (
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting
-from flexrlhf.imports.translation import Reason, Translation
+from flexrlhf.imports.translation import Translation
 from flexrlhf.placement.devices import GPUS_PER_NODE
 
 DEFAULTS: dict[str, Any] = {
@@ -50,43 +49,6 @@ _OPTIMIZER = {
     "max_grad_norm": ("actor.optimizer.gradient_clipping",),
     "warmup_ratio": ("actor.optimizer.warmup_steps_proportion",),
 }
-REASONS = (
-    Reason(
-        r"econfig\..*|.*max_turns|tir\..*|n_trajs|agent\w*|judge\w*.*|max_llm\w*|max_tokens_per_trajectory|reward_fn_path",
-        "responses are of one turn",
-    ),
-    Reason(r"critic\.ppo_n_minibatches", "the critic is trained as the actor is", False),
-    Reason(
-        r"experiment_name|trial_name|.*\.(experiment_name|trial_name|fileroot)|(saver|recover|evaluator|stats_logger|perf_tracer|scheduler|launcher|valid_dataset|logging|session_tracer)\..*|enable_offload|cluster\.(fileroot|name_resolve|cluster_name).*|async_training|workflow\w*|eval_\w+",
-        "names, logs, checkpoints and validation are of a run",
-        False,
-    ),
-    Reason(
-        r".*scheduling\w*.*|.*port\w*|rollout\.(queue_size|consumer_batch\w*|max_concurrent\w*|dump_to_file|enable_rollout\w*|setup_timeout|request_\w+|tokenizer_path|return_routed\w*|agent.*|openai.*|use_lora|admin\w*|pause\w*|check\w*)|(sglang|vllm|vllm_server|server)\..*|rollout\.(sglang|vllm).*",
-        "limits of the server that generates, which rollout.config takes by vLLM's names",
-        False,
-    ),
-    Reason(
-        r"(actor|critic|ref)\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob|prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*|archon.*|mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size|backend|use_lora|peft_type|lora_\w+|target_modules|tree\w*|weight_sync\w*|engine_\w+|entropy\w*|aent\w*|type)",
-        "follows from the engine or the actor here",
-        False,
-    ),
-    Reason(
-        r"(train_dataset|tokenizer_path|total_train_epochs|total_train_steps|gconfig\.(min_new_tokens|stop\w*|greedy|max_tokens|lora_name|\w*penalty))\b.*|gconfig\..*",
-        "how rows are read and sampled: data; epochs are steps here",
-        False,
-    ),
-    Reason(
-        r"actor\.(reward_scaling|reward_bias|reward_clip|overlong\w*|mask_no_eos\w*|.*reward_norm.*|.*adv_norm.*|group_adv_norm|dynamic_sampling|dynamic_bs|behav\w+)\b.*|dynamic_bs|.*dynamic_\w+",
-        "scores and advantages are changed in other ways here: docs/algorithms.md",
-    ),
-    Reason(
-        r"actor\.(rejection_sampling|behav_imp\w*).*", "rejection here has other bounds: algorithm.importance.reject"
-    ),
-    Reason(
-        r"actor\.(use_sapo\w*|sapo\w*|m2\w*|use_m2\w*|use_decoupled\w*)", "this loss is not here; PPO's stands for it"
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -122,7 +84,7 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
         raise UserError(f"{out.file}: distillation from a teacher has no counterpart")
     generates = any(key.startswith("gconfig.") for key in job.found)
     name = _algorithm(out, job, generates)
-    out.note("AReaL's defaults are no preset here: what neither the file nor this YAML has is this project's default")
+    out.note("AReaL's defaults are no preset here: settings that the file and this YAML leave out have this project's")
     role = "reward" if name == "reward" else "actor"
     model = job.named("actor.path") or job.named("model.path")
     if model is None:

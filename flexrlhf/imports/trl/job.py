@@ -11,37 +11,21 @@ import yaml
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
+from flexrlhf.imports.device_parts import put_cache, put_gpus
 from flexrlhf.imports.parts import (
-    put_cache,
     put_data,
-    put_gpus,
     put_lengths,
     put_lora,
     put_model,
     put_optimizer,
     put_recomputation,
-    put_scored_by_code,
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting
-from flexrlhf.imports.translation import Reason, Translation
+from flexrlhf.imports.translation import Translation
+from flexrlhf.imports.trl.algorithm import ALGORITHMS, put_reinforced, put_supervised
+from flexrlhf.imports.trl.reasons import REASONS
 
-ALGORITHMS = {
-    "grpo": "grpo",
-    "gspo": "gspo",
-    "rloo": "rloo",
-    "ppo": "ppo",
-    "sft": "sft",
-    "dpo": "dpo",
-    "reward": "reward",
-    "reward_modeling": "reward",
-    "kto": "kto",
-    "orpo": "orpo",
-    "ppo_tldr": "ppo",
-    "simpo": "simpo",
-    "cpo": "simpo",
-}
-"""Names of TRL's commands, scripts and config classes → algorithms."""
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -76,37 +60,6 @@ _OPTIMIZER = {
     "warmup_ratio": ("warmup_ratio",),
     "max_grad_norm": ("max_grad_norm",),
 }
-REASONS = (
-    Reason(
-        r"report_to|log\w*|output_dir|overwrite_output_dir|run_name|push_to_hub|hub_\w+|save_\w+|eval_\w+|do_eval|do_train|\w*eval_strategy|trackio\w*|wandb\w*|resume\w*|load_best\w*|metric_\w+|num_completions_to_print|project",
-        "logs, checkpoints and validation are of a run",
-        False,
-    ),
-    Reason(
-        r"dataset_\w+|\w*_split|chat_template\w*|packing\w*|dataloader\w*|remove_unused\w*|eos_token|pad_token|dataset_kwargs|assistant_only\w*|completion_only\w*|num_train_epochs|total_episodes|datasets|preprocessing\w*|label_names|shuffle\w*",
-        "how rows are read: data.form, columns and template; epochs are steps here",
-        False,
-    ),
-    Reason(
-        r"attn_implementation|use_liger\w*|gradient_checkpointing_kwargs|bf16\w*|fp16|tf32|torch_\w+|ddp_\w+|optim|seed|config_file|main_process_port|num_machines|num_processes|machine_rank|trust_remote_code|model_revision|ds3_gather\w*|vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port|guided\w*|structured\w*)|deepspeed|fsdp\w*|model_init_kwargs\w*|dtype|torch_dtype|cast_lm\w*|use_cache|disable_dropout|local_rollout\w*|activation_offloading|padding_free|pad_to\w*|config",
-        "kernels and processes, which follow from the engine here",
-        False,
-    ),
-    Reason(r"load_in_\w*bit|bnb_\w+|use_bnb\w*|quantization_config", "weights are of 16 or 32 bits"),
-    Reason(
-        r"lora_(dropout|task_type|modules\w*|target_param\w*)|use_rslora|use_dora|peft_config|bias",
-        "adapters have rank, alpha and targets",
-    ),
-    Reason(r"(vllm_importance|off_policy)\w*", "corrections for another policy are algorithm.importance"),
-    Reason(
-        r"max_tool\w*|tools|environment\w*|rollout_func|\w*image\w*|\w*vlm\w*", "responses are of one turn, of text"
-    ),
-    Reason(
-        r"eval_dataset|args|processing_class|tokenizer|callbacks|train_dataset|compute_metrics|optimizers|value_model|formatting_func|data_collator",
-        "of Python",
-        False,
-    ),
-)
 
 
 def translate(
@@ -157,9 +110,9 @@ def translate(
     put_model(out, role, model)
     tokens = _lengths(out, job, name)
     if name in ("grpo", "gspo", "rloo", "ppo"):
-        _reinforced(out, job, name)
+        put_reinforced(out, job, name)
     else:
-        _supervised(out, job, name)
+        put_supervised(out, job, name)
     put_data(out, job.get("dataset_name", "dataset"), "data/train.jsonl")
     put_optimizer(out, job, role, _OPTIMIZER)
     put_gpus(out, processes.value, device_class, processes)
@@ -231,93 +184,6 @@ def _lengths(out: Translation, job: JobSettings, name: str) -> int:
     if prompt is not None and whole is not None and prompt.value < whole.value:
         return sum(put_lengths(out, prompt, Setting(whole.key, whole.value - prompt.value)))
     return split_length(out, whole)
-
-
-def _reinforced(out: Translation, job: JobSettings, name: str) -> None:
-    reward = job.named("reward_model_name_or_path") or job.named("reward_model_path") or job.named("reward_model")
-    functions = job.found.get("reward_funcs")
-    job.read.add("reward_funcs")
-    if reward is not None:
-        put_model(out, "reward", reward)
-    elif "accuracy_reward" in str(functions.value if functions else ""):
-        out.put("reward", {"rule": "math"}, functions)
-    else:
-        put_scored_by_code(out, functions)
-    beta = job.number("beta", "kl_coef")
-    if beta is not None:
-        out.put("algorithm.kl.coefficient", float(beta.value), beta)
-    elif (zero := job.get("beta", "kl_coef")) is not None and zero.value == 0:
-        out.put("algorithm.kl", None, zero)
-    pairs = {
-        "clip_low": ("epsilon", "cliprange"),
-        "clip_high": ("epsilon_high", "epsilon", "cliprange"),
-        "dual_clip": ("delta",),
-    }
-    pairs |= {
-        "temperature": ("temperature",),
-        "gamma": ("gamma",),
-        "gae_lambda": ("lam",),
-        "value_clip": ("cliprange_value",),
-    }
-    pairs |= {"entropy_coefficient": ("entropy_coef",)}
-    for key, own in pairs.items():
-        setting = job.number(*own)
-        if setting is not None:
-            out.put(f"algorithm.{key}", float(setting.value), setting)
-    for key, plain in (("top_p", (1, 1.0)), ("top_k", (0, -1)), ("min_p", ()), ("repetition_penalty", (1, 1.0))):
-        setting = job.get(key)
-        if setting is not None and setting.value not in plain:
-            out.drop(setting, "a cut distribution needs importance weights here: algorithm.importance")
-    loss, scale = job.get("loss_type"), job.get("scale_rewards")
-    means = {
-        "dapo": "token-mean",
-        "bnpo": "token-mean",
-        "grpo": "seq-mean-token-mean",
-        "dr_grpo": "seq-mean-token-sum-norm",
-    }
-    if loss is not None and loss.value in means:
-        out.put("algorithm.loss_aggregation", means[loss.value], loss)
-    elif loss is not None and loss.value == "cispo":
-        out.put("algorithm.surrogate", "cispo", loss)
-    else:
-        out.drop(loss, "this loss is not here")
-    if scale is not None and scale.value in ("group", "none", True, False):
-        out.put("algorithm.scale", "group" if scale.value in ("group", True) else "none", scale)
-    else:
-        out.drop(scale, "scores are scaled in groups or not at all")
-    masked, penalty = job.truth("mask_truncated_completions"), job.number("missing_eos_penalty")
-    if masked is not None:
-        out.put("algorithm.truncation", "mask", masked)
-    elif penalty is not None:
-        out.put("algorithm.truncation.penalty", float(penalty.value), penalty)
-    job.get("stop_token")
-
-
-def _supervised(out: Translation, job: JobSettings, name: str) -> None:
-    beta, gamma = job.number("beta"), job.number("simpo_gamma")
-    if beta is not None and name in ("dpo", "kto", "orpo", "simpo"):
-        out.put("algorithm.beta", float(beta.value), beta)
-    if gamma is not None and name == "simpo":
-        out.put("algorithm.gamma", float(gamma.value), gamma)
-    weights = {
-        "desirable_weight": "desirable_weight",
-        "undesirable_weight": "undesirable_weight",
-        "label_smoothing": "label_smoothing",
-    }
-    for key, own in weights.items():
-        setting = job.number(own)
-        if setting is not None and (name == "kto") == key.endswith("weight") and name in ("kto", "dpo"):
-            out.put(f"algorithm.{key}", float(setting.value), setting)
-    loss = job.get("loss_type")
-    values = loss.value if loss is not None and isinstance(loss.value, list) else [] if loss is None else [loss.value]
-    if name == "dpo" and values in (["sigmoid"], ["ipo"], ["robust"]):
-        out.put("algorithm.loss", values[0], loss)
-        if values == ["ipo"]:
-            out.put("algorithm.length_normalised", True, loss)
-    elif values and not (name in ("sft", "simpo") and values[0] in ("nll", "simpo")):
-        out.drop(loss, "this loss is not here")
-    elif name == "sft" and loss is not None:
-        job.read.add("loss_type")
 
 
 def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role: str, tokens: int, name: str) -> None:

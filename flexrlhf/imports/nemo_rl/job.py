@@ -6,85 +6,23 @@ import re
 from typing import Any
 
 from flexrlhf.errors import UserError
+from flexrlhf.imports.device_parts import num_devices, put_apart, put_cache, put_cluster, ranks_of
+from flexrlhf.imports.nemo_rl.algorithm import KINDS, put_algorithm
+from flexrlhf.imports.nemo_rl.reasons import REASONS
 from flexrlhf.imports.parts import (
     mini_batches,
-    num_devices,
-    put_apart,
-    put_cache,
-    put_cluster,
     put_data,
     put_lengths,
     put_lora,
     put_model,
     put_optimizer,
     put_recomputation,
-    ranks_of,
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting
-from flexrlhf.imports.translation import DOT, Reason, Translation
+from flexrlhf.imports.translation import DOT, Translation
 
 _P, _G = "policy.", "policy.generation."
-_KINDS = {"grpo": "grpo", "ppo": "ppo", "sft": "sft", "dpo": "dpo", "rm": "reward"}
-REASONS = (
-    Reason(
-        r"checkpointing\..*|logger\..*|.*\.val_\w+|.*max_val_samples|.*val_at\w+|data\.validation.*|.*stop_at_validation\w*|eval\..*",
-        "checkpoints, logs and validation are of a run",
-        False,
-    ),
-    Reason(
-        r"data\..*|policy\.tokenizer\..*|env\..*|\w+\.max_num_epochs|.*(chat_template|prompt_file)\w*|.*data_plane.*",
-        "how rows are read and scored: data, reward",
-        False,
-    ),
-    Reason(
-        r"policy\.(dtensor_cfg\.(_v2|env_vars.*|automodel_kwargs.*|custom_parallel_plan|clear_cache\w*|defer\w*)|logprob_\w+|generation_batch_size|"
-        r"make_sequence_length\w*|(dynamic_batching|sequence_packing)\..*|refit_\w+|offload_\w+|hf_config_overrides\.rope.*|"
-        r"megatron_cfg\.(env_vars.*|checkpoint.*|empty_unused\w*|\w*fusion\w*|pipeline_dtype|converter_type|distributed_data\w*.*|"
-        r"scheduler\.(start|end|weight)\w*|optimizer\.(bf16|fp16|params_dtype|use_\w+|overlap\w*|optimizer|clip_grad|sgd\w*)|use_gloo\w*|"
-        r"cuda_graph\w*|recompute_granularity|attention_backend|apply_rope\w*|gradient_acc\w*|fused_linear\w*|use_fused\w*|defer\w*|sequence_parallel|enabled|"
-        r"bias_\w+|freeze\w*|moe_permute\w*|moe_router_bias\w*|moe_router_load\w*|moe_router_dtype|moe_token_disp\w*|moe_enable\w*|moe_shared\w*|moe_per_layer\w*|mtp_loss\w*))",
-        "kernels and loading, which follow from the engine here",
-        False,
-    ),
-    Reason(
-        r"policy\.dtensor_cfg\.sequence_parallel|.*worker_extension\w*|.*port_range\w*|.*_worker_cls",
-        "follows from the engine here",
-        False,
-    ),
-    Reason(
-        r"policy\.generation\.(vllm_cfg|vllm_kwargs|sglang_cfg|sglang_kwargs|trtllm_cfg|mcore\w*|stop_token_ids|refit\w*|"
-        r"real_quant\w*|val_\w+|model_name|pad_token_id|port\w*|colocated|colocate\w*|async_engine|max_new_tokens|top_\w)\b.*",
-        "limits of the scheduler of vLLM and others, which rollout.config takes by vLLM's names",
-        False,
-    ),
-    Reason(r".*context_parallel_size", "a sequence is on one device, or on tensor-parallel ranks"),
-    Reason(r".*expert\w*_parallel_size|.*\bmoe_\w+", "experts are not placed by themselves"),
-    Reason(
-        r".*num_layers_in_\w+|.*virtual_pipeline\w*|.*pipeline_model_parallel_layout", "stages have equally many layers"
-    ),
-    Reason(
-        r".*cpu_offload|.*optimizer_offload\w*|.*offload\w*",
-        "models go to host memory between their calls where a plan needs it",
-        False,
-    ),
-    Reason(r".*fp8.*|.*quant.*|.*kv_cache_dtype|.*precision\w*", "weights and caches are of 16 or 32 bits"),
-    Reason(r".*max_rollout_turns|env\.nemo_gym.*|.*nemo_gym.*|.*gym.*", "responses are of one turn"),
-    Reason(
-        r".*reward_scaling\..*|.*reward_penalt.*|.*advantage_clip\w*|.*seq_logprob_error\w*|.*overlong_filtering|.*positive_example\w*",
-        "scores and advantages are changed in other ways here: docs/algorithms.md",
-    ),
-    Reason(r".*mtp\w*.*|draft\..*|policy\.draft\..*|.*speculative.*", "tokens are generated one by one"),
-    Reason(r"cluster\..*", "of the launcher", False),
-    Reason(
-        r".*async_\w+\.(max_generation\w*|warmup\w*|drop\w*)|.*skip_reference\w*|.*trtllm_kwargs.*|.*dynamo.*",
-        "of its server",
-        False,
-    ),
-    Reason(r".*async_\w+\..*", "weights change between steps alone, and a lag is in whole steps"),
-    Reason(r"value_loss_fn\.scale", "the critic has an optimizer of its own, in which AdamW cancels a factor", False),
-    Reason(r".*profil.*|.*nsys.*", "profiling", False),
-)
 
 
 def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] | None) -> None:
@@ -93,10 +31,10 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
         key.startswith(("distillation.", "teacher.")) for key in job.found
     ):
         raise UserError(f"{out.file}: distillation from a teacher has no counterpart")
-    section = next((key for key in _KINDS if any(each.startswith(f"{key}.") for each in job.found)), None)
+    section = next((key for key in KINDS if any(each.startswith(f"{key}.") for each in job.found)), None)
     if section is None:
-        raise UserError(f"{out.file}: none of the trainers {', '.join(_KINDS)} of NeMo-RL")
-    name = _algorithm(out, job, section)
+        raise UserError(f"{out.file}: none of the trainers {', '.join(KINDS)} of NeMo-RL")
+    name = put_algorithm(out, job, section)
     role = "reward" if name == "reward" else "actor"
     steps = job.count(f"{section}.max_num_steps")
     if steps is not None and steps.value < 100_000:
@@ -134,139 +72,6 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     skipped = f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}."
     job.read |= {key for key in job.found if key.startswith(skipped)}
     out.finish(job, REASONS)
-
-
-def _algorithm(out: Translation, job: JobSettings, section: str) -> str:
-    estimator = job.get(f"{section}.adv_estimator.name")
-    name = _KINDS[section]
-    if section in ("sft", "dpo", "rm"):
-        out.put("algorithm.name", name, f"{section}:")
-        beta = job.number("dpo.reference_policy_kl_penalty")
-        if beta is not None:
-            out.put("algorithm.beta", float(beta.value), beta)
-        if (average := job.truth("dpo.preference_average_log_probs")) is not None:
-            out.put("algorithm.length_normalised", True, average)
-        job.read |= {"dpo.preference_loss_weight", "dpo.sft_average_log_probs"}
-        weight = job.number("dpo.sft_loss_weight")
-        out.drop(weight, "a loss of chosen responses in addition is not here")
-        return name
-    if job.truth("loss_fn.sequence_level_importance_ratios") is not None:
-        name = "gspo"
-    elif estimator is not None and "reinforce" in str(estimator.value):
-        name = "reinforce++"
-    elif estimator is not None and estimator.value not in ("grpo", "gae"):
-        out.drop(estimator, "these advantages are not here; grpo has the same models and passes")
-    out.put(
-        "algorithm.name",
-        name,
-        estimator or f"{section}:",
-        job.get("loss_fn.sequence_level_importance_ratios") if name == "gspo" else None,
-    )
-    if name == "reinforce++" and job.truth(f"{section}.adv_estimator.minus_baseline") is not None:
-        out.put("algorithm.baseline", "group", job.get(f"{section}.adv_estimator.minus_baseline"))
-    others = job.truth(f"{section}.adv_estimator.use_leave_one_out_baseline", f"{section}.use_leave_one_out_baseline")
-    scaled = job.get(f"{section}.adv_estimator.normalize_rewards", f"{section}.normalize_rewards")
-    if name in ("grpo", "gspo"):
-        if others is not None:
-            out.put("algorithm.baseline", "others", others)
-        if scaled is not None:
-            out.put("algorithm.scale", "group" if scaled.value else "none", scaled)
-    if name == "ppo":
-        for key, own in (("gae_lambda", "gae_lambda"), ("gamma", "gae_gamma")):
-            setting = job.number(f"ppo.adv_estimator.{own}")
-            if setting is not None:
-                out.put(f"algorithm.{key}", float(setting.value), setting)
-        clip = job.number("value_loss_fn.cliprange")
-        if clip is not None:
-            out.put("algorithm.value_clip", float(clip.value), clip)
-        out.put(
-            "algorithm.whiten",
-            "batch" if job.truth("ppo.adv_estimator.normalize_advantages") else "none",
-            job.get("ppo.adv_estimator.normalize_advantages"),
-        )
-    _loss(out, job, name)
-    _sampling(out, job, section, name)
-    job.read |= {f"{section}.{key}" for key in ("normalize_rewards", "use_leave_one_out_baseline")}
-    job.read |= {
-        f"{section}.adv_estimator.{key}"
-        for key in ("normalize_rewards", "use_leave_one_out_baseline", "minus_baseline")
-    }
-    return name
-
-
-def _loss(out: Translation, job: JobSettings, name: str) -> None:
-    penalty = job.number("loss_fn.reference_policy_kl_penalty")
-    estimator, limit, clamp = (
-        job.get(f"loss_fn.{key}")
-        for key in ("reference_policy_kl_type", "kl_output_clamp_value", "kl_input_clamp_value")
-    )
-    if penalty is None:
-        out.put("algorithm.kl", None, job.get("loss_fn.reference_policy_kl_penalty") or "no penalty")
-    else:
-        in_reward = job.truth("loss_fn.use_kl_in_reward")
-        out.put("algorithm.kl.place", "reward" if in_reward else "loss", in_reward or "use_kl_in_reward: false")
-        out.put("algorithm.kl.coefficient", float(penalty.value), penalty)
-        if estimator is not None:
-            out.put("algorithm.kl.estimator", estimator.value, estimator)
-        if limit is not None:
-            out.put("algorithm.kl.value_clamp", float(limit.value), limit)
-        if clamp is not None:
-            out.put("algorithm.kl.clamp", float(clamp.value), clamp)
-    for key, own in (("clip_low", "ratio_clip_min"), ("clip_high", "ratio_clip_max"), ("dual_clip", "ratio_clip_c")):
-        setting = job.number(f"loss_fn.{own}")
-        if setting is not None and not (key == "clip_low" and setting.value >= 1):
-            out.put(f"algorithm.{key}", float(setting.value), setting)
-        else:
-            out.drop(setting, "a lower bound of the ratio is above 0: clip_low below 1")
-    tokens = job.get("loss_fn.token_level_loss")
-    if tokens is not None:
-        out.put("algorithm.loss_aggregation", "token-mean" if tokens.value else "seq-mean-token-mean", tokens)
-    if (cispo := job.truth("loss_fn.use_cispo")) is not None:
-        out.put("algorithm.surrogate", "cispo", cispo)
-        out.put("algorithm.dual_clip", None, cispo)
-    for key in ("disable_ppo_ratio", "use_on_policy_kl_approximation"):
-        out.drop(job.truth(f"loss_fn.{key}"), "the ratio is to the policy that the step starts from")
-    corrects = job.truth("loss_fn.use_importance_sampling_correction")
-    kind, cap, floor = (
-        job.get(f"loss_fn.truncated_importance_sampling_{key}") for key in ("type", "ratio", "ratio_min")
-    )
-    if corrects is not None:
-        out.put("algorithm.importance.level", "token", corrects)
-        if cap is not None:
-            out.put("algorithm.importance.cap", max(1.0, float(cap.value)), cap)
-        if kind is not None and kind.value == "icepop":
-            out.put("algorithm.importance.outside", "mask", kind)
-            if floor is not None and 0 < floor.value <= 1:
-                out.put("algorithm.importance.floor", float(floor.value), floor)
-        elif kind is not None and kind.value != "tis":
-            out.drop(kind, "weights outside of bounds are truncated or masked")
-
-
-def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> None:
-    temperature = job.number(f"{_G}temperature")
-    if temperature is not None:
-        out.put("algorithm.temperature", float(temperature.value), temperature)
-    for key, plain in (("top_p", 1), ("top_k", -1)):
-        setting = job.get(f"{_G}{key}")
-        if setting is not None and setting.value != plain:
-            out.drop(setting, "a cut distribution needs importance weights here: algorithm.importance")
-    filters, rounds = (
-        job.truth(f"{section}.use_dynamic_sampling"),
-        job.count(f"{section}.dynamic_sampling_max_gen_batches"),
-    )
-    if filters is not None and name in ("grpo", "gspo"):
-        out.put("algorithm.dynamic_sampling.rounds", max(2, rounds.value if rounds else 2), filters, rounds)
-    job.get(f"{section}.batch_multiplier")
-    if job.truth(f"{section}.reward_shaping.enabled") is not None:
-        length, penalty = (
-            job.count(f"{section}.reward_shaping.overlong_buffer_length"),
-            job.number(f"{section}.reward_shaping.overlong_buffer_penalty"),
-        )
-        job.get(f"{section}.reward_shaping.max_response_length")
-        if length is not None:
-            out.put("algorithm.overlong.buffer_tokens", length.value, length)
-            if penalty is not None:
-                out.put("algorithm.overlong.penalty", float(penalty.value), penalty)
 
 
 def _batch(out: Translation, job: JobSettings, section: str, name: str) -> int:

@@ -1,0 +1,123 @@
+"""Algorithm of an OpenRLHF job: advantages, penalty, clips, corrections."""
+
+from __future__ import annotations
+
+from flexrlhf.config.presets.filling import PEERS
+from flexrlhf.imports.settings import JobSettings, read_scalar
+from flexrlhf.imports.translation import Translation
+
+_ESTIMATORS = {
+    "gae": "ppo",
+    "group_norm": "grpo",
+    "dr_grpo": "grpo",
+    "rloo": "rloo",
+    "reinforce": "reinforce++",
+    "reinforce_baseline": "reinforce++",
+}
+
+
+def put_algorithm(out: Translation, job: JobSettings) -> str:
+    """Write the algorithm and return its name."""
+    estimator, loss = job.get("algo.advantage.estimator"), job.get("actor.policy_loss_type")
+    name = "ppo" if estimator is None else _ESTIMATORS.get(str(estimator.value), "")
+    if not name:
+        out.drop(estimator, "these advantages are not here; grpo has the same models and passes")
+        name = "grpo"
+    if loss is not None and loss.value == "gspo" and name == "grpo":
+        name = "gspo"
+    elif loss is not None and loss.value not in ("ppo", "gspo"):
+        out.drop(loss, "this loss is not here; PPO's stands for it")
+    out.put(
+        "algorithm.name", name, estimator or "estimator: gae (OpenRLHF's default)", loss if name == "gspo" else None
+    )
+    if name in PEERS["openrlhf"].trainers:
+        out.put("algorithm.like", "openrlhf", "what is not written")
+    if estimator is not None and estimator.value == "reinforce_baseline":
+        out.put("algorithm.baseline", "group", estimator)
+    no_std = job.truth("algo.advantage.no_std_norm") or (
+        estimator if estimator is not None and estimator.value == "dr_grpo" else None
+    )
+    if no_std is not None and name in ("grpo", "gspo"):
+        out.put("algorithm.scale", "none", no_std)
+    samples = job.count("rollout.n_samples_per_prompt")
+    if samples is not None and (samples.value > 1 or name in ("ppo", "reinforce++")):
+        out.put("algorithm.samples_per_prompt", samples.value, samples)
+    _penalty(out, job)
+    pairs = {
+        "gamma": ("algo.advantage.gamma", ("ppo", "reinforce++")),
+        "gae_lambda": ("algo.advantage.lambd", ("ppo",)),
+    }
+    pairs |= {"value_clip": ("critic.value_clip", ("ppo",)), "temperature": ("rollout.temperature", (name,))}
+    pairs |= {"dual_clip": ("actor.dual_clip", (name,)), "entropy_coefficient": ("actor.entropy_coef", (name,))}
+    for key, (own, names) in pairs.items():
+        setting = job.number(own)
+        if setting is not None and name in names:
+            out.put(f"algorithm.{key}", float(setting.value), setting)
+        elif setting is not None:
+            out.drop(setting, f"{name} has none", matters=False)
+    clip, both = job.number("actor.eps_clip"), job.get("actor.eps_clip_low_high")
+    ends = [read_scalar(each) for each in str(both.value).split()] if both is not None else []
+    if len(ends) == 2 and all(isinstance(end, int | float) for end in ends):
+        out.put("algorithm.clip_low", float(ends[0]), both)
+        out.put("algorithm.clip_high", float(ends[1]), both)
+    elif clip is not None:
+        out.put("algorithm.clip_low", float(clip.value), clip)
+        out.put("algorithm.clip_high", float(clip.value), clip)
+    top_p = job.number("rollout.top_p")
+    if top_p is not None and top_p.value < 1:
+        out.drop(top_p, "a cut distribution needs importance weights here: algorithm.importance")
+    _corrections(out, job, name)
+    return name
+
+
+def _penalty(out: Translation, job: JobSettings) -> None:
+    coefficient, estimator = job.get("algo.kl.init_coef"), job.get("algo.kl.estimator")
+    in_loss, target = job.truth("algo.kl.use_loss"), job.number("algo.kl.target")
+    if coefficient is not None and coefficient.value == 0:
+        out.put("algorithm.kl", None, coefficient)
+        for each in (estimator, in_loss, target):
+            out.drop(each, "there is no penalty", matters=False)
+        return
+    if in_loss is not None:
+        out.put("algorithm.kl.place", "loss", in_loss)
+    if coefficient is not None:
+        out.put("algorithm.kl.coefficient", float(coefficient.value), coefficient)
+    if estimator is not None:
+        out.put("algorithm.kl.estimator", estimator.value, estimator)
+    if target is not None and in_loss is None:
+        out.put("algorithm.kl.target", float(target.value), target)
+
+
+def _corrections(out: Translation, job: JobSettings, name: str) -> None:
+    correction, kind = job.truth("algo.advantage.is_correction_enable"), job.get("algo.advantage.is_correction_type")
+    level = job.get("algo.advantage.is_correction_level")
+    bounds = job.get("algo.advantage.is_correction_threshold")
+    if correction is not None or (level is not None and level.value in ("token", "sequence")):
+        is_mask = kind is not None and kind.value == "icepop"
+        out.put("algorithm.importance.level", "token", correction, kind)
+        values = [0.5, 5.0] if bounds is None else [read_scalar(each) for each in str(bounds.value).split()]
+        if len(values) == 2 and all(isinstance(value, int | float) for value in values):
+            out.put(
+                "algorithm.importance.cap",
+                float(values[1]),
+                bounds or "is_correction_threshold: 0.5 5.0 (OpenRLHF's default)",
+            )
+            if is_mask:
+                out.put("algorithm.importance.outside", "mask", kind)
+                out.put("algorithm.importance.floor", float(values[0]), bounds or "its default")
+    filters, ends = job.truth("algo.dynamic_filtering_enable"), job.get("algo.dynamic_filtering_range")
+    if filters is not None and name in ("grpo", "gspo", "rloo"):
+        out.put("algorithm.dynamic_sampling.rounds", 2, filters)
+        out.drop(ends, "groups whose scores are all the same are left out", matters=False)
+    elif filters is not None:
+        out.drop(filters, "dynamic sampling goes with grpo, rloo and gspo")
+    if (normalised := job.truth("reward.normalize_enable")) is not None:
+        out.put("algorithm.normalise_scores", "running", normalised)
+    length, penalty = job.count("reward.overlong_buffer_len"), job.number("reward.overlong_penalty_factor")
+    if length is not None:
+        out.put("algorithm.overlong.buffer_tokens", length.value, length)
+        if penalty is not None:
+            out.put("algorithm.overlong.penalty", float(penalty.value), penalty)
+    frozen = job.count("critic.freezing_steps")
+    if frozen is not None:
+        out.put("algorithm.freeze_actor_steps", frozen.value, frozen)

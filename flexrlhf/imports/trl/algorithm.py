@@ -1,0 +1,116 @@
+"""Algorithm of a TRL job: its losses and their settings."""
+
+from __future__ import annotations
+
+from flexrlhf.imports.parts import (
+    put_model,
+    put_scored_by_code,
+)
+from flexrlhf.imports.settings import JobSettings
+from flexrlhf.imports.translation import Translation
+
+ALGORITHMS = {
+    "grpo": "grpo",
+    "gspo": "gspo",
+    "rloo": "rloo",
+    "ppo": "ppo",
+    "sft": "sft",
+    "dpo": "dpo",
+    "reward": "reward",
+    "reward_modeling": "reward",
+    "kto": "kto",
+    "orpo": "orpo",
+    "ppo_tldr": "ppo",
+    "simpo": "simpo",
+    "cpo": "simpo",
+}
+"""Names of TRL's commands, scripts and config classes → algorithms."""
+
+
+def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
+    """Write the settings of an algorithm that samples responses, and where their scores are from."""
+    reward = job.named("reward_model_name_or_path") or job.named("reward_model_path") or job.named("reward_model")
+    functions = job.found.get("reward_funcs")
+    job.read.add("reward_funcs")
+    if reward is not None:
+        put_model(out, "reward", reward)
+    elif "accuracy_reward" in str(functions.value if functions else ""):
+        out.put("reward", {"rule": "math"}, functions)
+    else:
+        put_scored_by_code(out, functions)
+    beta = job.number("beta", "kl_coef")
+    if beta is not None:
+        out.put("algorithm.kl.coefficient", float(beta.value), beta)
+    elif (zero := job.get("beta", "kl_coef")) is not None and zero.value == 0:
+        out.put("algorithm.kl", None, zero)
+    pairs = {
+        "clip_low": ("epsilon", "cliprange"),
+        "clip_high": ("epsilon_high", "epsilon", "cliprange"),
+        "dual_clip": ("delta",),
+    }
+    pairs |= {
+        "temperature": ("temperature",),
+        "gamma": ("gamma",),
+        "gae_lambda": ("lam",),
+        "value_clip": ("cliprange_value",),
+    }
+    pairs |= {"entropy_coefficient": ("entropy_coef",)}
+    for key, own in pairs.items():
+        setting = job.number(*own)
+        if setting is not None:
+            out.put(f"algorithm.{key}", float(setting.value), setting)
+    for key, plain in (("top_p", (1, 1.0)), ("top_k", (0, -1)), ("min_p", ()), ("repetition_penalty", (1, 1.0))):
+        setting = job.get(key)
+        if setting is not None and setting.value not in plain:
+            out.drop(setting, "a cut distribution needs importance weights here: algorithm.importance")
+    loss, scale = job.get("loss_type"), job.get("scale_rewards")
+    means = {
+        "dapo": "token-mean",
+        "bnpo": "token-mean",
+        "grpo": "seq-mean-token-mean",
+        "dr_grpo": "seq-mean-token-sum-norm",
+    }
+    if loss is not None and loss.value in means:
+        out.put("algorithm.loss_aggregation", means[loss.value], loss)
+    elif loss is not None and loss.value == "cispo":
+        out.put("algorithm.surrogate", "cispo", loss)
+    else:
+        out.drop(loss, "this loss is not here")
+    if scale is not None and scale.value in ("group", "none", True, False):
+        out.put("algorithm.scale", "group" if scale.value in ("group", True) else "none", scale)
+    else:
+        out.drop(scale, "scores are scaled in groups or not at all")
+    masked, penalty = job.truth("mask_truncated_completions"), job.number("missing_eos_penalty")
+    if masked is not None:
+        out.put("algorithm.truncation", "mask", masked)
+    elif penalty is not None:
+        out.put("algorithm.truncation.penalty", float(penalty.value), penalty)
+    job.get("stop_token")
+
+
+def put_supervised(out: Translation, job: JobSettings, name: str) -> None:
+    """Write the settings of an algorithm that trains on given responses."""
+    beta, gamma = job.number("beta"), job.number("simpo_gamma")
+    if beta is not None and name in ("dpo", "kto", "orpo", "simpo"):
+        out.put("algorithm.beta", float(beta.value), beta)
+    if gamma is not None and name == "simpo":
+        out.put("algorithm.gamma", float(gamma.value), gamma)
+    weights = {
+        "desirable_weight": "desirable_weight",
+        "undesirable_weight": "undesirable_weight",
+        "label_smoothing": "label_smoothing",
+    }
+    for key, own in weights.items():
+        setting = job.number(own)
+        if setting is not None and (name == "kto") == key.endswith("weight") and name in ("kto", "dpo"):
+            out.put(f"algorithm.{key}", float(setting.value), setting)
+    loss = job.get("loss_type")
+    values = loss.value if loss is not None and isinstance(loss.value, list) else [] if loss is None else [loss.value]
+    if name == "dpo" and values in (["sigmoid"], ["ipo"], ["robust"]):
+        out.put("algorithm.loss", values[0], loss)
+        if values == ["ipo"]:
+            out.put("algorithm.length_normalised", True, loss)
+    elif values and not (name in ("sft", "simpo") and values[0] in ("nll", "simpo")):
+        out.drop(loss, "this loss is not here")
+    elif name == "sft" and loss is not None:
+        job.read.add("loss_type")
