@@ -270,13 +270,15 @@ def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
 
 
 def replan_text(decision: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a decision to go on under another placement, with the time of a step before and after."""
-    after = [row["seconds"] for row in rows if row["step"] > decision["step"]]
-    measured = f", measured {seconds_text(median(after))}" if after else ""
+    """Return a decision to go on under another placement, with the time and the length of steps before and after."""
+    after = [row for row in rows if row["step"] > decision["step"]]
+    lengths = [row["response_length"] for row in after if "response_length" in row]
+    measured = f", measured {seconds_text(median(row['seconds'] for row in after))}" if after else ""
+    measured += f" with {sum(lengths) / len(lengths):.3g} tokens" if lengths else ""
     return (
         f"after step {decision['step']}: {decision['before']} → {decision['after']}; "
-        f"{seconds_text(decision['seconds'])} a step before, {seconds_text(decision['predicted_after'])} predicted"
-        f"{measured} after"
+        f"{seconds_text(decision['seconds'])} a step before with responses of {decision['response_length']:.3g} "
+        f"tokens, {seconds_text(decision['predicted_after'])} predicted{measured} after"
     )
 
 

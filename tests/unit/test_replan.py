@@ -125,11 +125,14 @@ def test_what_numbers_depend_on_and_what_is_written_stays() -> None:
 
 def test_the_report_says_how_long_steps_took_before_and_after() -> None:
     decision: dict[str, Any] = {"step": 3, "before": "all on rank 0", "after": "all on ranks 0-1"}
-    decision |= {"seconds": 2.0, "predicted_after": 1.1}
+    decision |= {"seconds": 2.0, "predicted_after": 1.1, "response_length": 50.0}
     rows = [{"step": step, "seconds": seconds} for step, seconds in enumerate((9.0, 2.0, 2.0, 2.0, 5.0, 1.2, 1.2))]
-    text = "after step 3: all on rank 0 → all on ranks 0-1; 2 s a step before, 1.1 s predicted, measured 1.2 s after"
-    assert replan_text(decision, rows) == text
-    assert replan_text(decision, rows[:4]).endswith("1.1 s predicted after")
+    places = "after step 3: all on rank 0 → all on ranks 0-1; "
+    before = f"{places}2 s a step before with responses of 50 tokens, 1.1 s predicted"
+    assert replan_text(decision, rows) == f"{before}, measured 1.2 s after"
+    assert replan_text(decision, rows[:4]) == f"{before} after"
+    longer = [row | {"response_length": 60.0} for row in rows]
+    assert replan_text(decision, longer) == f"{before}, measured 1.2 s with 60 tokens after"
 
 
 @pytest.mark.parametrize(
