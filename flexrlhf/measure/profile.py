@@ -22,6 +22,7 @@ from flexrlhf.guideline.costs.measurements import (
 )
 from flexrlhf.launch import start as launch
 from flexrlhf.launch.lifetime import process_directory
+from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.model_checks import check_device, check_packages
@@ -48,6 +49,17 @@ def profile(
     Raises UserError, RankFailure or Interrupted; no process is left.
     """
     check_output(path, "-o", "profile.json", are_measurements, inputs, makes_directories=True)
+    # its processes load their libraries while models are checked
+    with starting_factory(is_copied=True) as factory:
+        measurements = _measured(plans, command_plans, seconds, factory)
+    measurements = measurements.model_copy(update={"network_gb_s": network_gb_s})
+    write_measurements(path, measurements)
+    return measurements
+
+
+def _measured(
+    plans: Sequence[Plan], command_plans: Sequence[Plan], seconds: float, factory: RankFactory | None
+) -> Measurements:
     ranks = len(plans[0].cluster.ranks_on_node(0))
     device = launch.choose_device(plans[0].spec.cluster.device, ranks)
     measured_plans = [make_plan(profiling_spec(plan, command_plans, ranks, device)) for plan in plans]
@@ -61,11 +73,10 @@ def profile(
         lengths = [asdict(length_sample(plan)) for plan in plans]
         runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
         request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
+        module = ["flexrlhf.measure.profile_rank", str(request), str(output)]
         with _displayed(directory / "events.jsonl", ranks):
-            launch.start_ranks(["flexrlhf.measure.profile_rank", str(request), str(output)], measured_plans[0], Hosts())
-        measurements = read_measurements(output).model_copy(update={"network_gb_s": network_gb_s})
-    write_measurements(path, measurements)
-    return measurements
+            launch.start_ranks(module, measured_plans[0], Hosts(), factory=factory)
+        return read_measurements(output)
 
 
 @contextmanager
