@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner, Result
@@ -43,10 +44,12 @@ from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticC
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
+from flexrlhf.guideline.search.tables import tables_of
 from flexrlhf.guideline.simulation.inputs import CostSource, lengths_for
 from flexrlhf.guideline.simulation.lengths import expected_lengths, read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.placement.routes import RELATIONS
 from flexrlhf.plan.changes import enlarged
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
@@ -263,6 +266,19 @@ def test_placements_for_segments_take_the_time_of_their_rounds() -> None:
 
 def megatron(*overrides: str) -> Spec:
     return spec_for(8, "qwen2.5-1.5b", overrides, engine="megatron")
+
+
+def test_ends_with_one_side_take_a_transfer_of_rows_equally_long() -> None:
+    """Tables time one of them: every transfer between any settings of its models, whatever their ZeRO stages."""
+    tables = tables_of(make_space(megatron(), AnalyticCosts(), None).problem)
+    rng = random.Random(3)
+    rows = [each for each in tables.links if each.link.call < 0]
+    assert any(len(set(first.tolist())) < len(first) for each in rows for first in each.firsts)
+    for each in rows:
+        for _ in range(200):
+            source, to, relation = (rng.randrange(number) for number in each.values.shape)
+            seconds = each.seconds(*(np.array([index]) for index in (source, to, relation)))
+            assert seconds == each.link.seconds(each.source.ends[source], each.to.ends[to], RELATIONS[relation])
 
 
 def test_stages_are_a_choice_of_megatron_alone() -> None:

@@ -76,7 +76,7 @@ def ratio_space(pool: DevicePool, seed: int, lag: int = 0, shadow: bool = False)
         parts.append(part("shadow", 1, seed))
         calls.insert(4, SearchSync("train_actor", "shadow", link_seconds(2.0), overlaps=bool(seed % 2)))
     rows = (
-        RowTransfer("scores", "train_actor", link_seconds(0.3)),
+        RowTransfer("scores", "train_actor", link_seconds(0.3), side=lambda end: (end.shape.size, end.layout)),
         RowTransfer("generate", "scores", link_seconds(0.2)),
     )
     return SearchProblem(pool, tuple(parts), tuple(calls), rows)

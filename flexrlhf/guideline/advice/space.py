@@ -5,7 +5,7 @@ The order of the calls is that of the strategies; a plan made from an assignment
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -213,7 +213,7 @@ class Space:
             for writer in self.sketch.writers(reader):
                 size = rows_bytes(self.batch, self.spec.lengths, writer, reader)
                 seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
-                yield RowTransfer(name_of(writer), name_of(reader), seconds)
+                yield RowTransfer(name_of(writer), name_of(reader), seconds, _rows_side)
             for writer in self.sketch.separate(reader):
                 yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds)
 
@@ -291,6 +291,11 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
     mini_batches, most = space.spec.algorithm.num_mini_batches, MAX_PLANNED // space.pool.num_devices
     tried = CHUNKS if space.has_shadows else CHUNKS[:1]
     return tuple(number for number in tried if mini_batches % number == 0 and number <= max(1, most))
+
+
+def _rows_side(end: LinkEnd) -> Hashable:
+    """Return what a transfer of rows depends on of one end: how many ranks have which rows, on which devices."""
+    return end.shape, replace(side_of(end), zero=0, shards=1)
 
 
 def side_of(end: LinkEnd) -> MeshSide:

@@ -39,6 +39,10 @@ MISSED = 0.002
 """Share of the best time that a bound may lose by taking a part's tasks one by one."""
 NEAR = 0.005
 """Relative difference of bounds that are near each other."""
+BEAM = 64
+"""Partial assignments that are followed to their end before the search, those with the least bounds."""
+DIVES = 8
+"""Assignments of meshes at that end whose options are searched."""
 ROWS = 64
 """Partial assignments that are expanded at once, each to thousands: more take gigabytes and overrun the limit."""
 KEPT = 10
@@ -141,7 +145,9 @@ class _MeshSearch:
         least = self.floors.least_area[WHOLE]
         self.order = sorted(range(len(self.tables.parts)), key=lambda part: (-float(least[part]), part))
         none = np.zeros((1, 0), dtype=np.int64)
-        self._push(PartialAssignments((), none, none, none), self.floors)
+        root = PartialAssignments((), none, none, none)
+        self._push(root, self.floors)
+        self._dive(root, self.floors)
         while self.branches:
             if self.state.is_exhausted:
                 return min(branch.bound for branch in self.branches)
@@ -149,6 +155,20 @@ class _MeshSearch:
             if np.isfinite(left):
                 return min([left, *(branch.bound for branch in self.branches)])
         return np.inf
+
+    def _dive(self, partial: PartialAssignments, floors: Floors) -> None:
+        """Look for a fast assignment where bounds are least. All that is left out is searched later."""
+        left_out, bounds = self.state.pruned_by_memory, np.zeros(1)
+        while len(partial.parts) < len(self.order) and len(partial) and not self.state.is_exhausted:
+            partial = self._children(partial, floors)
+            self.state.count(len(partial))
+            bounds = partial_bound(self.tables, floors, partial)
+            kept = np.argsort(bounds, kind="stable")[:BEAM]
+            kept = kept[bounds[kept] < self.state.goal]
+            partial, bounds = partial.rows(kept), bounds[kept]
+        self.state.pruned_by_memory = left_out
+        if len(partial.parts) == len(self.order):
+            self._finish(partial.rows(slice(DIVES)), bounds[:DIVES])
 
     def _step(self, branch: _Branch) -> float:
         """Expand a branch. Returns the least bound of its rest at the limit, else infinite."""
@@ -204,7 +224,7 @@ class _MeshSearch:
             parents, _ = with_options(self.tables, part, parents, shapes)
             starts, options = with_options(self.tables, part, starts, shapes)
             shapes = self.tables.parts[part].shape[options]
-        self.state.count(len(starts))
+        self.state.count(0, len(starts))
         children = PartialAssignments(
             (*partial.parts, part),
             np.concatenate([partial.starts[parents], starts[:, None]], axis=1),

@@ -10,9 +10,11 @@ from flexrlhf.guideline.search.problem import (
     Assignment,
     LinkEnd,
     LinkSeconds,
+    LinkSide,
     SearchProblem,
     SearchSync,
     SearchTask,
+    whole_end,
 )
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds
 from flexrlhf.placement.routes import mesh_relation
@@ -36,12 +38,17 @@ class Edge:
 
 @dataclass(frozen=True)
 class Link:
-    """A transfer from part ``source`` to part ``to``. ``call``: index of the sync; -1 for rows."""
+    """A transfer from part ``source`` to part ``to``.
+
+    call:  index of the sync; -1 for rows.
+    side:  what ``seconds`` depend on of each end.
+    """
 
     source: int
     to: int
     seconds: LinkSeconds
     call: int
+    side: LinkSide = whole_end
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +94,7 @@ def call_graph(problem: SearchProblem) -> CallGraph:
     parts = {part.name: index for index, part in enumerate(problem.parts)}
     calls = {call.name: index for index, call in enumerate(problem.calls) if isinstance(call, SearchTask)}
     part_of = {name: parts[task.part] for name, task in problem.tasks.items()}
-    links = [Link(part_of[rows.writer], part_of[rows.reader], rows.seconds, -1) for rows in problem.rows]
+    links = [Link(part_of[rows.writer], part_of[rows.reader], rows.seconds, -1, rows.side) for rows in problem.rows]
     occupied: list[tuple[int, ...]] = []
     column, lags, every, fills, num_tasks = [], [], [], [], [0] * len(parts)
     for index, call in enumerate(problem.calls):

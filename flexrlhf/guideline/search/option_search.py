@@ -93,8 +93,8 @@ class OptionSearch:
     def _children(self, chosen: Sequence[int], rows: Ints) -> tuple[Ints, Floats]:
         """Return each row with each option of the last part of ``chosen`` that fits, and their bounds."""
         rows = _expand(rows, chosen[-1], self.sets[chosen[-1]])
-        self.state.count(len(rows))
         fitting = self._fits(chosen, rows)
+        self.state.count(int(fitting.sum()), len(rows))
         self.state.pruned_by_memory += len(rows) - int(fitting.sum())
         rows = rows[fitting]
         return rows, self._bound(chosen, rows)

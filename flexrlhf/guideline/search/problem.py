@@ -67,6 +67,13 @@ class LinkEnd:
 
 
 LinkSeconds = Callable[[LinkEnd, LinkEnd, Relation], float]
+LinkSide = Callable[[LinkEnd], Hashable]
+"""What the time of a link depends on of one end: of two ends with the same one is enough."""
+
+
+def whole_end(end: LinkEnd) -> Hashable:
+    """Return all of ``end``."""
+    return end
 
 
 @dataclass(frozen=True)
@@ -115,11 +122,15 @@ class SearchSync:
 
 @dataclass(frozen=True)
 class RowTransfer:
-    """Rows that arrive at the task ``reader`` ``seconds`` after the task ``writer`` ends."""
+    """Rows that arrive at the task ``reader`` ``seconds`` after the task ``writer`` ends.
+
+    side:  what ``seconds`` depend on of each end.
+    """
 
     writer: str
     reader: str
     seconds: LinkSeconds
+    side: LinkSide = whole_end
 
 
 @dataclass(frozen=True)

@@ -99,21 +99,24 @@ class PartTable:
 class LinkTable:
     """Seconds of a link, computed when they are first needed.
 
-    link:    the link.
-    source:  table of the part that it comes from.
-    to:      table of the part that it goes to.
-    values:  seconds by (end, end, relation); NaN where not yet computed.
-    least:   the least seconds by (shape, shape, relation); NaN where not yet computed.
+    link:     the link.
+    source:   table of the part that it comes from.
+    to:       table of the part that it goes to.
+    firsts:   of each end of the two parts the first one with the same side, as indices.
+    values:   seconds by (end, end, relation), of first ones; NaN where not yet computed.
+    least:    the least seconds by (shape, shape, relation); NaN where not yet computed.
     """
 
     link: Link
     source: PartTable
     to: PartTable
+    firsts: tuple[Ints, Ints]
     values: Floats
     least: Floats
 
     def seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
         """Return the seconds by link ends and relation, which are broadcast against each other."""
+        sources, targets = self.firsts[0][sources], self.firsts[1][targets]
         seconds: Floats = self.values[sources, targets, relations]
         missing = np.isnan(seconds)
         if missing.any():
@@ -305,4 +308,10 @@ def _link_table(link: Link, parts: Sequence[PartTable], num_shapes: int) -> Link
     source, to = parts[link.source], parts[link.to]
     values = np.full((len(source.ends), len(to.ends), len(RELATIONS)), np.nan)
     least = np.full((num_shapes, num_shapes, len(RELATIONS)), np.nan)
-    return LinkTable(link, source, to, values, least)
+    return LinkTable(link, source, to, (_firsts(source.ends, link), _firsts(to.ends, link)), values, least)
+
+
+def _firsts(ends: Sequence[LinkEnd], link: Link) -> Ints:
+    """Return for each end the index of the first one that takes ``link`` as long."""
+    found: dict[Hashable, int] = {}
+    return np.array([found.setdefault(link.side(end), index) for index, end in enumerate(ends)], dtype=np.int64)
