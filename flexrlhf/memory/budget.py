@@ -392,7 +392,10 @@ def rank_memory(
         for bare in sizing.phases(item, rank):
             lasting = 0 if isinstance(item, Copying) else copied
             phase = replace(bare, host=bare.host + lasting, parts={**bare.parts, **under_way})
-            phase = _with_states(phase, states, absent, kept)
+            if isinstance(item, WeightSync) and item.wakes:
+                phase = _with_states(phase, {**states, **_without_cache(states, item.destination)}, absent, kept)
+            else:
+                phase = _with_states(phase, states, absent, kept)
             known = largest.setdefault((phase.kind, phase.model), phase)
             if phase.total > known.total:
                 largest[phase.kind, phase.model] = phase
@@ -420,6 +423,12 @@ def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:
     if not sizes:
         return {}
     return {UNDER_WAY: None if None in sizes else sum(size or 0 for size in sizes)}
+
+
+def _without_cache(states: Mapping[ModelName, State | None], name: ModelName) -> dict[ModelName, State]:
+    """Return the state of a rollout engine that has its weights, and allocates its cache when it generates."""
+    state = states.get(name)
+    return {} if state is None else {name: replace(state, cache=0)}
 
 
 def _with_states(

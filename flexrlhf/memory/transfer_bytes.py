@@ -26,11 +26,13 @@ class WeightSync:
     """A Sync: the trained weights of a placed model go to a copy that follows it.
 
     overlaps:  whether it overlaps other work.
+    wakes:     whether the copy is a rollout engine that slept until now, whose cache is not allocated yet.
     """
 
     source: ModelName
     destination: ModelName
     overlaps: bool = False
+    wakes: bool = False
 
 
 def sync_parts(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexrlhf.memory.budget import Phase, Sizing
@@ -54,11 +54,20 @@ class DeviceMemory:
         state = self.sizing.state(self.sizing.placement[model], rank)
         return 0 if state is None else state.freed
 
-    def needed_for(self, rank: int, instruction: Instruction) -> int:
-        """Return the bytes of an instruction in addition to the models on the device."""
+    def needed_for(self, rank: int, instruction: Instruction, missing: Collection[ModelName] = ()) -> int:
+        """Return the bytes of an instruction in addition to the models on the device.
+
+        missing:  models that come there for it: a rollout engine has no cache before it generates.
+        """
+        if isinstance(instruction, Sync) and instruction.destination in missing:
+            return self.needed_for(rank, instruction) - self._cache(rank, instruction.destination)
         works = works_of(instruction, self.sizing.placement, self.batch, rank)
         phases = [phase for work in works for phase in self.sizing.phases(work, rank)]
         return max((phase.part_bytes + self._gradients(phase, rank) for phase in phases), default=0)
+
+    def _cache(self, rank: int, model: ModelName) -> int:
+        state = self.sizing.state(self.sizing.placement[model], rank)
+        return 0 if state is None else state.cache
 
     def _gradients(self, phase: Phase, rank: int) -> int:
         state = self.sizing.state(self.sizing.placement[phase.model], rank) if phase.kind in TRAINING else None
@@ -114,7 +123,7 @@ class _Walk:
         for index, instruction in enumerate(self.instructions):
             needed = resident_models(instruction, self.placed) if self.rank in instruction.ranks else ()
             missing = [name for name in needed if name not in self.on_device]
-            room = self.capacity - self.memory.needed_for(self.rank, instruction) if needed else self.capacity
+            room = self.capacity - self.memory.needed_for(self.rank, instruction, missing) if needed else self.capacity
             victims = self._victims(index, needed, missing, room) if needed else []
             reloaded = [name for name in missing if name not in self.transient]
             if _is_rare(instruction):

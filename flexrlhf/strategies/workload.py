@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
@@ -36,17 +37,23 @@ def workload(
 
     A model that is first reloaded starts in host memory, one that is refilled has no memory before.
     """
-    absent = _absent_at_start(instructions)
+    absent, woken = _absent_at_start(instructions), frozenset[ModelName]()
     for instruction in instructions:
         match instruction:
             case Offload() | Release():
                 absent |= {instruction.model}
             case Reload():
                 absent -= {instruction.model}
+                woken |= {instruction.model}
+            case Run() | Eval():
+                woken -= frozenset(instruction.uses)
             case Sync(refills=True):
                 absent -= {instruction.destination}
         for work in works_of(instruction, placement, batch, rank):
-            yield work, absent
+            if isinstance(work, WeightSync) and work.destination in woken:
+                yield replace(work, wakes=placement[work.destination].has_cache), absent
+            else:
+                yield work, absent
 
 
 def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, rank: int) -> tuple[Work, ...]:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from flexrlhf.config.spec_file import load_spec
+from flexrlhf.errors import UserError
 from flexrlhf.plan.cache_size import FILLED
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.suggestions import check_fits
 
 TEXT = """
 name: sized
@@ -60,8 +62,23 @@ def test_a_cache_has_at_most_all_rows_of_a_step(tmp_path: Path) -> None:
     assert tokens_of(small) == 20000
 
 
-def test_a_cache_of_one_row_is_tried_where_the_usual_one_does_not_fit(tmp_path: Path) -> None:
-    """Models that are not offloaded leave room for 7 rows, less than 65,536 tokens."""
-    overrides = ("cluster={nodes: [{devices: 8, class: A100-80G, memory_gb: 30}]}", "rollout.tp=1")
+def test_a_small_cache_is_found_where_the_usual_one_does_not_fit(tmp_path: Path) -> None:
+    """The weights of 14B parameters leave room for fewer tokens than 65,536, whatever is offloaded."""
+    overrides = (
+        "cluster={nodes: [{devices: 8, class: A100-80G, memory_gb: 40}]}",
+        "models.actor={init: qwen2.5-14b, zero: 3, lora: {rank: 8}, activation_checkpointing: true}",
+        "rollout={engine: vllm, tp: 1}",
+    )
     plan = plan_of(tmp_path, *overrides)
     assert ROW <= tokens_of(plan) < 65536
+    check_fits(plan)
+    with pytest.raises(UserError, match="memory"):
+        check_fits(plan_of(tmp_path, *overrides, "rollout.kv_tokens=65536"))
+
+
+def test_a_sync_comes_before_the_cache(tmp_path: Path) -> None:
+    """The trained weights and gradients are there as well, so that a cache next to them would be smaller."""
+    plan = plan_of(tmp_path)
+    phases = {phase.label: phase.states for phase in plan.memory(0).phases}
+    cache = plan.sizing.kv_bytes(plan.placement["actor.rollout"])
+    assert phases["sync to actor.rollout"] + cache == phases["generate on actor.rollout"]

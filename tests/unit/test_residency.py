@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from small_runs import plan_of
 
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Offload, Reload, Run, Sync
+from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, resident_models
 from flexrlhf.strategies.schedule import walk
 
@@ -36,9 +37,15 @@ def residences(plan: Plan) -> list[Offload | Reload]:
 def replay(plan: Plan, rank: int) -> list[int]:
     """Walk a whole run on one rank; of every instruction what it needs, with the models that are there."""
     placed = tuple(model.name for model in plan.placement.on_rank(rank))
-    away = set(plan.offloaded.get(rank, ()))
+    away, woken = set(plan.offloaded.get(rank, ())), set[str]()
     memory = DeviceMemory(plan.sizing, plan.cluster, plan.batch)
     needs = []
+
+    def state(name: ModelName) -> int:
+        """Bytes of a model; the cache of a rollout engine is allocated when it generates."""
+        of_cache = plan.sizing.kv_bytes(plan.placement[name]) if name in woken else 0
+        return memory.state(rank, name) - of_cache
+
     for _, _, item in walk(plan.schedule, rank, plan.spec.steps):
         match item:
             case Offload(model=name):
@@ -47,10 +54,12 @@ def replay(plan: Plan, rank: int) -> list[int]:
             case Reload(model=name):
                 assert name in away, f"{name} is taken back twice"
                 away.discard(name)
+                woken.add(name)
             case _:
+                woken -= set(item.uses) if isinstance(item, Run | Eval) else set()
                 touched = resident_models(item, placed)
                 assert not away & set(touched), f"{item.label} touches {away & set(touched)}"
-                resting = sum(memory.state(rank, name) for name in placed if name not in away)
+                resting = sum(state(name) for name in placed if name not in away)
                 needs += [resting + memory.needed_for(rank, item)] if touched else []
     return needs
 

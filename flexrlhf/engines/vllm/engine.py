@@ -144,6 +144,8 @@ class VllmEngine(Engine):
         return result
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
+        with self._calling_vllm():
+            self._sleep_mode.wake_cache()
         if self._has_stale_cache:
             self._reset_prefix_cache()
         with self._calling_vllm():
@@ -223,8 +225,8 @@ class VllmEngine(Engine):
 
     def reload(self) -> None:
         with self._isolation.active():
-            self._sleep_mode.wake_up()
-        self._reset_prefix_cache()
+            self._sleep_mode.wake_weights()
+        self._has_stale_cache = True
 
     def close(self) -> None:
         self._views.clear()

@@ -14,6 +14,7 @@ class SleepMode:
     """Sleep mode of one vLLM engine: vLLM's own on GPUs; on CPUs, where vLLM has none, freed storages.
 
     num_unmapped_bytes:  bytes that torch counts as allocated, though vLLM has returned them to the device.
+    has_cache:           whether the KV cache is on the device.
     """
 
     def __init__(self, engine: Any, device: torch.device) -> None:
@@ -21,6 +22,7 @@ class SleepMode:
         self._on_cpu = device.type == "cpu"
         self._weights, self._cache = HostOffload(device), HostOffload(device)
         self._copied_bytes = self.num_unmapped_bytes = 0
+        self.has_cache = True
 
     @property
     def num_host_bytes(self) -> int:
@@ -32,20 +34,32 @@ class SleepMode:
         parameters, caches = self._tensors("parameters"), self._tensors("caches")
         if self._on_cpu:
             self._weights.offload(parameters, keeps)
-            self._cache.offload(caches, keeps=False)
-            return
-        self._copied_bytes = storage_bytes(parameters) if keeps else 0
-        self.num_unmapped_bytes = storage_bytes([*parameters, *caches])
-        # 2: weights are discarded too, and buffers are copied
-        self._engine.sleep(level=1 if keeps else 2)
+            if self.has_cache:
+                self._cache.offload(caches, keeps=False)
+        else:
+            self._copied_bytes = storage_bytes(parameters) if keeps else 0
+            self.num_unmapped_bytes = storage_bytes([*parameters, *caches])
+            # 2: weights are discarded too, and buffers are copied
+            self._engine.sleep(level=1 if keeps else 2)
+        self.has_cache = False
 
-    def wake_up(self) -> None:
-        """Allocate the memory again, with the weights where they were kept, and an empty KV cache."""
-        if not self._on_cpu:
-            self._engine.wake_up()
-            self._copied_bytes = self.num_unmapped_bytes = 0
+    def wake_weights(self) -> None:
+        """Allocate the weights again, with their values where they were kept."""
+        if self._on_cpu:
+            self._weights.reload()
             return
-        self._weights.reload()
+        self._engine.wake_up(["weights"])
+        self._copied_bytes, self.num_unmapped_bytes = 0, storage_bytes(self._tensors("caches"))
+
+    def wake_cache(self) -> None:
+        """Allocate the KV cache again, empty. Weights can be written before, without its memory."""
+        if self.has_cache:
+            return
+        self.has_cache = True
+        if not self._on_cpu:
+            self._engine.wake_up(["kv_cache"])
+            self.num_unmapped_bytes = 0
+            return
         self._cache.reload()
         for cache in self._tensors("caches"):
             # unwritten places of a block are read, and masked, which only finite values survive
