@@ -409,7 +409,7 @@ def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[P
     alone = resting - sum(known[name].freed for name in start.movable)
     load, resume, on_device = [], [], 0
     for name, state in known.items():
-        load.append(Phase("load", name, {}, on_device + state.loaded))
+        load.append(Phase("load", name, {}, on_device + state.loaded + state.at_load))
         on_device += state.resting - state.freed if name in start.away else state.loaded
         if name in start.read:
             resume.append(Phase("resume", name, {}, alone + state.freed * (name in start.movable)))

@@ -266,7 +266,9 @@ def _deepspeed_setting(settings: ModelSpec, name: str) -> int:
 
 
 class MegatronBytes(EngineBytes):
-    """Bytes of a placed model on Megatron-Core: gradients are summed in one float32 buffer, which stays allocated."""
+    """Bytes of a placed model on Megatron-Core: gradients are summed in one float32 buffer, which exists at loading and
+    while it trains.
+    """
 
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         """Return the state. The distributed optimizer (zero 1) lays parameters out in buffers with gaps, of which each
@@ -281,7 +283,7 @@ class MegatronBytes(EngineBytes):
             gradients=per.gradients * buffer,
             optimizer=per.optimizer * updated,
             moments=4 * num_moments(model.settings.optimizer) * updated,
-            keeps_gradients=True,
+            at_load=per.gradients * buffer,
         )
 
     def update(self, model: PlacedModel, trained: Units) -> int:

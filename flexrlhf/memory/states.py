@@ -50,6 +50,7 @@ class State:
     host:             in host memory, by the settings that offload.
     cache:            keys and values of a rollout engine, lost when it is offloaded.
     keeps_gradients:  whether gradients stay allocated between instructions.
+    at_load:          in addition while it is loaded.
     stays:            nothing of it can be offloaded.
     transient:        it is released instead of offloaded, and nothing of it is copied to host memory.
     """
@@ -62,6 +63,7 @@ class State:
     host: int = 0
     cache: int = 0
     keeps_gradients: bool = False
+    at_load: int = 0
     stays: bool = False
     transient: bool = False
 

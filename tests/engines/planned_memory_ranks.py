@@ -19,6 +19,8 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs, make_engine
+from flexrlhf.engines.host_offload import storage_bytes
+from flexrlhf.engines.megatron.engine import MegatronEngine
 from flexrlhf.operators.columns import Column, Lengths, column_of
 from flexrlhf.placement.groups import compute_groups
 from flexrlhf.placement.layout import Layout
@@ -145,7 +147,8 @@ def measure(case: Case, engine: Engine) -> dict[str, int]:
         "train": peak_bytes(lambda: engine.train([(rows, loss)]), times),
         "forward": peak_bytes(lambda: engine.forward(rows, [case.column]), times),
     }
-    found |= asdict(engine.memory_usage())
+    assert isinstance(engine, MegatronEngine)
+    found |= asdict(engine.memory_usage()) | {"between trainings": storage_bytes(engine._update.gradients)}
     engine.close()
     return found
 

@@ -52,6 +52,7 @@ def check(case: Case, name: str, found: Found) -> None:
     for rank, (planned, measured) in compared(case, name, found):
         for kind in ("weights", "gradients"):
             assert planned[kind] == measured[kind], (rank, kind)
+        assert measured["between trainings"] == 0
         # a part of the padded buffer may be all padding
         assert 0.95 * planned["optimizer"] - 4096 <= measured["optimizer"] <= planned["optimizer"] + 256, rank
         # how many copies of gloo exist at a time differs from one time to the next
@@ -75,5 +76,6 @@ def compared(case: Case, name: str, found: Found) -> Iterator[tuple[int, tuple[d
         state = sizing.state(model, rank)
         assert state is not None
         planned = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
-        planned |= {kind: most(kind, rank) for kind in ("train", "forward")}
+        # gradients exist while a model trains
+        planned |= {"train": state.gradients + most("train", rank), "forward": most("forward", rank)}
         yield rank, (planned, found[rank][name])

@@ -89,7 +89,7 @@ def test_states_of_a_trained_model(dp: int, tp: int, pp: int, dtype: str) -> Non
         state = model_state(model, shape, rank)
         elements = state.weights // item
         assert (state.gradients, state.optimizer) == (4 * elements, (8 + master) * elements)
-        assert state.keeps_gradients and state.resting == state.training
+        assert state.training - state.resting == state.gradients == state.at_load
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])

@@ -108,6 +108,8 @@ class MegatronEngine(Engine):
         except NonFiniteStep as error:
             error.first = self._passes.first_non_finite(parts)
             raise
+        finally:
+            update.release()
 
     def weights(self) -> dict[str, Tensor]:
         return {name: rows.live for name, rows in self._named.items()}
@@ -137,14 +139,13 @@ class MegatronEngine(Engine):
         update = self._update
         return MemoryUsage(
             weights=storage_bytes(self._parameters()),
-            gradients=storage_bytes(update.gradients) if update else 0,
+            gradients=update.gradient_bytes if update else 0,
             optimizer=storage_bytes(update.state_tensors()) if update else 0,
         )
 
     def offload(self, keeps: bool = True) -> None:
         self._usage_at_offload = self.memory_usage()
-        update = self._update
-        of_training = [*update.state_tensors(), *update.gradients] if update else []
+        of_training = self._update.state_tensors() if self._update else []
         self._host_offload.offload([*self._parameters(), *of_training], keeps)
 
     def reload(self) -> None:

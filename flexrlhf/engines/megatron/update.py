@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flexrlhf.comm.world import as_world
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import WEIGHTS, Moments, StateTensor
+from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.megatron.config import optimizer_config, torch_optimizers
 from flexrlhf.engines.megatron.stage import Named
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -36,6 +37,8 @@ class StageUpdate:
     groups:       of this rank.
     world:        all ranks of the model.
     num_updates:  optimizer steps of the run.
+
+    ``gradient_bytes``: bytes of the gradients of the last optimizer step; 0 before the first.
     """
 
     def __init__(
@@ -62,9 +65,17 @@ class StageUpdate:
             # torch's fused kernel, as in every engine
             group["fused"] = True
         self._scheduler = make_scheduler(settings.optimizer, self._optimizer, num_updates)
+        self._released, self.gradient_bytes = HostOffload(self.gradients[0].device), 0
+        self._released.offload(self.gradients, keeps=False)
+
+    def release(self) -> None:
+        """Free the gradients until ``clear``; Megatron would keep their buffers."""
+        self.gradient_bytes = storage_bytes(self.gradients)
+        self._released.offload(self.gradients, keeps=False)
 
     def clear(self) -> None:
-        """Set all gradients to 0."""
+        """Allocate the gradients, and set them to 0."""
+        self._released.reload()
         self._module.zero_grad_buffer()
         self._wrapper.zero_grad()
 
