@@ -3,6 +3,8 @@ placement."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 from small_runs import TINY, plan_of, spec_of
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
@@ -21,8 +24,10 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.inputs import TextLengths, truncated_exponential
 from flexrlhf.guideline.simulation.measured_run import RunRecord, measured_run
 from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.launch.start import saving_on_signals
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.sections import replan_text
+from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 
 GPUS = "cluster={nodes: [{devices: 4, class: A100-80G}]}"
 LONG = ("data.max_response_tokens=2048", "data.max_prompt_tokens=64", "algorithm.prompts_per_step=64")
@@ -121,6 +126,18 @@ def test_what_numbers_depend_on_and_what_is_written_stays() -> None:
     # of devices without figures only placement and chunks are compared
     cpu = reopened(plan_of(None, 2).spec)
     assert "zero" in cpu.models.actor.model_fields_set  # type: ignore[union-attr]
+
+
+def test_a_signal_takes_the_place_of_a_decision(tmp_path: Path) -> None:
+    """A job that saves and ends to go on under another placement then ends; a second SIGTERM ends it at once."""
+    stop = tmp_path / "stop"
+    stop.write_text(REPLAN)
+    with saving_on_signals(stop, True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.read_text() == ""
+        with pytest.raises(SignalException):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.read_text() == END_NOW
 
 
 def test_the_report_says_how_long_steps_took_before_and_after() -> None:
