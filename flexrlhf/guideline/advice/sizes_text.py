@@ -9,7 +9,8 @@ from itertools import groupby
 
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.advice.sizes import MOST_DEVICES, TIMES, Size, SizedPlan, SizeTable
-from flexrlhf.guideline.costs.profiles import FROM_FIGURES
+from flexrlhf.guideline.costs.profiles import accuracy_by_figures
+from flexrlhf.guideline.simulation.inputs import engine_family
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import bytes_text, table
@@ -88,8 +89,11 @@ class SizesText:
             f"devices: the fewest of 1, 2, 4, 8 or whole nodes of 8 on which a plan fits, up to {MOST_DEVICES}; "
             f"samples/s: predicted on these, and on {' and '.join(map(str, TIMES[1:]))} times as many"
         )
-        low, high, share = FROM_FIGURES.low, FROM_FIGURES.high, FROM_FIGURES.share
-        yield f"measured steps take {low:.2g} to {high:.2g} times the predicted seconds, in {share:.0%} of cases"
+        families = dict.fromkeys(engine_family(plan.chosen.plan) for size in self.sizes for plan in size.plans)
+        for each in map(accuracy_by_figures, families):
+            which = f" ({each.name})" if len(families) > 1 else ""
+            times = f"{each.low:.3g} to {each.high:.3g} times the predicted seconds"
+            yield f"measured steps take {times}, in {each.share:.0%} of cases{which}"
         yield f"{ON_HOST.strip()}: optimizer states (deepspeed), or models while others compute, are in host memory"
         plan = next((plan for size in self.sizes for plan in size.plans), None)
         if plan is not None:
