@@ -16,7 +16,7 @@ from flexrlhf.config.spec_file import dump_spec, load_spec
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.run_directory import read_lines, read_status
 
-STEPS = 14
+STEPS = 9
 
 
 def test_a_run_goes_on_under_the_faster_placement_with_the_same_results(
