@@ -80,7 +80,9 @@ def _room(plan: Plan, tried: Plan, model: PlacedModel, rank: int, limit: float) 
         return
     of_token = (sizes[1] - sizes[0]) / (tokens[1] - tokens[0])
     known = {(each.kind, each.model): each.states for each in before.phases}
-    yield from ((limit - each.total) / of_token for each in after.phases if each.states > known[each.kind, each.model])
+    yield from (
+        (limit - each.total) / of_token for each in after.phases if each.states > known.get((each.kind, each.model), 0)
+    )
 
 
 def is_short_of_cache(plan: Plan) -> bool:

@@ -82,3 +82,16 @@ def test_a_sync_comes_before_the_cache(tmp_path: Path) -> None:
     phases = {phase.label: phase.states for phase in plan.memory(0).phases}
     cache = plan.sizing.kv_bytes(plan.placement["actor.rollout"])
     assert phases["sync to actor.rollout"] + cache == phases["generate on actor.rollout"]
+
+
+def test_a_phase_that_only_a_larger_cache_has_limits_it(tmp_path: Path) -> None:
+    """Models wait in host memory next to it, and are loaded in turn."""
+    plan = plan_of(
+        tmp_path,
+        "models.actor={init: qwen3-32b, engine: megatron, tp: 4, pp: 4, micro_batch_tokens: 4096}",
+        "algorithm={name: grpo, prompts_per_step: 64, samples_per_prompt: 32, num_mini_batches: 4}",
+        "data.max_response_tokens=3072",
+        "cluster={nodes: [{count: 4, devices: 8, class: H100-80G}]}",
+        "rollout.tp=4",
+    )
+    assert tokens_of(plan) % plan.placement["actor.rollout"].facts.cache_block == 0 < tokens_of(plan)
