@@ -7,6 +7,8 @@ from typing import Any
 
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import MAX_DEVICES
+from flexrlhf.errors import UserError
 from flexrlhf.imports.settings import Setting
 from flexrlhf.imports.translation import DOT, Translation
 from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
@@ -36,10 +38,17 @@ def named_class(text: str) -> str | None:
     return next(iter(found)) if len(found) == 1 else None
 
 
+def check_number(out: Translation, devices: int) -> None:
+    """Raise UserError for more devices than a plan takes."""
+    if devices > MAX_DEVICES:
+        raise UserError(f"{out.file}: {devices} devices are more than a plan takes: at most {MAX_DEVICES}")
+
+
 def put_cluster(
     out: Translation, count: int, devices: int, device_class: tuple[str, str] | None, *sources: Setting | str | None
 ) -> None:
     """Write the machines. ``device_class``: its name, and where that is from."""
+    check_number(out, count * devices)
     node: dict[str, Any] = {"count": count, "devices": devices}
     if device_class is not None:
         node["class"] = device_class[0]
@@ -73,6 +82,7 @@ def put_apart(
 ) -> None:
     """Write devices that train and others that generate: of the same machines if these have room, else of others."""
     (count, devices), (others, more) = training, generating
+    check_number(out, count * devices + others * more)
     if count == others and devices + more <= GPUS_PER_NODE:
         whole = devices + more
         put_cluster(out, count, whole, device_class, *sources)

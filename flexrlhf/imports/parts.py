@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import named_sizes
+from flexrlhf.config.model_names import LLAMA_LIKE, named_sizes
 from flexrlhf.errors import UserError
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
@@ -40,6 +40,20 @@ def put_model(out: Translation, role: str, setting: Setting) -> None:
     out.note(f"{name} is no model whose sizes are known by its name: plan reads them from its files")
 
 
+def check_families(out: Translation) -> None:
+    """List models whose family is not known, if Megatron or vLLM, which serve few families, would run them."""
+    served = [
+        each for each in (out.value("models.all.engine"), out.value("rollout.engine")) if each in ("megatron", "vllm")
+    ]
+    for key in [key for key in out.lines if key.startswith("models.") and key.endswith(".path")]:
+        name, source = out.lines[key]
+        if served and key != "models.reward.path":
+            out.drop(
+                Setting(source.partition(",")[0], name),
+                f"here {' and '.join(served)} serve {', '.join(LLAMA_LIKE)} models alone: see the model's config.json",
+            )
+
+
 def put_optimizer(
     out: Translation, job: JobSettings, role: str, keys: Mapping[str, tuple[str, ...]], warmup_updates: int = 1
 ) -> None:
@@ -58,8 +72,8 @@ def put_optimizer(
                 out.put(prefix + name, 0.0, zero)
             elif name == "max_grad_norm":
                 out.put(prefix + name, None, zero)
-    betas = job.get(*keys.get("betas", ()))
-    if betas is not None and not betas.default and isinstance(betas.value, list | tuple) and len(betas.value) == 2:
+    betas = job.listed(*keys.get("betas", ()))
+    if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
         out.put(prefix + "betas", list(betas.value), betas)
     ends = [job.number(*keys.get(name, ())) for name in ("beta1", "beta2")]
     if all(end is not None and not end.default for end in ends):

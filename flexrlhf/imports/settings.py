@@ -13,6 +13,8 @@ from flexrlhf.config.yaml_io import read_yaml
 
 MARK = "\0"
 """Encloses, inside a text, the name of a part whose value the file does not have."""
+LARGEST = 1e9
+"""Numbers of settings are smaller."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -87,8 +89,8 @@ class JobSettings:
         return key in self.found
 
     def get(self, *keys: str) -> Setting | None:
-        """Return the first of several settings that the file has, else a default; None if there is neither, if it is
-        null, or if its value is not in the file, which is then listed."""
+        """Return the first of several settings that the file has, else a default; None if there is neither or if it is
+        null. If its value is not in the file, or is a list, it is listed and None is returned."""
         for key in keys:
             if key not in self.found:
                 continue
@@ -97,11 +99,23 @@ class JobSettings:
             if setting.missing:
                 self.unresolved[key] = setting
                 return None
+            if isinstance(setting.value, list | dict):
+                self.unresolved[key] = setting
+                return None
             return None if setting.value is None else setting
         for key in keys:
             if self.defaults.get(key) is not None:
                 return Setting(key, self.defaults[key], default=True)
         return None
+
+    def listed(self, *keys: str) -> Setting | None:
+        """Return the first of several settings that the file has, which may be a list."""
+        key = next((each for each in keys if each in self.found), None)
+        setting = None if key is None else self.found[key]
+        if key is None or setting is None or setting.missing or not isinstance(setting.value, list):
+            return self.get(*keys)
+        self.read.add(key)
+        return setting if setting.value else None
 
     def named(self, key: str) -> Setting | None:
         """Return a setting with a path or name whose last part is in the file; the directories may be missing."""
@@ -116,25 +130,28 @@ class JobSettings:
         setting = self.get(*keys)
         return None if setting is None else setting.value
 
-    def number(self, *keys: str) -> Setting | None:
-        """Return a setting with a number above 0; None for another, which is listed if it is no number."""
+    def real(self, *keys: str) -> Setting | None:
+        """Return a setting with a finite number; None for another, which is listed if it is no number."""
         setting = self.get(*keys)
         if setting is None or isinstance(setting.value, bool):
             return None
         value = read_scalar(setting.value) if isinstance(setting.value, str) else setting.value
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < LARGEST:
             self.unresolved[setting.key] = setting
             return None
-        return Setting(setting.key, value, setting.default) if value > 0 else None
+        return Setting(setting.key, value, setting.default)
+
+    def number(self, *keys: str) -> Setting | None:
+        """Return a setting with a number above 0."""
+        setting = self.real(*keys)
+        return setting if setting is not None and setting.value > 0 else None
 
     def count(self, *keys: str) -> Setting | None:
         """Return a setting with a whole number above 0."""
         setting = self.number(*keys)
-        return (
-            None
-            if setting is None or int(setting.value) < 1
-            else Setting(setting.key, int(setting.value), setting.default)
-        )
+        if setting is None or int(setting.value) < 1:
+            return None
+        return Setting(setting.key, int(setting.value), setting.default)
 
     def truth(self, *keys: str) -> Setting | None:
         """Return a setting that is true; None for one that is not."""

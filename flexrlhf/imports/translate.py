@@ -16,7 +16,7 @@ from flexrlhf.imports.device_parts import named_class
 from flexrlhf.imports.launches import Launch, find_launches, flags, overrides, stray_marks
 from flexrlhf.imports.nemo_rl import job as nemo_rl
 from flexrlhf.imports.openrlhf import job as openrlhf
-from flexrlhf.imports.parts import check_warmup
+from flexrlhf.imports.parts import check_families, check_warmup
 from flexrlhf.imports.python_calls import PythonFile
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.shell_script import ShellScript
@@ -216,6 +216,7 @@ def translated(path: Path, device_class: str | None = None, given: Mapping[str, 
     """
     out = JobFile(path, device_class, given or {}).translated()
     check_warmup(out)
+    check_families(out)
     fit_cache(out)
     return out
 

@@ -67,6 +67,16 @@ class Translation:
         parts = [self._source(source, value) for source in sources if source is not None]
         self.lines[key] = (value, ", ".join(dict.fromkeys(parts)))
 
+    def put_real(self, key: str, setting: Setting | None) -> None:
+        """Write a setting's number, if there is a setting."""
+        if setting is not None:
+            self.put(key, float(setting.value), setting)
+
+    def put_same(self, key: str, setting: Setting | None) -> None:
+        """Write a setting's value as it is, if there is a setting."""
+        if setting is not None:
+            self.put(key, setting.value, setting)
+
     def _source(self, source: Setting | str, value: Any) -> str:
         if isinstance(source, str):
             return source

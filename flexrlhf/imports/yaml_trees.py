@@ -83,7 +83,11 @@ def resolved(tree: Tree, given: Mapping[str, str]) -> dict[str, Any]:
         if not conf.has_resolver(name):
             conf.register_resolver(name, function)
     plain = _without_environment(tree, given)
-    config, leaves = conf.create(plain), {}
+    try:
+        config = conf.create(plain)
+    except OmegaConfBaseException as error:
+        raise UserError(f"import: an interpolation cannot be read: {str(error).splitlines()[0]}") from None
+    leaves: dict[str, Any] = {}
     for key, value in flat(plain):
         texts = value if isinstance(value, list) else [value]
         if not any(isinstance(each, str) and "${" in each for each in texts):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -248,6 +250,41 @@ def test_the_command_writes_a_yaml_that_others_read(tmp_path: Path, monkeypatch:
     assert simulated.exit_code == 0 and "s a step" in simulated.output
     printed = CliRunner().invoke(app, ["import", "job.sh"])
     assert printed.exit_code == 0 and read_yaml(printed.stdout)["algorithm"]["name"] == "dpo"
+
+
+WORDS = (
+    "''",
+    "$X",
+    "null",
+    "[1, 2]",
+    "{a: 1}",
+    "-1",
+    "0",
+    "1e400",
+    "true",
+    "$(date)",
+    "${A",
+    "nan",
+    "9" * 20,
+    "\\",
+    "é",
+)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_damaged_job_is_a_yaml_or_one_sentence(tmp_path: Path, name: str) -> None:
+    shutil.copytree(JOBS, tmp_path / "jobs")
+    random, text = Random(name), (JOBS / name).read_text()
+    places = [match.span() for match in re.finditer(r"(?<=[= :])[\w./\"'${}-]+", text)]
+    for _ in range(8):
+        (start, end), word = random.choice(places), random.choice(WORDS)
+        (tmp_path / "jobs" / name).write_text(text[:start] + word + text[end:])
+        try:
+            out = translated(tmp_path / "jobs" / name, None, CHAT)
+        except UserError as error:
+            assert "\n" not in str(error)
+        else:
+            assert read_yaml(out.text()) == out.tree()
 
 
 WRONG = {

@@ -89,9 +89,7 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     model = job.named("actor.path") or job.named("model.path")
     if model is None:
         raise UserError(f"{out.file}: actor.path: a job needs a model, and the file has none")
-    prompts = job.count("train_dataset.batch_size")
-    if prompts is not None:
-        out.put("algorithm.prompts_per_step", prompts.value, prompts)
+    out.put_same("algorithm.prompts_per_step", job.count("train_dataset.batch_size"))
     put_model(out, role, model)
     if name == "ppo":
         put_model(out, "critic", job.named("critic.path") or model)
@@ -102,12 +100,8 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     else:
         tokens = split_length(out, length or Setting("train_dataset.max_length: none", 1024))
     put_data(out, job.get("train_dataset.path"), "data/train.jsonl")
-    seed = job.count("seed")
-    if seed is not None:
-        out.put("seed", seed.value, seed)
-    steps = job.count("total_train_steps")
-    if steps is not None:
-        out.put("steps", steps.value, steps)
+    out.put_same("seed", job.count("seed"))
+    out.put_same("steps", job.count("total_train_steps"))
     put_optimizer(out, job, role, _OPTIMIZER)
     if generates:
         put_scored_by_code(out, None)
@@ -170,9 +164,7 @@ def _algorithm(out: Translation, job: JobSettings, generates: bool) -> str:
         if clip is not None and name == "ppo":
             out.put("algorithm.value_clip", float(clip.value), clip)
     job.read |= {key for key in job.found if re.match(r"actor\.(reward_norm|adv_norm)\.", key)}
-    parts = job.count("actor.ppo_n_minibatches")
-    if parts is not None:
-        out.put("algorithm.num_mini_batches", parts.value, parts)
+    out.put_same("algorithm.num_mini_batches", job.count("actor.ppo_n_minibatches"))
     penalty, estimator = job.number("actor.kl_ctl"), job.get("actor.kl_estimator")
     if penalty is None:
         out.put("algorithm.kl", None, job.get("actor.kl_ctl"))
@@ -186,12 +178,8 @@ def _algorithm(out: Translation, job: JobSettings, generates: bool) -> str:
         out.put("algorithm.clip_high", float((high or low).value), high or low)
     if dual is not None:
         out.put("algorithm.dual_clip", float(dual.value), dual)
-    clip = job.number("actor.reward_clip")
-    if clip is not None:
-        out.put("algorithm.reward_clip", float(clip.value), clip)
-    temperature = job.number("gconfig.temperature")
-    if temperature is not None:
-        out.put("algorithm.temperature", float(temperature.value), temperature)
+    out.put_real("algorithm.reward_clip", job.number("actor.reward_clip"))
+    out.put_real("algorithm.temperature", job.number("gconfig.temperature"))
     if (decoupled := job.truth("actor.use_decoupled_loss")) is not None:
         out.put("algorithm.importance.level", "token", decoupled)
         job.read.add("actor.recompute_logprob")
@@ -254,13 +242,11 @@ def _engine(
     adapters = job.truth("actor.use_lora")
     if adapters is not None and not is_megatron:
         put_lora(
-            out, role, job.count("actor.lora_rank"), job.number("actor.lora_alpha"), job.get("actor.target_modules")
+            out, role, job.count("actor.lora_rank"), job.number("actor.lora_alpha"), job.listed("actor.target_modules")
         )
     else:
         out.drop(adapters, "Megatron trains no adapters here; without them all weights are trained")
-    most = job.count("actor.mb_spec.max_tokens_per_mb")
-    if most is not None:
-        out.put("models.all.micro_batch_tokens", most.value, most)
+    out.put_same("models.all.micro_batch_tokens", job.count("actor.mb_spec.max_tokens_per_mb"))
 
 
 def _rollout(out: Translation, job: JobSettings, generating: Backend, source: Setting | None, tokens: int) -> None:

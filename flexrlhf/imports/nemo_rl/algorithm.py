@@ -16,9 +16,7 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
     name = KINDS[section]
     if section in ("sft", "dpo", "rm"):
         out.put("algorithm.name", name, f"{section}:")
-        beta = job.number("dpo.reference_policy_kl_penalty")
-        if beta is not None:
-            out.put("algorithm.beta", float(beta.value), beta)
+        out.put_real("algorithm.beta", job.number("dpo.reference_policy_kl_penalty"))
         if (average := job.truth("dpo.preference_average_log_probs")) is not None:
             out.put("algorithm.length_normalised", True, average)
         job.read |= {"dpo.preference_loss_weight", "dpo.sft_average_log_probs"}
@@ -48,12 +46,8 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
             out.put("algorithm.scale", "group" if scaled.value else "none", scaled)
     if name == "ppo":
         for key, own in (("gae_lambda", "gae_lambda"), ("gamma", "gae_gamma")):
-            setting = job.number(f"ppo.adv_estimator.{own}")
-            if setting is not None:
-                out.put(f"algorithm.{key}", float(setting.value), setting)
-        clip = job.number("value_loss_fn.cliprange")
-        if clip is not None:
-            out.put("algorithm.value_clip", float(clip.value), clip)
+            out.put_real(f"algorithm.{key}", job.number(f"ppo.adv_estimator.{own}"))
+        out.put_real("algorithm.value_clip", job.number("value_loss_fn.cliprange"))
         out.put(
             "algorithm.whiten",
             "batch" if job.truth("ppo.adv_estimator.normalize_advantages") else "none",
@@ -71,10 +65,8 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
 
 def _loss(out: Translation, job: JobSettings, name: str) -> None:
     penalty = job.number("loss_fn.reference_policy_kl_penalty")
-    estimator, limit, clamp = (
-        job.get(f"loss_fn.{key}")
-        for key in ("reference_policy_kl_type", "kl_output_clamp_value", "kl_input_clamp_value")
-    )
+    estimator = job.get("loss_fn.reference_policy_kl_type")
+    limit, clamp = job.number("loss_fn.kl_output_clamp_value"), job.number("loss_fn.kl_input_clamp_value")
     if penalty is None:
         out.put("algorithm.kl", None, job.get("loss_fn.reference_policy_kl_penalty") or "no penalty")
     else:
@@ -83,10 +75,8 @@ def _loss(out: Translation, job: JobSettings, name: str) -> None:
         out.put("algorithm.kl.coefficient", float(penalty.value), penalty)
         if estimator is not None:
             out.put("algorithm.kl.estimator", estimator.value, estimator)
-        if limit is not None:
-            out.put("algorithm.kl.value_clamp", float(limit.value), limit)
-        if clamp is not None:
-            out.put("algorithm.kl.clamp", float(clamp.value), clamp)
+        out.put_real("algorithm.kl.value_clamp", limit)
+        out.put_real("algorithm.kl.clamp", clamp)
     for key, own in (("clip_low", "ratio_clip_min"), ("clip_high", "ratio_clip_max"), ("dual_clip", "ratio_clip_c")):
         setting = job.number(f"loss_fn.{own}")
         if setting is not None and not (key == "clip_low" and setting.value >= 1):
@@ -102,9 +92,8 @@ def _loss(out: Translation, job: JobSettings, name: str) -> None:
     for key in ("disable_ppo_ratio", "use_on_policy_kl_approximation"):
         out.drop(job.truth(f"loss_fn.{key}"), "the ratio is to the policy that the step starts from")
     corrects = job.truth("loss_fn.use_importance_sampling_correction")
-    kind, cap, floor = (
-        job.get(f"loss_fn.truncated_importance_sampling_{key}") for key in ("type", "ratio", "ratio_min")
-    )
+    kind = job.get("loss_fn.truncated_importance_sampling_type")
+    cap, floor = (job.number(f"loss_fn.truncated_importance_sampling_{key}") for key in ("ratio", "ratio_min"))
     if corrects is not None:
         out.put("algorithm.importance.level", "token", corrects)
         if cap is not None:
@@ -118,9 +107,7 @@ def _loss(out: Translation, job: JobSettings, name: str) -> None:
 
 
 def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> None:
-    temperature = job.number(f"{_G}temperature")
-    if temperature is not None:
-        out.put("algorithm.temperature", float(temperature.value), temperature)
+    out.put_real("algorithm.temperature", job.number(f"{_G}temperature"))
     for key, plain in (("top_p", 1), ("top_k", -1)):
         setting = job.get(f"{_G}{key}")
         if setting is not None and setting.value != plain:

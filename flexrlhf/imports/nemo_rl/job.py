@@ -43,9 +43,7 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     on_policy = job.truth("loss_fn.force_on_policy_ratio")
     if (out.value("algorithm.num_mini_batches") or 1) > 1:
         out.drop(on_policy, "the ratio is to the policy that the step starts from")
-    seed = job.count(f"{section}.seed")
-    if seed is not None:
-        out.put("seed", seed.value, seed)
+    out.put_same("seed", job.count(f"{section}.seed"))
     model = job.named(f"{_P}model_name")
     if model is None:
         raise UserError(f"{out.file}: {_P}model_name: a job needs a model, and the file has none")
@@ -202,9 +200,7 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
         out.put("models.all.zero", 3, "FSDP2 shards parameters")
         prefix, sizes, lora = f"{_P}dtensor_cfg.", {"tp": "tensor_parallel_size"}, f"{_P}dtensor_cfg.lora_cfg."
     for key, own in sizes.items():
-        size = job.count(prefix + own)
-        if size is not None:
-            out.put(f"models.all.{key}", size.value, size)
+        out.put_same(f"models.all.{key}", job.count(prefix + own))
     for key in (
         "context_parallel_size",
         "expert_parallel_size",

@@ -57,7 +57,7 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
             out.drop(setting, f"{name} has none", matters=False)
     clip, both = job.number("actor.eps_clip"), job.get("actor.eps_clip_low_high")
     ends = [read_scalar(each) for each in str(both.value).split()] if both is not None else []
-    if len(ends) == 2 and all(isinstance(end, int | float) for end in ends):
+    if len(ends) == 2 and all(isinstance(end, int | float) and abs(end) < 1e9 for end in ends):
         out.put("algorithm.clip_low", float(ends[0]), both)
         out.put("algorithm.clip_high", float(ends[1]), both)
     elif clip is not None:
@@ -71,7 +71,7 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
 
 
 def _penalty(out: Translation, job: JobSettings) -> None:
-    coefficient, estimator = job.get("algo.kl.init_coef"), job.get("algo.kl.estimator")
+    coefficient, estimator = job.real("algo.kl.init_coef"), job.get("algo.kl.estimator")
     in_loss, target = job.truth("algo.kl.use_loss"), job.number("algo.kl.target")
     if coefficient is not None and coefficient.value == 0:
         out.put("algorithm.kl", None, coefficient)
@@ -96,7 +96,7 @@ def _corrections(out: Translation, job: JobSettings, name: str) -> None:
         is_mask = kind is not None and kind.value == "icepop"
         out.put("algorithm.importance.level", "token", correction, kind)
         values = [0.5, 5.0] if bounds is None else [read_scalar(each) for each in str(bounds.value).split()]
-        if len(values) == 2 and all(isinstance(value, int | float) for value in values):
+        if len(values) == 2 and all(isinstance(value, int | float) and abs(value) < 1e9 for value in values):
             out.put(
                 "algorithm.importance.cap",
                 float(values[1]),
@@ -118,6 +118,4 @@ def _corrections(out: Translation, job: JobSettings, name: str) -> None:
         out.put("algorithm.overlong.buffer_tokens", length.value, length)
         if penalty is not None:
             out.put("algorithm.overlong.penalty", float(penalty.value), penalty)
-    frozen = job.count("critic.freezing_steps")
-    if frozen is not None:
-        out.put("algorithm.freeze_actor_steps", frozen.value, frozen)
+    out.put_same("algorithm.freeze_actor_steps", job.count("critic.freezing_steps"))

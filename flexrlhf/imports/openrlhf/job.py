@@ -126,9 +126,7 @@ def _reinforced(out: Translation, job: JobSettings, device_class: tuple[str, str
     if prompts is not None:
         out.put("algorithm.prompts_per_step", prompts.value, prompts)
         mini_batches(out, prompts, job.count("train.batch_size"), number)
-    epochs = job.count("train.max_epochs")
-    if epochs is not None:
-        out.put("algorithm.epochs", epochs.value, epochs)
+    out.put_same("algorithm.epochs", job.count("train.max_epochs"))
     _lengths(out, job)
     actor = _model(out, job, "actor", "actor.model_name_or_path")
     _scores(out, job)
@@ -253,7 +251,7 @@ def _engine(out: Translation, job: JobSettings, role: str, tokens: int) -> None:
         out.put("models.all.offload_optimizer", True, offloads)
     recomputes = job.truth("actor.gradient_checkpointing_enable") or job.truth("model.gradient_checkpointing_enable")
     put_recomputation(out, recomputes, "no gradient_checkpointing_enable")
-    put_lora(out, role, job.number("ds.lora.rank"), job.number("ds.lora.alpha"), job.get("ds.lora.target_modules"))
+    put_lora(out, role, job.number("ds.lora.rank"), job.number("ds.lora.alpha"), job.listed("ds.lora.target_modules"))
     dynamic, most, rows = (
         job.truth("train.dynamic_batch_enable"),
         job.count("train.max_tokens_per_gpu"),

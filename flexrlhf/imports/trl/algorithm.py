@@ -56,9 +56,7 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
     }
     pairs |= {"entropy_coefficient": ("entropy_coef",)}
     for key, own in pairs.items():
-        setting = job.number(*own)
-        if setting is not None:
-            out.put(f"algorithm.{key}", float(setting.value), setting)
+        out.put_real(f"algorithm.{key}", job.number(*own))
     for key, plain in (("top_p", (1, 1.0)), ("top_k", (0, -1)), ("min_p", ()), ("repetition_penalty", (1, 1.0))):
         setting = job.get(key)
         if setting is not None and setting.value not in plain:
@@ -104,7 +102,7 @@ def put_supervised(out: Translation, job: JobSettings, name: str) -> None:
         setting = job.number(own)
         if setting is not None and (name == "kto") == key.endswith("weight") and name in ("kto", "dpo"):
             out.put(f"algorithm.{key}", float(setting.value), setting)
-    loss = job.get("loss_type")
+    loss = job.listed("loss_type")
     values = loss.value if loss is not None and isinstance(loss.value, list) else [] if loss is None else [loss.value]
     if name == "dpo" and values in (["sigmoid"], ["ipo"], ["robust"]):
         out.put("algorithm.loss", values[0], loss)

@@ -92,9 +92,7 @@ def translate(
         out.put("algorithm.like", "trl", "what is not written")
     processes = _processes(out, devices, accelerate)
     rows = _batch(out, job, name, processes)
-    steps = job.count("max_steps")
-    if steps is not None:
-        out.put("steps", steps.value, steps)
+    out.put_same("steps", job.count("max_steps"))
     role = "reward" if name == "reward" else "actor"
     model = job.named("sft_model_path") if name == "ppo" else None
     model = model or job.named("model_name_or_path") or job.named("model")
@@ -146,9 +144,7 @@ def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) ->
         number = _known(job, "num_mini_batches")
         out.put("algorithm.prompts_per_step", update * number.value, rows, accumulated, number, processes)
         out.put("algorithm.num_mini_batches", number.value, number)
-        epochs = job.count("num_ppo_epochs")
-        if epochs is not None:
-            out.put("algorithm.epochs", epochs.value, epochs)
+        out.put_same("algorithm.epochs", job.count("num_ppo_epochs"))
         return int(update * number.value)
     samples, whole, generated = (
         _known(job, "num_generations"),
@@ -164,9 +160,7 @@ def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) ->
     updates = max(1, size // update)
     if updates > 1:
         out.put("algorithm.num_mini_batches", min(updates, prompts), whole, generated, accumulated)
-    iterations = job.count("num_iterations")
-    if iterations is not None:
-        out.put("algorithm.epochs", iterations.value, iterations)
+    out.put_same("algorithm.epochs", job.count("num_iterations"))
     return int(size)
 
 
@@ -214,7 +208,7 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
         )
     put_recomputation(out, job.truth("gradient_checkpointing"), "gradient_checkpointing=false")
     if job.truth("use_peft") is not None or job.has("lora_r"):
-        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), job.get("lora_target_modules"))
+        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), job.listed("lora_target_modules"))
     rows = _known(job, "per_device_train_batch_size")
     pair = 2 if name in ("dpo", "reward", "orpo", "simpo") else 1
     out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")

@@ -57,9 +57,13 @@ def put_algorithm(out: Translation, job: JobSettings) -> int:
 
 def _penalty(out: Translation, job: JobSettings) -> None:
     loss, reward = job.truth(f"{_A}use_kl_loss"), job.truth("algorithm.use_kl_in_reward")
-    of_loss = [job.get(f"{_A}{key}") for key in ("kl_loss_coef", "kl_loss_type")]
-    of_reward = [job.get(f"algorithm.{key}") for key in ("kl_ctrl.kl_coef", "kl_penalty", "kl_ctrl.type")]
-    further = [job.get(f"algorithm.kl_ctrl.{key}") for key in ("target_kl", "horizon")]
+    of_loss = [job.real(f"{_A}kl_loss_coef"), job.get(f"{_A}kl_loss_type")]
+    of_reward = [
+        job.real("algorithm.kl_ctrl.kl_coef"),
+        job.get("algorithm.kl_penalty"),
+        job.get("algorithm.kl_ctrl.type"),
+    ]
+    further = [job.number(f"algorithm.kl_ctrl.{key}") for key in ("target_kl", "horizon")]
     if loss is None and reward is None:
         out.put("algorithm.kl", None, "neither actor.use_kl_loss nor algorithm.use_kl_in_reward")
     for used, own, place in ((reward, of_reward, "reward"), (None if reward else loss, of_loss, "loss")):
@@ -69,8 +73,7 @@ def _penalty(out: Translation, job: JobSettings) -> None:
             continue
         coefficient, estimator = own[:2]
         out.put("algorithm.kl.place", place, used)
-        if coefficient is not None and isinstance(coefficient.value, int | float):
-            out.put("algorithm.kl.coefficient", float(coefficient.value), coefficient)
+        out.put_real("algorithm.kl.coefficient", coefficient)
         if estimator is not None and estimator.value in _KL:
             out.put("algorithm.kl.estimator", _KL[estimator.value], estimator)
         else:
@@ -99,9 +102,7 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
             out.drop(setting, "a lower bound of the ratio is above 0: clip_low below 1")
         else:
             out.put(f"algorithm.{key}", float(setting.value), setting)
-    entropy = job.number(f"{_A}entropy_coeff")
-    if entropy is not None:
-        out.put("algorithm.entropy_coefficient", float(entropy.value), entropy)
+    out.put_real("algorithm.entropy_coefficient", job.number(f"{_A}entropy_coeff"))
     mean = job.get(f"{_A}loss_agg_mode")
     if mean is not None:
         known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -109,9 +110,7 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
             out.put("algorithm.loss_aggregation", mean.value, mean)
         else:
             out.drop(mean, f"known are {', '.join(known)}")
-    frozen = job.count("trainer.critic_warmup")
-    if frozen is not None:
-        out.put("algorithm.freeze_actor_steps", frozen.value, frozen)
+    out.put_same("algorithm.freeze_actor_steps", job.count("trainer.critic_warmup"))
     if name in ("ppo", "reinforce++", "remax"):
         for key, own in (("gamma", "algorithm.gamma"), ("gae_lambda", "algorithm.lam")):
             setting = job.number(own)
@@ -123,20 +122,18 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
 
 
 def _sampling(out: Translation, job: JobSettings) -> None:
-    temperature = job.number(f"{_R}temperature")
-    if temperature is not None:
-        out.put("algorithm.temperature", float(temperature.value), temperature)
+    out.put_real("algorithm.temperature", job.number(f"{_R}temperature"))
     for key, plain in (("top_p", (1, 1.0)), ("top_k", (-1, 0))):
         setting = job.get(f"{_R}{key}")
         if setting is not None and setting.value not in plain:
             out.drop(setting, "a cut distribution needs importance weights here: algorithm.importance")
     level, cap = (
         job.get("algorithm.rollout_correction.rollout_is"),
-        job.get("algorithm.rollout_correction.rollout_is_threshold"),
+        job.real("algorithm.rollout_correction.rollout_is_threshold"),
     )
     if level is not None and level.value in ("token", "sequence"):
         out.put("algorithm.importance.level", level.value, level)
-        if cap is not None and isinstance(cap.value, int | float) and cap.value >= 1:
+        if cap is not None and cap.value >= 1:
             out.put("algorithm.importance.cap", float(cap.value), cap)
         else:
             out.drop(cap, "a bound of importance weights is one number of at least 1")

@@ -79,15 +79,24 @@ def _reinforced(out: Translation, job: JobSettings, program: str, device_class: 
     prompt, response = put_lengths(out, job.count("data.max_prompt_length"), job.count("data.max_response_length"))
     path = _model(out, job, "actor_rollout_ref.model.path", "actor")
     _critic(out, job, path)
-    put_data(out, job.get("data.train_files"), "data/train.parquet")
+    put_data(out, job.listed("data.train_files"), "data/train.parquet")
     keys = {key: tuple(_A + each for each in own) for key, own in _OPTIMIZER.items()}
     put_optimizer(out, job, "actor", keys, _updates(out))
+    _long_prompts(out, job)
     put_scores(out, job)
     engine = _engine(out, job, program)
     _devices(out, job, program, device_class)
     _parallel(out, job, engine, _A, "actor", prompt + response)
     _of_roles(out, job, engine)
     _rollout(out, job, prompts * samples, prompt + response)
+
+
+def _long_prompts(out: Translation, job: JobSettings) -> None:
+    leaves_out, cut = job.truth("data.filter_overlong_prompts"), job.get("data.truncation")
+    if leaves_out is not None:
+        out.put("data.long_prompts", "drop", leaves_out)
+    elif cut is not None and cut.value in ("left", "right"):
+        out.put("data.long_prompts", f"truncate-{cut.value}", cut)
 
 
 def _updates(out: Translation) -> int:
@@ -177,9 +186,7 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str, role
     )
     if engine == "megatron":
         for name, own in (("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size")):
-            size = job.count(f"{prefix}megatron.{own}", f"{prefix}{own}")
-            if size is not None:
-                out.put(f"models.all.{name}", size.value, size)
+            out.put_same(f"models.all.{name}", job.count(f"{prefix}megatron.{own}", f"{prefix}{own}"))
         granularity = job.get(f"{prefix}megatron.override_transformer_config.recompute_granularity")
         recomputes = granularity if granularity is not None and granularity.value == "full" else None
         if recomputes is None:
@@ -208,7 +215,7 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str, role
         "actor_rollout_ref.model.lora.alpha",
         "model.lora.alpha",
     )
-    targets = job.get(
+    targets = job.listed(
         "actor_rollout_ref.model.target_modules", "model.target_modules", "actor_rollout_ref.model.lora.target_modules"
     )
     if lora is not None and engine == "megatron":
@@ -309,13 +316,11 @@ def _sft(out: Translation, job: JobSettings, device_class: tuple[str, str] | Non
     out.put("algorithm.name", "sft", "the SFT trainer")
     out.put("algorithm.like", "verl", "what is not written")
     _steps(out, job)
-    prompts = job.count("data.train_batch_size")
-    if prompts is not None:
-        out.put("algorithm.prompts_per_step", prompts.value, prompts)
+    out.put_same("algorithm.prompts_per_step", job.count("data.train_batch_size"))
     key = next((each for each in ("model.partial_pretrain", "model.path") if job.has(each)), "model.path")
     _model(out, job, key, "actor")
     tokens = split_length(out, job.count("data.max_length"))
-    put_data(out, job.get("data.train_files"), "data/train.parquet")
+    put_data(out, job.listed("data.train_files"), "data/train.parquet")
     put_optimizer(out, job, "actor", _OPTIMIZER)
     nodes, per_node = job.count("--nnodes", "trainer.nnodes"), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
     if per_node is None:
