@@ -37,6 +37,11 @@ class Setting:
         return tuple(dict.fromkeys(re.findall(f"{MARK}([^{MARK}]*){MARK}", str(self.value))))
 
     @property
+    def gap(self) -> str:
+        """First of the missing names; empty if there is none."""
+        return next(iter(self.missing), "")
+
+    @property
     def text(self) -> str:
         """Value in one line, with ``$NAME`` in the place of a part without a value."""
         plain = re.sub(f"{MARK}([^{MARK}]*){MARK}", r"$\1", str(self.value))

@@ -111,6 +111,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "trl_grpo.yaml": {
         "algorithm.prompts_per_step": 16 * 4 * 8 // 16,
+        "models.actor.lora.rank": 16,
+        "models.actor.lora.targets": ["q_proj", "v_proj"],
         "models.actor.optimizer.learning_rate": 2e-6,
         "models.all.engine": "torch",
     },
@@ -165,6 +167,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.all.zero": 3,
         "models.all.dtype": "float16",
         "models.critic.optimizer.learning_rate": 5e-6,
+        "models.actor.lora.rank": 64,
+        "models.actor.lora.alpha": 1,
         "data.sources": [{"path": "some/dialogues"}, {"path": "other/dialogues"}],
         "rollout.engine": "torch",
         "rollout.tp": 2,

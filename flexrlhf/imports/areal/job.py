@@ -35,6 +35,8 @@ DEFAULTS: dict[str, Any] = {
     "actor.gae_lambda": 1.0,
     "actor.reward_clip": 20.0,
     "critic.eps_clip": 0.5,
+    "actor.lora_rank": 32,
+    "actor.lora_alpha": 16,
     "cluster.n_nodes": 1,
     "cluster.n_gpus_per_node": 8,
 }

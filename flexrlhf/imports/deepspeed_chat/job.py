@@ -77,7 +77,7 @@ def _first_data(job: JobSettings) -> Setting | None:
 def _model(out: Translation, job: JobSettings, role: str, key: str) -> None:
     setting = job.named(key)
     if setting is None:
-        missing = job.unresolved[key].missing[0] if key in job.unresolved else ""
+        missing = job.unresolved[key].gap if key in job.unresolved else ""
         number = missing.removeprefix("argument ").partition(" ")[0]
         where = f"its value is {missing}: give it by --var {number}=NAME" if missing else "the file has none"
         raise UserError(f"{out.file}: --{key}: a job needs a model, and {where}")
@@ -158,7 +158,10 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
         if out.value("models.all.zero") == 3:
             out.put("models.all.offload_parameters", True, offload)
     rank = job.number(f"{prefix}lora_dim")
-    put_lora(out, role, rank, None, None)
+    if put_lora(out, role, rank, Setting("lora_scaling", 1, default=True), None) and not job.truth(
+        "only_optimize_lora"
+    ):
+        out.drop(rank, "norms and embeddings are trained there, too: here the adapters alone")
     key = "per_device_training_batch_size" if is_rlhf else "per_device_train_batch_size"
     rows = job.count(key) or _default(key)
     pair = 2 if out.value("algorithm.name") in ("reward", "dpo") else 1

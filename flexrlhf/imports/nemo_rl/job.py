@@ -217,7 +217,8 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
         out.drop(granularity, "activations of whole layers are computed again")
     adapters = job.truth(f"{lora}enabled")
     if adapters is not None:
-        put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), None)
+        targets = None if job.truth(f"{lora}match_all_linear") else job.listed(f"{lora}target_modules")
+        put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets)
         if is_megatron:
             del out.lines[f"models.{role}.lora.rank"], out.lines[f"models.{role}.lora.alpha"]
             out.drop(adapters, "Megatron trains no adapters here; without them all weights are trained")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.imports.settings import JobSettings, read_scalar
+from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _ESTIMATORS = {
@@ -93,18 +93,20 @@ def _corrections(out: Translation, job: JobSettings, name: str) -> None:
     level = job.get("algo.advantage.is_correction_level")
     bounds = job.get("algo.advantage.is_correction_threshold")
     if correction is not None or (level is not None and level.value in ("token", "sequence")):
-        is_mask = kind is not None and kind.value == "icepop"
-        out.put("algorithm.importance.level", "token", correction, kind)
+        word = "token" if level is None or level.value not in ("token", "sequence") else str(level.value)
+        out.put("algorithm.importance.level", word, level or correction)
         values = [0.5, 5.0] if bounds is None else [read_scalar(each) for each in str(bounds.value).split()]
-        if len(values) == 2 and all(isinstance(value, int | float) and abs(value) < 1e9 for value in values):
-            out.put(
-                "algorithm.importance.cap",
-                float(values[1]),
-                bounds or "is_correction_threshold: 0.5 5.0 (OpenRLHF's default)",
-            )
-            if is_mask:
+        source = bounds or "is_correction_threshold: 0.5 5.0 (OpenRLHF's default)"
+        if len(values) == 2 and all(isinstance(value, int | float) and 0 < value < 1e9 for value in values):
+            out.put("algorithm.importance.cap", max(1.0, float(values[1])), source)
+            if kind is not None and kind.value == "icepop":
                 out.put("algorithm.importance.outside", "mask", kind)
-                out.put("algorithm.importance.floor", float(values[0]), bounds or "its default")
+                out.put("algorithm.importance.floor", min(1.0, float(values[0])), source)
+            else:
+                lower = Setting("--algo.advantage.is_correction_threshold", values[0])
+                out.drop(lower, "weights that are truncated have no lower bound here")
+        if kind is not None and kind.value not in ("tis", "icepop"):
+            out.drop(kind, "weights beyond their bounds are truncated or masked, one by one")
     filters, ends = job.truth("algo.dynamic_filtering_enable"), job.get("algo.dynamic_filtering_range")
     if filters is not None and name in ("grpo", "gspo", "rloo"):
         out.put("algorithm.dynamic_sampling.rounds", 2, filters)

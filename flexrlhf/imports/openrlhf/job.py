@@ -101,7 +101,7 @@ def _supervised(out: Translation, job: JobSettings, name: str, device_class: tup
 def _model(out: Translation, job: JobSettings, role: str, *keys: str) -> Setting:
     setting = next(filter(None, (job.named(key) for key in keys)), None)
     if setting is None:
-        unresolved = next((job.unresolved[key].missing[0] for key in keys if key in job.unresolved), None)
+        unresolved = next((job.unresolved[key].gap for key in keys if key in job.unresolved), None)
         where = f"its value ${unresolved} is not in the file: give it by --var" if unresolved else "the file has none"
         raise UserError(f"{out.file}: --{keys[0]}: a job needs a model, and {where}")
     put_model(out, role, setting)

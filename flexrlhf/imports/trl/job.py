@@ -49,6 +49,8 @@ _OF: dict[str, dict[str, Any]] = {
     "ppo": {"response_length": 53, "max_prompt_length": 512, "num_mini_batches": 1, "per_device_train_batch_size": 8},
     "": {"max_length": 1024},
 }
+_TARGETS = Setting("lora_target_modules", ["q_proj", "v_proj"], default=True)
+"""Of peft for the models whose sizes are known by their names."""
 _OPTIMIZER = {
     "learning_rate": ("learning_rate",),
     "weight_decay": ("weight_decay",),
@@ -98,7 +100,7 @@ def translate(
     model = model or job.named("model_name_or_path") or job.named("model")
     if model is None:
         missing = next(
-            (job.unresolved[key].missing[0] for key in ("model_name_or_path", "model") if key in job.unresolved), ""
+            (job.unresolved[key].gap for key in ("model_name_or_path", "model") if key in job.unresolved), ""
         )
         where = f"its value {missing} is not in the file" if missing else "the file has none"
         raise UserError(
@@ -208,7 +210,9 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
         )
     put_recomputation(out, job.truth("gradient_checkpointing"), "gradient_checkpointing=false")
     if job.truth("use_peft") is not None or job.has("lora_r"):
-        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), job.listed("lora_target_modules"))
+        put_lora(
+            out, role, job.count("lora_r"), job.number("lora_alpha"), job.listed("lora_target_modules") or _TARGETS
+        )
     rows = _known(job, "per_device_train_batch_size")
     pair = 2 if name in ("dpo", "reward", "orpo", "simpo") else 1
     out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")

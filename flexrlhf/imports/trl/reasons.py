@@ -126,6 +126,8 @@ REASONS = (
     Reason(
         (
             "eval_dataset",
+            "ref_model",
+            "reward_model",
             "args",
             "processing_class",
             "tokenizer",
