@@ -14,6 +14,8 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.workload import first_alike
 from flexrlhf.text import counted
 
+ROUNDS = 4
+"""Sizes that are tried."""
 FILLED = 0.9
 """Share of a device's memory up to which a cache grows, as in vLLM: the rest is for fragments, which no plan counts."""
 
@@ -59,16 +61,16 @@ def _most_tokens(plan: Plan, model: PlacedModel) -> int:
     alike = first_alike(plan.schedule.instructions, plan.placement, plan.batch, plan.cluster)
     ranks = {alike[rank] for rank in model.ranks}
     limits = {rank: max(FILLED * (plan.device_bytes(rank) or 0), plan.memories[rank].peak_bytes) for rank in ranks}
-    block, tokens = model.facts.cache_block, whole
-    # calls need less memory next to a smaller cache, so the first size is a lower bound
-    for _ in range(2):
+    block, tokens, fitting = model.facts.cache_block, whole, had
+    # calls need less memory next to a smaller cache, so one that is smaller by what is lacking fits
+    for _ in range(ROUNDS):
         tried = _with_tokens(plan, model, tokens)
         room = min((each for rank in ranks for each in _room(plan, tried, model, rank, limits[rank])), default=0.0)
-        if tokens == whole and room >= 0:
-            return whole
-        tokens = max(had, min(whole, tokens + int(room // block) * block))
-    fits = all(_with_tokens(plan, model, tokens).memory(rank).peak_bytes <= limits[rank] for rank in ranks)
-    return tokens if fits else had
+        fitting = max(fitting, tokens) if room >= 0 else fitting
+        tokens = min(whole, tokens + int(room // block) * block)
+        if tokens <= fitting:
+            break
+    return fitting
 
 
 def _room(plan: Plan, tried: Plan, model: PlacedModel, rank: int, limit: float) -> Iterator[float]:
