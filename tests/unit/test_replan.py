@@ -21,6 +21,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.replan import format_replan, places_text, reopened, replan, returns
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
+from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
 from flexrlhf.guideline.simulation.inputs import TextLengths, truncated_exponential
 from flexrlhf.guideline.simulation.measured_run import RunRecord, measured_run
 from flexrlhf.guideline.simulation.simulate import simulate
@@ -66,9 +67,17 @@ def test_a_step_takes_as_long_as_measured_under_its_placement_and_under_others(p
     machine = Machine({"generate": 2.0, "forward": 1.3, "train": 3.0})
     run = measured_run(record_of(plan(placement), 300, machine))
     assert run.simulation.seconds == pytest.approx(run.seconds, rel=0.03) and run.warm_up == pytest.approx(7.0)
+    assert run.source.accuracy.high == FROM_MEASUREMENTS.high, "all steps took as long"
     for other in (None, SPLIT):
         expected = simulate(plan(other), machine, run.lengths).seconds
         assert simulate(plan(other), run.source.costs, run.lengths).seconds == pytest.approx(expected, rel=0.05)
+
+
+def test_the_range_is_as_wide_as_the_steps_vary() -> None:
+    record = record_of(plan(), 300, Machine(dict.fromkeys(("generate", "forward", "train"), 1.0)), 8)
+    rows = [row | {"seconds": (1.0, 2.0)[row["step"] % 2] * row["seconds"]} for row in record.rows]
+    varied = measured_run(replace(record, rows=rows)).source.accuracy
+    assert varied.high > 1.3 > FROM_MEASUREMENTS.high and varied.tie == FROM_MEASUREMENTS.tie
 
 
 def test_measurements_are_of_the_last_steps_under_the_present_placement() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from flexrlhf.config.spec import Spec
@@ -105,11 +105,12 @@ def measured_run(record: RunRecord, profile: Path | None = None) -> MeasuredRun:
     """
     steps = _settled_steps(record)
     by_step = {row["step"]: float(row["seconds"]) for row in record.rows}
-    seconds = median(by_step[step] for step in steps)
+    low, seconds, high = quantiles([by_step[step] for step in steps], n=4, method="inclusive")
     lengths, base = _recent_lengths(record, steps), _base_costs(record.plan.spec, profile)
     predicted = simulate(record.plan, base.costs, lengths)
     scaled = _scaled_costs(predicted, _measured_times(record, steps), base)
-    source = CostSource(scaled, f"times of {record.directory}, by {base.name}", FROM_MEASUREMENTS)
+    accuracy = FROM_MEASUREMENTS.scattered((high - low) / seconds)
+    source = CostSource(scaled, f"times of {record.directory}, by {base.name}", accuracy)
     first = next(iter(by_step.values()))
     return MeasuredRun(record, steps, seconds, max(0.0, first - seconds), lengths, source)
 
