@@ -914,10 +914,10 @@ def test_larger_batches_are_shown_with_what_they_gain() -> None:
     assert [line.split()[0] for line in lines[1:6]] == ["128", "256", "512", "1024", "2048"]
     speeds = larger_batches([found.best])
     gained = speeds[2].found[0]
-    assert gained is not None and gained.samples_per_second > 1.3 * found.best.samples_per_second
+    assert gained is not None and gained.samples_per_second > 1.2 * found.best.samples_per_second
     again = advise(spec_for(32, "llama-33b", prompts=512, mini_batches=8), AnalyticCosts(), seconds_limit=1.0)
     same = min(
         item.seconds for item in again.comparable if ratios_of(item.candidate) == ratios_of(found.best.candidate)
     )
     assert gained.seconds == pytest.approx(same, rel=0.05)
-    assert lines[-1].split()[:6] == ["512", "prompts", "a", "step", "in", "place"]
+    assert lines[-1].split()[:6] == ["1024", "prompts", "a", "step", "in", "place"]
