@@ -107,6 +107,8 @@ def _loss(out: Translation, job: JobSettings, name: str) -> None:
 
 
 def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> None:
+    if (masked := job.truth(f"{section}.overlong_filtering")) is not None:
+        out.put("algorithm.truncation", "mask", masked)
     out.put_real("algorithm.temperature", job.number(f"{_G}temperature"))
     for key, plain in (("top_p", 1), ("top_k", -1)):
         setting = job.get(f"{_G}{key}")

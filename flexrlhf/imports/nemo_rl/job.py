@@ -50,9 +50,6 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     put_model(out, role, model)
     if name == "ppo":
         put_model(out, "critic", job.named("value.model_name") or model)
-        for key in [key for key in job.found if key.startswith("value.")]:
-            job.read.add(key)
-        out.note("the critic is trained as the actor is: settings in value. are not read, but for its model")
     tokens = _lengths(out, job, name)
     put_data(
         out,
@@ -65,6 +62,8 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
         _scores(out, job)
     _devices(out, job, device_class)
     _engine(out, job, role, is_megatron, tokens)
+    if name == "ppo":
+        _critic(out, job, is_megatron)
     if name in ("grpo", "gspo", "reinforce++", "ppo"):
         _rollout(out, job, rows, tokens)
     skipped = f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}."
@@ -108,37 +107,64 @@ def _lengths(out: Translation, job: JobSettings, name: str) -> int:
 
 
 def _optimizer(out: Translation, job: JobSettings, role: str, is_megatron: bool) -> None:
-    prefix = f"{_P}megatron_cfg.optimizer." if is_megatron else f"{_P}optimizer.kwargs."
-    betas = ("adam_beta1", "adam_beta2") if is_megatron else ("", "")
+    """Write the optimizer of a role, whose settings are in ``value.`` if it is the critic."""
+    section = "value." if role == "critic" else _P
+    prefix = f"{section}megatron_cfg.optimizer." if is_megatron else f"{section}optimizer.kwargs."
     keys = {
         "learning_rate": (f"{prefix}lr",),
         "weight_decay": (f"{prefix}weight_decay",),
         "eps": (f"{prefix}adam_eps", f"{prefix}eps"),
+        "betas": (f"{prefix}betas",),
+        "max_grad_norm": (f"{section}max_grad_norm",),
     }
-    keys |= {"betas": (f"{prefix}betas",), "max_grad_norm": (f"{_P}max_grad_norm",)}
-    keys |= {"beta1": (prefix + betas[0],), "beta2": (prefix + betas[1],)}
     if is_megatron:
-        keys |= {
-            "schedule": (f"{_P}megatron_cfg.scheduler.lr_decay_style",),
-            "warmup_steps": (f"{_P}megatron_cfg.scheduler.lr_warmup_iters",),
-        }
-        job.read |= {
-            f"{_P}megatron_cfg.scheduler.lr_decay_iters",
-            f"{_P}megatron_cfg.scheduler.lr_warmup_init",
-            f"{prefix}min_lr",
-        }
+        scheduler = f"{section}megatron_cfg.scheduler."
+        keys |= {"beta1": (f"{prefix}adam_beta1",), "beta2": (f"{prefix}adam_beta2",)}
+        keys |= {"schedule": (f"{scheduler}lr_decay_style",), "warmup_steps": (f"{scheduler}lr_warmup_iters",)}
+        _decay(out, job, role, prefix, scheduler)
     put_optimizer(out, job, role, keys)
-    job.read |= {key for key in job.found if key.startswith((f"{_P}optimizer.", f"{_P}scheduler"))}
-    scheduler = job.found.get(f"{_P}scheduler")
-    if scheduler is None or is_megatron or not isinstance(scheduler.value, list):
+    job.read |= {key for key in job.found if key.startswith((f"{section}optimizer.", f"{section}scheduler"))}
+    if not is_megatron:
+        _stages(out, job.found.get(f"{section}scheduler"), role)
+
+
+def _decay(out: Translation, job: JobSettings, role: str, prefix: str, scheduler: str) -> None:
+    """Write the end of Megatron's schedule."""
+    style, end, peak = job.get(f"{scheduler}lr_decay_style"), job.number(f"{prefix}min_lr"), job.number(f"{prefix}lr")
+    length = job.get(f"{scheduler}lr_decay_iters")
+    job.get(f"{scheduler}lr_warmup_init")
+    if style is None or style.value == "constant":
         return
-    for stage in scheduler.value:
-        kwargs: dict[str, Any] = stage.get("kwargs", {}) if isinstance(stage, dict) else {}
+    out.drop(length, "a schedule ends at the last step of the run")
+    if end is not None and peak is not None and end.value <= peak.value:
+        out.put(f"models.{role}.optimizer.final_ratio", end.value / peak.value, end, peak)
+
+
+def _stages(out: Translation, scheduler: Setting | None, role: str) -> None:
+    """Write a warm-up and a schedule that are torch's, one after the other."""
+    for stage in scheduler.value if scheduler is not None and isinstance(scheduler.value, list) else ():
+        kwargs: Any = stage.get("kwargs") if isinstance(stage, dict) else None
         name = str(stage.get("name", "")) if isinstance(stage, dict) else ""
-        if name.endswith("LinearLR") and isinstance(kwargs.get("total_iters"), int):
-            out.put(f"models.{role}.optimizer.warmup_steps", kwargs["total_iters"], f"{scheduler.key}: LinearLR")
+        if name.endswith("LinearLR") and isinstance(kwargs, dict) and isinstance(kwargs.get("total_iters"), int):
+            source = f"policy.scheduler: LinearLR, from {kwargs.get('start_factor', 0)} of the rate, here from 0"
+            out.put(f"models.{role}.optimizer.warmup_steps", kwargs["total_iters"], source)
         elif "Cosine" in name:
-            out.put(f"models.{role}.optimizer.schedule", "cosine", f"{scheduler.key}: {name.rpartition('.')[2]}")
+            out.put(f"models.{role}.optimizer.schedule", "cosine", f"policy.scheduler: {name.rpartition('.')[2]}")
+
+
+def _critic(out: Translation, job: JobSettings, is_megatron: bool) -> None:
+    """Write how the critic is trained and split where it differs from the actor."""
+    _optimizer(out, job, "critic", is_megatron)
+    prefix = "value.megatron_cfg." if is_megatron else "value.dtensor_cfg."
+    sizes = {"tp": ("tensor_model_parallel_size", "tensor_parallel_size"), "pp": ("pipeline_model_parallel_size",)}
+    for key, names in sizes.items():
+        size = job.count(*(prefix + name for name in names))
+        if size is not None and size.value != (out.value(f"models.all.{key}") or 1):
+            out.put(f"models.critic.{key}", size.value, size)
+    job.read |= {key for key in job.found if key.startswith("value.")}
+    out.note(
+        "the critic is trained as the actor is, but for its model, optimizer and split: others in value. are not read"
+    )
 
 
 def _scores(out: Translation, job: JobSettings) -> None:
