@@ -44,7 +44,8 @@ class Setting:
     @property
     def text(self) -> str:
         """Value in one line, with ``$NAME`` in the place of a part without a value."""
-        plain = re.sub(f"{MARK}([^{MARK}]*){MARK}", r"$\1", str(self.value))
+        words = f"[{', '.join(map(str, self.value))}]" if isinstance(self.value, list) else str(self.value)
+        plain = re.sub(f"{MARK}([^{MARK}]*){MARK}", r"$\1", words)
         return (
             plain
             if isinstance(self.value, str)

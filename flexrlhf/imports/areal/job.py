@@ -105,6 +105,9 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     out.put_same("seed", job.count("seed"))
     out.put_same("steps", job.count("total_train_steps"))
     put_optimizer(out, job, role, _OPTIMIZER)
+    if name == "ppo":
+        keys = {key: tuple(each.replace("actor.", "critic.") for each in names) for key, names in _OPTIMIZER.items()}
+        put_optimizer(out, job, "critic", keys)
     if generates:
         put_scored_by_code(out, None)
     allocation = job.get("allocation_mode")

@@ -157,11 +157,12 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
         out.put("models.all.offload_optimizer", True, offload)
         if out.value("models.all.zero") == 3:
             out.put("models.all.offload_parameters", True, offload)
-    rank = job.number(f"{prefix}lora_dim")
-    if put_lora(out, role, rank, Setting("lora_scaling", 1, default=True), None) and not job.truth(
-        "only_optimize_lora"
-    ):
-        out.drop(rank, "norms and embeddings are trained there, too: here the adapters alone")
+    alpha, alone = Setting("lora_scaling", 1, default=True), job.truth("only_optimize_lora")
+    roles = {"actor": "actor_lora_dim", "critic": "critic_lora_dim"} if is_rlhf else {role: "lora_dim"}
+    for own, name in roles.items():
+        rank = job.number(name)
+        if put_lora(out, own, rank, alpha, None) and alone is None:
+            out.drop(rank, "norms and embeddings are trained there, too: here the adapters alone")
     key = "per_device_training_batch_size" if is_rlhf else "per_device_train_batch_size"
     rows = job.count(key) or _default(key)
     pair = 2 if out.value("algorithm.name") in ("reward", "dpo") else 1

@@ -162,9 +162,7 @@ def _critic(out: Translation, job: JobSettings, is_megatron: bool) -> None:
         if size is not None and size.value != (out.value(f"models.all.{key}") or 1):
             out.put(f"models.critic.{key}", size.value, size)
     job.read |= {key for key in job.found if key.startswith("value.")}
-    out.note(
-        "the critic is trained as the actor is, but for its model, optimizer and split: others in value. are not read"
-    )
+    out.note("of value. the model, the optimizer and the split are read; else the critic is as the actor is")
 
 
 def _scores(out: Translation, job: JobSettings) -> None:

@@ -36,6 +36,8 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
         put_model(out, "reward", reward)
     elif "accuracy_reward" in str(functions.value if functions else ""):
         out.put("reward", {"rule": "math"}, functions)
+        if functions is not None and functions.value != "accuracy_reward":
+            out.drop(functions, "of several functions the one for accuracy is a rule here", matters=False)
     else:
         put_scored_by_code(out, functions)
     beta = job.number("beta", "kl_coef")

@@ -115,6 +115,8 @@ def translate(
         put_supervised(out, job, name)
     put_data(out, job.get("dataset_name", "dataset"), "data/train.jsonl")
     put_optimizer(out, job, role, _OPTIMIZER)
+    if name == "ppo":
+        put_optimizer(out, job, "critic", _OPTIMIZER)
     put_gpus(out, processes.value, device_class, processes)
     out.put("placement", None, "every model in every process")
     _engine(out, job, accelerate, role, tokens, name)

@@ -156,6 +156,8 @@ def _critic(out: Translation, job: JobSettings, actor: Setting) -> None:
     put_model(out, "critic", actor if path is None else path)
     keys = {key: tuple(f"critic.{each}" for each in own) for key, own in _OPTIMIZER.items()}
     put_optimizer(out, job, "critic", keys, _updates(out))
+    rank, alpha = job.number("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
+    put_lora(out, "critic", rank, alpha, job.listed("critic.model.target_modules"))
 
 
 def _engine(out: Translation, job: JobSettings, program: str) -> str:
