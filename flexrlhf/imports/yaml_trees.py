@@ -76,9 +76,9 @@ def with_overrides(tree: Tree, overrides: Mapping[str, Any]) -> Tree:
 
 def resolved(tree: Tree, given: Mapping[str, str]) -> dict[str, Any]:
     """Return the leaves by dotted key, with interpolations resolved. ``given``: variables of the environment."""
+    conf = omega_conf()
     from omegaconf.errors import OmegaConfBaseException
 
-    conf = omega_conf()
     for name, function in _RESOLVERS.items():
         if not conf.has_resolver(name):
             conf.register_resolver(name, function)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from flexrlhf.cli import app
 from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
+from flexrlhf.imports.libraries import bash_parser
 from flexrlhf.imports.settings import flat
 from flexrlhf.imports.translate import translated
 from flexrlhf.imports.translation import Translation
@@ -319,6 +321,16 @@ def test_a_file_that_is_no_job_is_one_sentence(tmp_path: Path, file: str, text: 
     with pytest.raises(UserError) as error:
         translated(tmp_path / file)
     assert WRONG[file, text] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("module", "name"), [("tree_sitter_bash", "trl_grpo.sh"), ("omegaconf", "trl_grpo.yaml")])
+def test_a_reader_that_is_not_installed_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    bash_parser.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=r"pip install 'flexrlhf\[import\]'"):
+        job(name)
 
 
 def test_a_missing_file_and_a_wrong_variable_are_one_sentence(tmp_path: Path) -> None:
