@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import most_cache_tokens, padded_row
 from flexrlhf.plan.plan import Plan
@@ -20,7 +21,7 @@ FILLED = 0.9
 """Share of a device's memory up to which a cache grows, as in vLLM: the rest is for fragments, which no plan counts."""
 
 
-def sized_cache(plan: Plan) -> PlacedModel | None:
+def _sized_cache(plan: Plan) -> PlacedModel | None:
     """Return the rollout engine whose cache has the size that memory leaves; None if there is none, or the YAML sets
     the size, or devices have an unknown one."""
     model = next((each for each in plan.placement.models if each.has_cache), None)
@@ -31,14 +32,24 @@ def sized_cache(plan: Plan) -> PlacedModel | None:
 
 def with_residency(bare: Plan) -> Plan:
     """Return ``bare`` with Offload and Reload, and the cache of its rollout engine as large as memory leaves."""
-    plan, model = bare.with_residency(), sized_cache(bare)
+    plan, model = bare.with_residency(), _sized_cache(bare)
     if model is None:
         return plan
     if not _fits(plan):
         plan = _with_tokens(bare, model, padded_row(bare.spec)).with_residency()
         if not _fits(plan):
             return bare.with_residency()
-    return _with_tokens(plan, model, _most_tokens(plan, model))
+    plan = _with_tokens(plan, model, _most_tokens(plan, model))
+    sized = plan.placement[model.name]
+    return replace(plan, spec=plan.spec.model_copy(update={"rollout": sized.rollout}), cache=_text(plan, sized))
+
+
+def unsized_spec(plan: Plan) -> Spec:
+    """Return the spec of ``plan`` without the size of a cache that is not written, which other settings may change."""
+    spec = plan.spec
+    if not plan.cache:
+        return spec
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"kv_tokens": None})})
 
 
 def _fits(plan: Plan) -> bool:
@@ -48,9 +59,9 @@ def _fits(plan: Plan) -> bool:
 def _with_tokens(plan: Plan, model: PlacedModel, tokens: int) -> Plan:
     """Return ``plan`` with room for ``tokens`` in the cache of ``model``."""
     settings = model.settings.model_copy(update={"generate_tokens": tokens})
-    placed = tuple(
-        replace(each, settings=settings) if each.name == model.name else each for each in plan.placement.models
-    )
+    rollout = plan.spec.rollout.model_copy(update={"kv_tokens": tokens})
+    sized = replace(model, settings=settings, rollout=rollout)
+    placed = tuple(sized if each.name == model.name else each for each in plan.placement.models)
     return replace(plan, placement=replace(plan.placement, models=placed))
 
 
@@ -87,20 +98,13 @@ def _room(plan: Plan, tried: Plan, model: PlacedModel, rank: int, limit: float) 
     )
 
 
-def is_short_of_cache(plan: Plan) -> bool:
-    """Whether a cache takes whatever memory is left, and has not all rows of a step at their longest."""
-    model = sized_cache(plan)
-    return model is not None and model.settings.generate_tokens < most_cache_tokens(plan.spec, model.layout)
-
-
-def cache_text(plan: Plan) -> str:
-    """Return a sentence on the size of a cache that the YAML leaves out; nothing where it does not."""
-    model = sized_cache(plan)
-    if model is None:
-        return ""
+def _text(plan: Plan, model: PlacedModel) -> str:
     tokens, row = model.settings.generate_tokens, padded_row(plan.spec)
     rows = plan.sizing.texts.rows_decoded(model, most_cache_tokens(plan.spec, model.layout) // row)
-    return (
-        f"rollout.kv_tokens: not written, {tokens} fit: {counted(tokens // row, 'row')} of {row} tokens; at most "
-        f"{counted(rows, 'row')} at a time"
-    )
+    return f"{tokens} fit: {counted(tokens // row, 'row')} of {row} tokens; at most {counted(rows, 'row')} at a time"
+
+
+def is_short_of_cache(plan: Plan) -> bool:
+    """Whether a cache takes whatever memory is left, and has not all rows of a step at their longest."""
+    models = [each for each in plan.placement.models if each.has_cache and plan.cache]
+    return any(each.settings.generate_tokens < most_cache_tokens(plan.spec, each.layout) for each in models)

@@ -44,6 +44,7 @@ class Plan:
     offloaded:  rank → placed models that are in host memory when the run starts.
     choice:     engine that ``rollout.engine: auto`` is, and why; empty if one is written, or transformers is
                 the only candidate.
+    cache:      size of a rollout engine's cache that is not written; empty if it is.
     """
 
     spec: Spec
@@ -58,6 +59,7 @@ class Plan:
     groups: tuple[Group, ...]
     offloaded: Mapping[int, tuple[ModelName, ...]] = field(default_factory=dict)
     choice: str = ""
+    cache: str = ""
 
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""

@@ -13,7 +13,6 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.cache_size import cache_text
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
@@ -199,7 +198,7 @@ def _placement(plan: Plan) -> list[str]:
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
     lines += [f"rollout.engine: auto is {plan.choice}"] if plan.choice else []
-    lines += [text] if (text := cache_text(plan)) else []
+    lines += [f"rollout.kv_tokens: not written, {plan.cache}"] if plan.cache else []
     return lines + [f"warning: {text}" for text in plan.placement.warnings]
 
 

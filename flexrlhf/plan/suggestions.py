@@ -19,6 +19,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import has_known_gpus
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.cache_size import unsized_spec
 from flexrlhf.plan.changes import Changes, SettingChange, changed_spec, changes_on
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
 from flexrlhf.plan.plan import Plan
@@ -197,7 +198,7 @@ def replanned(plan: Plan, graph: Graph, changes: Changes) -> Plan:
         if isinstance(change.value, LoraSpec):
             role = change.setting.split(".")[1]
             shapes[role] = with_adapters(role, shapes[role], change.value)
-    resolved = ResolvedSpec(changed_spec(plan.spec, changes), graph, plan.cluster)
+    resolved = ResolvedSpec(changed_spec(unsized_spec(plan), changes), graph, plan.cluster)
     return plan_on(resolved, resolved.place(), shapes)
 
 

@@ -33,8 +33,8 @@ FROM_FILES = {
     "Spec.snapshots",
 }
 """Settings that are read from files, or name a run's files."""
-CHOICE = re.compile(r"\n  rollout.engine: auto is .*")
-"""Line of a plan whose engine is not written."""
+CHOICE = re.compile(r"\n  rollout\.(engine: auto is|kv_tokens: not written,) .*")
+"""Lines of a plan whose engine or cache is not written."""
 OWN_CODE = {f"AlgorithmSpec.{name}" for name in ("graph", "loop", "settings")}
 """Code of a user's own, with its settings."""
 
