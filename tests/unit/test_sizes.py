@@ -1,7 +1,9 @@
-"""Fewest devices on which models train."""
+"""Fewest devices: cells of docs/sizes.md fit as ``plan`` counts, and on half of the devices nothing does."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.guideline.advice.sizes import MOST_DEVICES, least_count
+from flexrlhf.guideline.advice.sizes import ENGINES, MOST_DEVICES, SizeTable, least_count
+from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
 
+PAGE = (Path(__file__).parents[2] / "docs" / "sizes.md").read_text()
+COMMAND = shlex.split(re.findall(r"^flexrlhf size .*$", PAGE, re.MULTILINE)[-1])
 Cell = tuple[str, str, str, str]
 """Model, response length, training and device class."""
 
@@ -28,6 +33,43 @@ def numbers(cell: str) -> tuple[int, list[float]]:
     """Return the devices and the samples per second of a cell."""
     devices, _, speeds = cell.partition(":")
     return int(devices.removesuffix(" (host)")), [float(speed) for speed in speeds.split(" / ")]
+
+
+def option(name: str) -> str:
+    return COMMAND[COMMAND.index(name) + 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "response", "training", "gpu_type"),
+    [
+        ("qwen2.5-7b", "8192", "full", "RTX4090-24G"),
+        ("qwen2.5-7b", "1024", "LoRA 16", "RTX4090-24G"),
+        ("qwen2.5-14b", "1024", "full", "A100-80G"),
+    ],
+)
+def test_a_cell_fits_and_half_of_its_devices_do_not(
+    model: str, response: str, training: str, gpu_type: str, tmp_path: Path
+) -> None:
+    devices, speeds = numbers(cells(PAGE)[model, response, training, gpu_type])
+    lora = None if training == "full" else int(training.split()[-1])
+    table = SizeTable([model], 16, [option("--algorithm")], [gpu_type], [int(response)], overrides=(option("--set"),))
+    (cell,) = [each for each in table.cells if each.lora == lora]
+    found = table.plan_on(cell, devices, ENGINES)
+    assert found is not None
+    low, high = FROM_FIGURES.seconds(found.samples_per_second)
+    assert low < speeds[0] < high
+    # the plan behind it, by the command that is printed for it
+    path = tmp_path / "advised.yaml"
+    words = shlex.split(found.command(table.overrides, table.mean))
+    for command in ([*words[1:], "-o", str(path)], ["plan", str(path)]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    plan = make_plan(load_spec(path))
+    check_fits(plan)
+    assert len(plan.cluster.devices) == devices
+    assert plan.spec.placement == found.chosen.plan.spec.placement
+    assert not any(table.fits(cell, devices // 2, engine) for engine in ENGINES)
+    assert table.plan_on(cell, devices // 2, ENGINES) is None
 
 
 def test_the_fewest_devices_are_found_in_few_tries() -> None:
@@ -57,7 +99,7 @@ def test_the_table_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.Mo
     for (_, _, training, name), cell in shown.items():
         devices, speeds = numbers(cell)
         assert 0 < speeds[0] < speeds[1] < speeds[2]
-        assert cell in html
+        assert cell in html and len(html) < 1e5
         (line,) = [line for line in result.stdout.splitlines() if f"{training:<8}  {name}" in line]
         assert f"{speeds[0]:g}" in line
         for times in (1, 2, 4):
