@@ -245,7 +245,8 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Guid
     others = [ruled] if by_rules.space.has_shadows or not base.must_have_shadows else []
     others += [] if base.must_have_shadows else compared.usual(plain)
     for label, space in spaces:
-        result = compared.search(label, space, _seeds(others, space))
+        # the fastest without a lag is a start with one
+        result = compared.search(label, space, _seeds([*others, *compared.candidates], space))
         # weights that travel in the background, although the YAML does not say so, need memory next to those in use
         may_wait = space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
         if space.has_shadows and not _is_found(result) and may_wait:

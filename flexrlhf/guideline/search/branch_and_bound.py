@@ -42,7 +42,9 @@ NEAR = 0.005
 BEAM = 64
 """Partial assignments that are followed to their end before the search, those with the least bounds."""
 DIVES = 8
-"""Assignments of meshes at that end whose options are searched."""
+"""Assignments of meshes whose options are searched at that end, and of every branch at the end of the work."""
+LAST = 0.9
+"""Share of the work after which only options are searched, on meshes that are decided."""
 ROWS = 64
 """Partial assignments that are expanded at once, each to thousands: more take gigabytes and overrun the limit."""
 KEPT = 10
@@ -149,8 +151,8 @@ class _MeshSearch:
         self._push(root, self.floors)
         self._dive(root, self.floors)
         while self.branches:
-            if self.state.is_exhausted:
-                return min(branch.bound for branch in self.branches)
+            if self.state.work > LAST * self.state.seconds_limit:
+                return self._end()
             left = self._step(heapq.heappop(self.branches))
             if np.isfinite(left):
                 return min([left, *(branch.bound for branch in self.branches)])
@@ -169,6 +171,14 @@ class _MeshSearch:
         self.state.pruned_by_memory = left_out
         if len(partial.parts) == len(self.order):
             self._finish(partial.rows(slice(DIVES)), bounds[:DIVES])
+
+    def _end(self) -> float:
+        """Look for a fast assignment among the meshes that are decided. Returns the least bound of the rest."""
+        left = min(branch.bound for branch in self.branches)
+        for branch in sorted(branch for branch in self.branches if not branch.height):
+            if not self.state.is_exhausted:
+                self._finish(branch.partial.rows(slice(DIVES)), branch.bounds[:DIVES])
+        return left
 
     def _step(self, branch: _Branch) -> float:
         """Expand a branch. Returns the least bound of its rest at the limit, else infinite."""

@@ -21,9 +21,9 @@ Key = tuple[tuple[int, ...], tuple[int, ...]]
 """Starts and options of an assignment."""
 NEAREST = 16
 """Assignments that are timed although they do not fit."""
-EVALUATION_SECONDS = 1.7e-3
+EVALUATION_SECONDS = 1.2e-3
 """Seconds of evaluating some rows at once on an ordinary core, whatever their number."""
-CALL_SECONDS = 0.3e-6
+CALL_SECONDS = 0.2e-6
 """Seconds of each call of each of the rows in addition."""
 MEMORY_SECONDS = 0.05e-6
 """Seconds of each part of each row whose memory is looked at, whether or not it is evaluated then."""
