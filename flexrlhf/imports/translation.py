@@ -162,7 +162,10 @@ class Translation:
         return "\n".join(self._report("")).strip()
 
     def _report(self, indent: str) -> Iterator[str]:
-        head = {True: "No counterpart, with an effect on results, memory or time:", False: "No counterpart, without:"}
+        head = {
+            True: "No counterpart, with an effect on results, memory or time:",
+            False: "No counterpart, without such an effect:",
+        }
         if self.notes:
             yield from ("", f"{indent}Assumed:", *(f"{indent}  {_plain(note)}" for note in self.notes))
         for matters in (True, False):

@@ -340,7 +340,12 @@ class RankMemory:
     def host_bytes(self) -> int:
         """Peak bytes in host memory."""
         offloaded = sum(state.host for state in self.states.values() if state is not None)
-        return max(self.loading + offloaded, *(phase.host for phase in self.phases), 0)
+        return max(self.loading + offloaded, self.loaded_host_bytes)
+
+    @property
+    def loaded_host_bytes(self) -> int:
+        """Peak bytes in host memory once models are loaded."""
+        return max((phase.host for phase in self.phases), default=0)
 
     @property
     def is_complete(self) -> bool:

@@ -55,6 +55,11 @@ class Cluster:
     def ranks_on(self, device_class: str) -> tuple[int, ...]:
         return tuple(device.rank for device in self.devices if device.device_class == device_class)
 
+    @property
+    def most_on_node(self) -> int:
+        """Devices of the largest node."""
+        return max(map(len, self._nodes.values()))
+
     def ranks_on_node(self, node: int) -> tuple[int, ...]:
         return self._nodes.get(node, ())
 

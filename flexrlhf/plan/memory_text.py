@@ -86,9 +86,8 @@ def _phase_lines(phase: Phase) -> list[str]:
 
 
 def _host(memory: RankMemory) -> str:
-    later = max((phase.host for phase in memory.phases), default=0)
     how = ", each whole and in float32" if memory.loads_whole else ""
-    return f"while models are loaded{how}" if memory.host_bytes > later else ""
+    return f"while models are loaded{how}" if memory.host_bytes > memory.loaded_host_bytes else ""
 
 
 def _share(size: int, phase: Phase) -> bool:

@@ -159,7 +159,7 @@ def test_the_default_changes_are_those_that_the_run_can_have(plan: Plan) -> None
         ("speculative=0.7:x", "speculative=0.7:4:0.05"),
         ("devices=1.5x", "devices=2x"),
         ("rollout=int4", "fp8, float32"),
-        ("my.yaml", "expected one of rollout=..."),
+        ("my.yaml", "no such change; known: rollout=..."),
     ],
 )
 def test_a_text_that_is_no_change_is_one_sentence(plan: Plan, text: str, expected: str) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -161,9 +160,8 @@ def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
     if on_host:
         yield f"optimizer in host memory: {', '.join(on_host)}"
     if names:
-        devices = Counter(device.node for device in item.plan.cluster.devices)
-        most, ranks = max(devices.values()), item.plan.memories
-        later = most * max(phase.host for memory in ranks for phase in memory.phases)
+        most, ranks = item.plan.cluster.most_on_node, item.plan.memories
+        later = most * max(memory.loaded_host_bytes for memory in ranks)
         loading = most * max(memory.host_bytes for memory in ranks)
         more = f", and {bytes_text(loading)} while models are loaded" if loading > later else ""
         yield f"in host memory while others compute: {', '.join(names)}; a node's host needs {bytes_text(later)}{more}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -137,8 +136,7 @@ def _on_host(plan: SizedPlan) -> Iterator[str]:
     names = ["optimizers"] if any(model.settings.offload_optimizer for model in planned.placement.models) else []
     names += ["idle models"] if plan.chosen.candidate.space.offloaded else []
     if names:
-        ranks = max(Counter(device.node for device in planned.cluster.devices).values())
-        size = ranks * max(phase.host for memory in planned.memories for phase in memory.phases)
+        size = planned.cluster.most_on_node * max(memory.loaded_host_bytes for memory in planned.memories)
         yield from (*names[:-1], f"{names[-1]} {bytes_text(size)}")
 
 

@@ -48,8 +48,8 @@ def read_change(text: str) -> Callable[[Plan], Change]:
     """Return the maker of the change ``KEY=VALUE``. Raises UserError for another text."""
     key, equals, value = text.partition("=")
     if not equals or key not in CHANGES:
-        found = f"{nearest(key, CHANGES)}; " if equals else ""
-        raise UserError(f"--what-if {text}: {found}expected one of {', '.join(f'{each}=...' for each in CHANGES)}")
+        known = ", ".join(f"{each}=..." for each in CHANGES)
+        raise UserError(f"--what-if {text}: no such change{nearest(key, CHANGES)}; known: {known}")
     return CHANGES[key](value, text)
 
 
