@@ -1,7 +1,7 @@
 """Re-planning of a run whose responses grow: the quick start's policy, rewarded by the words of a response.
 
     flexrlhf run                          # once: trains the policy that it starts from
-    python benchmarks/replanning.py       # in the same directory; about five minutes
+    python benchmarks/replanning.py       # in the same directory; about two minutes
 
 Measures the machine, trains with and without ``--replan``, and prints the decisions and from which step on the two runs
 differ. Then times the steps of long responses under both placements in turns, from the same policy. Run it on a machine
