@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
 
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import MAX_DEVICES
 from flexrlhf.errors import UserError
-from flexrlhf.imports.settings import Setting
+from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
 from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
 from flexrlhf.weights.shapes import model_shape
@@ -38,34 +38,36 @@ def named_class(text: str) -> str | None:
     return next(iter(found)) if len(found) == 1 else None
 
 
-def check_number(out: Translation, devices: int) -> None:
-    """Raise UserError for more devices than a plan takes."""
-    if devices > MAX_DEVICES:
-        raise UserError(f"{out.file}: {devices} devices are more than a plan takes: at most {MAX_DEVICES}")
+def machines(out: Translation, job: JobSettings, nodes: Setting | None, per_node: Setting | None) -> tuple[int, int]:
+    """Return the number of nodes and the devices of one; one node of eight if the file does not have them."""
+    is_missing = any(each.key.rpartition(".")[2] in ("nnodes", "num_nodes") for each in job.unresolved.values())
+    if per_node is None or is_missing:
+        out.note("the number of devices is not in the file: one node of eight is assumed")
+    return 1 if nodes is None else nodes.value, GPUS_PER_NODE if per_node is None else per_node.value
 
 
-def put_cluster(
-    out: Translation, count: int, devices: int, device_class: tuple[str, str] | None, *sources: Setting | str | None
-) -> None:
-    """Write the machines. ``device_class``: its name, and where that is from."""
-    check_number(out, count * devices)
-    node: dict[str, Any] = {"count": count, "devices": devices}
-    if device_class is not None:
-        node["class"] = device_class[0]
-    else:
+def put_cluster(out: Translation, machines: Sequence[tuple[int, int]], *sources: Setting | str | None) -> None:
+    """Write the machines: the number of nodes of each kind with the devices of one.
+
+    Raises UserError for more devices than a plan takes.
+    """
+    total = sum(count * devices for count, devices in machines)
+    if total > MAX_DEVICES:
+        raise UserError(f"{out.file}: {total} devices are more than a plan takes: at most {MAX_DEVICES}")
+    name, origin = out.devices or (None, None)
+    nodes = [{"count": count, "devices": devices} | ({"class": name} if name else {}) for count, devices in machines]
+    out.put("cluster.nodes", nodes, *sources, origin)
+    if name is None:
         out.note(
             "the file names no class of devices: plan checks no memory and simulate needs one: --gpu-type, such as "
             "H100-80G"
         )
-    out.put("cluster.nodes", [node], *sources, None if device_class is None else device_class[1])
 
 
-def put_gpus(out: Translation, gpus: int, device_class: tuple[str, str] | None, *sources: Setting | str | None) -> None:
+def put_gpus(out: Translation, gpus: int, *sources: Setting | str | None) -> None:
     """Write machines of eight, or one with fewer, that have a number of devices."""
-    devices = min(gpus, GPUS_PER_NODE)
-    while gpus % devices:
-        devices -= 1
-    put_cluster(out, gpus // devices, devices, device_class, *sources)
+    devices = next(each for each in range(min(gpus, GPUS_PER_NODE), 0, -1) if gpus % each == 0)
+    put_cluster(out, [(gpus // devices, devices)], *sources)
 
 
 def num_devices(out: Translation) -> int:
@@ -74,50 +76,81 @@ def num_devices(out: Translation) -> int:
 
 
 def put_apart(
-    out: Translation,
-    training: tuple[int, int],
-    generating: tuple[int, int],
-    device_class: tuple[str, str] | None,
-    *sources: Setting | None,
+    out: Translation, training: tuple[int, int], generating: tuple[int, int], *sources: Setting | None
 ) -> None:
     """Write devices that train and others that generate: of the same machines if these have room, else of others."""
     (count, devices), (others, more) = training, generating
-    check_number(out, count * devices + others * more)
+    trains = list(range(count * devices))
     if count == others and devices + more <= GPUS_PER_NODE:
         whole = devices + more
-        put_cluster(out, count, whole, device_class, *sources)
+        put_cluster(out, [(count, whole)], *sources)
         trains = [node * whole + rank for node in range(count) for rank in range(devices)]
-    elif devices == more:
-        put_cluster(out, count + others, devices, device_class, *sources)
-        trains = list(range(count * devices))
     else:
-        first = {"count": count, "devices": devices}
-        second = {"count": others, "devices": more}
-        named = {} if device_class is None else {"class": device_class[0]}
-        out.put("cluster.nodes", [{**first, **named}, {**second, **named}], *sources)
-        trains = list(range(count * devices))
+        put_cluster(out, [(count + others, devices)] if devices == more else [training, generating], *sources)
     generates = [rank for rank in range(num_devices(out)) if rank not in set(trains)]
-    roles = ["critic"] if out.value("algorithm.name") == "ppo" else []
-    roles += ["ref"] if out.value("algorithm.kl.place") else []
-    roles += ["reward"] if {"models.reward.init", "models.reward.path"} & set(out.lines) else []
-    for role in ("actor", *roles):
-        out.put(f"placement.{role}.ranks", span(trains), *sources[: len(sources) // 2])
-    out.put(f"placement.actor{DOT}rollout.ranks", span(generates), *sources[len(sources) // 2 :])
+    half = len(sources) // 2
+    for role in ("actor", *other_roles(out, bool(out.value("algorithm.kl.place")))):
+        out.put(f"placement.{role}.ranks", span(trains), *sources[:half])
+    put_generating(out, generates, *sources[half:])
+
+
+def other_roles(out: Translation, penalised: bool) -> list[str]:
+    """Return the roles of a job next to the actor. ``penalised``: whether there is a reference."""
+    found = {"critic": out.value("algorithm.name") == "ppo", "ref": penalised, "reward": out.has_model("reward")}
+    return [role for role, is_there in found.items() if is_there]
+
+
+def put_generating(out: Translation, ranks: Sequence[int], *sources: Setting | None) -> None:
+    """Write the ranks that generate and do nothing else."""
+    out.put(f"placement.actor{DOT}rollout.ranks", span(ranks), *sources)
     out.put("sync.overlap", False, "weights are sent while nothing else runs there")
 
 
-def span(ranks: list[int]) -> str | list[int]:
+def span(ranks: Sequence[int]) -> str | list[int]:
     """Return ranks as a YAML has them: a run of several as ``0-3``."""
-    is_run = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-    return f"{ranks[0]}-{ranks[-1]}" if is_run and len(ranks) > 1 else ranks
+    is_run = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]}-{ranks[-1]}" if is_run and len(ranks) > 1 else list(ranks)
 
 
-def ranks_of(text: Any) -> list[int]:
-    """Return the ranks of a line; none where there is none."""
-    if isinstance(text, str):
-        first, _, last = text.partition("-")
-        return list(range(int(first), int(last or first) + 1))
-    return list(text or ())
+def num_generating(out: Translation) -> int:
+    """Return the number of devices that generate."""
+    ranks = out.value(f"placement.actor{DOT}rollout.ranks")
+    if isinstance(ranks, str):
+        first, _, last = ranks.partition("-")
+        return int(last) - int(first) + 1
+    return len(ranks) if ranks else num_devices(out)
+
+
+def put_vllm(
+    out: Translation,
+    tp: Setting | None,
+    pp: Setting | None,
+    share: Setting | None,
+    rows: int,
+    tokens: int,
+    engines: int | None = None,
+) -> None:
+    """Write the ranks of a vLLM engine and its cache.
+
+    tp, pp:   tensor-parallel ranks and stages of an engine.
+    share:    of a device's memory that the engine may fill.
+    rows:     responses of a step.
+    tokens:   longest prompt and response.
+    engines:  number of engines; None: as many as the devices that generate allow.
+    """
+    size, devices = 1 if tp is None else tp.value, num_generating(out)
+    if size > GPUS_PER_NODE:
+        out.drop(tp, f"an engine's tensor-parallel ranks are on one node: {GPUS_PER_NODE} here")
+        size = GPUS_PER_NODE
+    elif devices % size and engines is None:
+        out.drop(tp, f"engines of {size} ranks do not divide {devices} devices")
+        size = 1
+    if size > 1:
+        out.put("rollout.tp", size, tp)
+    if pp is not None and pp.value > 1:
+        out.put("rollout.pp", pp.value, pp)
+        size *= pp.value
+    put_cache(out, share, size, -(-rows // engines) if engines else -(-rows * size // max(1, devices)), tokens)
 
 
 def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: int, tokens: int) -> None:
@@ -129,8 +162,7 @@ def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: in
     """
     if share is None:
         return
-    init, nodes = out.value("models.actor.init"), out.value("cluster.nodes")
-    device_class = None if not nodes else nodes[0].get("class")
+    init, device_class = out.value("models.actor.init"), out.devices[0] if out.devices else None
     shape = None if init not in MODELS else model_shape("actor", ModelSpec.model_validate({"init": init}))
     if shape is None or shape.sizes is None or device_class is None:
         out.drop(

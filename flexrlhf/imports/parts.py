@@ -1,4 +1,4 @@
-"""Parts of a YAML that every system's jobs have: models by name, devices, vLLM's cache, optimizers."""
+"""Parts of a YAML that every system's jobs have: models by name, batches, lengths, optimizers, data, scores."""
 
 from __future__ import annotations
 
@@ -15,13 +15,25 @@ from flexrlhf.imports.translation import Translation
 _READS_IMAGES = re.compile(
     r"[-_]vl|vision|omni|vlm|minicpm-[ov]|llava|glm-?4[._]\dv|internvl|kimi-vl|geo3k|clevr", re.I
 )
-SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-}
+SCHEDULES = ("constant", "linear", "cosine")
+PAIRS = ("dpo", "reward", "orpo", "simpo")
+"""Algorithms whose rows are two sequences."""
+FOLLOWS_FROM_EPOCHS = "epochs over data whose size is not in the file: write steps"
+CUT = "a cut distribution needs importance weights here: algorithm.importance"
+NO_ADAPTERS = "Megatron trains no adapters here; without them all weights are trained"
+
+
+def put_needed_model(out: Translation, job: JobSettings, role: str, *keys: str) -> Setting:
+    """Write the model that a job needs, by the first key that has one; return its setting. Raises UserError."""
+    setting = next(filter(None, map(job.named, keys)), None)
+    if setting is None:
+        missing = [name for key in keys if key in job.unresolved for name in job.unresolved[key].missing]
+        # an argument of a script is given by its number
+        hint = f"--var {missing[0].removeprefix('argument ').partition(' ')[0]}=NAME" if missing else ""
+        where = f"its value {missing[0]} is not in the file: give it by {hint}" if missing else "the file has none"
+        raise UserError(f"{out.file}: {keys[0]}: a job needs a model, and {where}")
+    put_model(out, role, setting)
+    return setting
 
 
 def put_model(out: Translation, role: str, setting: Setting) -> None:
@@ -64,43 +76,41 @@ def put_optimizer(
     """
     prefix = f"models.{role}.optimizer."
     for name in ("learning_rate", "weight_decay", "eps", "final_ratio", "max_grad_norm"):
-        setting = job.number(*keys.get(name, ()))
-        if setting is not None and not setting.default:
-            out.put(prefix + name, setting.value, setting)
-        elif setting is None and (zero := job.get(*keys.get(name, ()))) is not None and zero.value == 0:
-            if name in ("weight_decay", "final_ratio"):
-                out.put(prefix + name, 0.0, zero)
-            elif name == "max_grad_norm":
-                out.put(prefix + name, None, zero)
+        setting = job.real(*keys.get(name, ()))
+        if setting is not None and (setting.value > 0 or name in ("weight_decay", "final_ratio") and not setting.value):
+            out.put(prefix + name, setting.value or 0.0, setting)
+        elif setting is not None and setting.value == 0 and name == "max_grad_norm":
+            out.put(prefix + name, None, setting)
     betas = job.listed(*keys.get("betas", ()))
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
         out.put(prefix + "betas", list(betas.value), betas)
-    ends = [job.number(*keys.get(name, ())) for name in ("beta1", "beta2")]
-    if all(end is not None and not end.default for end in ends):
-        out.put(prefix + "betas", [end.value for end in ends if end is not None], *ends)
+    ends = [end for name in ("beta1", "beta2") if (end := job.number(*keys.get(name, ()))) is not None]
+    if len(ends) == 2:
+        out.put(prefix + "betas", [end.value for end in ends], *ends)
     schedule = job.get(*keys.get("schedule", ()))
-    if schedule is not None and not schedule.default:
-        if schedule.value in SCHEDULES:
-            out.put(prefix + "schedule", SCHEDULES[schedule.value], schedule)
-        else:
-            out.drop(schedule, "schedules here are constant, linear and cosine")
-    warmup = job.number(*keys.get("warmup_steps", ()))
-    if warmup is not None and not warmup.default:
+    name = "" if schedule is None else re.sub("_with_(warmup|min_lr)$", "", str(schedule.value))
+    if name in SCHEDULES:
+        out.put(prefix + "schedule", name, schedule)
+    else:
+        out.drop(schedule, "schedules here are constant, linear and cosine")
+    warmup, share = (job.number(*keys.get(name, ())) for name in ("warmup_steps", "warmup_ratio"))
+    if warmup is not None:
         times = f"times {warmup_updates} optimizer steps of a step" if warmup_updates > 1 else None
         out.put(prefix + "warmup_steps", int(warmup.value) * warmup_updates, warmup, times)
-    share, steps = job.number(*keys.get("warmup_ratio", ())), out.value("steps")
-    if share is not None and not share.default and warmup is None:
-        if steps is None:
-            out.drop(share, "a share of a run whose number of steps is not in the file")
-        else:
-            updates = steps * (out.value("algorithm.num_mini_batches") or 1) * (out.value("algorithm.epochs") or 1)
-            out.put(prefix + "warmup_steps", math.ceil(share.value * updates), share)
+    elif share is not None and "steps" in out.lines:
+        out.put(prefix + "warmup_steps", math.ceil(share.value * out.value("steps") * updates_of(out)), share)
+    else:
+        out.drop(share, "a share of a run whose number of steps is not in the file")
+
+
+def updates_of(out: Translation) -> int:
+    """Return the optimizer steps of a step."""
+    return (out.value("algorithm.num_mini_batches") or 1) * (out.value("algorithm.epochs") or 1)
 
 
 def check_warmup(out: Translation) -> None:
     """Leave out warm-ups that are longer than the run, whose learning rate would never reach its value."""
-    steps = out.value("steps") or 100
-    updates = steps * (out.value("algorithm.num_mini_batches") or 1) * (out.value("algorithm.epochs") or 1)
+    updates = (out.value("steps") or 100) * updates_of(out)
     for key in [key for key in out.lines if key.endswith(".optimizer.warmup_steps")]:
         warmup, source = out.lines[key]
         if warmup >= updates:
@@ -110,10 +120,13 @@ def check_warmup(out: Translation) -> None:
             )
 
 
-def put_lora(out: Translation, role: str, rank: Setting | None, alpha: Setting | None, targets: Setting | None) -> bool:
-    """Write adapters; return whether there are any."""
+def put_lora(out: Translation, role: str, rank: Setting | None, alpha: Setting | None, targets: Setting | None) -> None:
+    """Write adapters, if their rank is given and the engine trains any."""
     if rank is None:
-        return False
+        return
+    if out.value("models.all.engine") == "megatron":
+        out.drop(rank, NO_ADAPTERS)
+        return
     out.put(f"models.{role}.lora.rank", rank.value, rank)
     if alpha is not None:
         out.put(f"models.{role}.lora.alpha", int(alpha.value), alpha)
@@ -122,7 +135,6 @@ def put_lora(out: Translation, role: str, rank: Setting | None, alpha: Setting |
         out.put(f"models.{role}.lora.targets", names, targets)
     elif targets is not None and names != ["all-linear"] and names:
         out.drop(targets, "adapters are on linear layers by the last part of their names; here on all")
-    return True
 
 
 def _names(value: Any) -> list[str]:
@@ -148,6 +160,35 @@ def split_length(out: Translation, whole: Setting | None, parts: int = 2) -> int
     for name, tokens in (("max_prompt_tokens", prompt), ("max_response_tokens", whole.value - prompt)):
         out.put(f"data.{name}", tokens, whole, f"of both together; the prompt's are assumed to be 1 of {parts} parts")
     return int(whole.value)
+
+
+def put_micro_batch(out: Translation, rows: Setting | None, tokens: int, most: Setting | None = None) -> None:
+    """Write the tokens of a micro-batch: at most ``most``, else of ``rows`` rows of ``tokens`` tokens."""
+    whole = tokens * (2 if out.value("algorithm.name") in PAIRS else 1)
+    if most is not None:
+        out.put("models.all.micro_batch_tokens", most.value, most)
+    elif rows is not None:
+        out.put("models.all.micro_batch_tokens", rows.value * whole, rows, f"times {whole} tokens")
+
+
+def put_overlong(out: Translation, length: Setting | None, penalty: Setting | None) -> None:
+    """Write the penalty of responses that are almost too long, if its length is given."""
+    if length is not None:
+        out.put("algorithm.overlong.buffer_tokens", length.value, length)
+        out.put_real("algorithm.overlong.penalty", penalty)
+
+
+def put_reals(out: Translation, job: JobSettings, keys: Mapping[str, str | tuple[str, ...]]) -> None:
+    """Write settings of the algorithm that are numbers above 0. ``keys``: setting of ours → keys of the file."""
+    for name, own in keys.items():
+        out.put_real(f"algorithm.{name}", job.number(*([own] if isinstance(own, str) else own)))
+
+
+def drop_cuts(out: Translation, top_p: Setting | None, top_k: Setting | None) -> None:
+    """List settings that cut the distribution that tokens are sampled from."""
+    for setting, plain in ((top_p, (1,)), (top_k, (0, -1))):
+        if setting is not None and setting.value not in plain:
+            out.drop(setting, CUT)
 
 
 def put_recomputation(out: Translation, setting: Setting | None, otherwise: str) -> None:

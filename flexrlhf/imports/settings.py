@@ -37,20 +37,12 @@ class Setting:
         return tuple(dict.fromkeys(re.findall(f"{MARK}([^{MARK}]*){MARK}", str(self.value))))
 
     @property
-    def gap(self) -> str:
-        """First of the missing names; empty if there is none."""
-        return next(iter(self.missing), "")
-
-    @property
     def text(self) -> str:
         """Value in one line, with ``$NAME`` in the place of a part without a value."""
         words = f"[{', '.join(map(str, self.value))}]" if isinstance(self.value, list) else str(self.value)
-        plain = re.sub(f"{MARK}([^{MARK}]*){MARK}", r"$\1", words)
-        return (
-            plain
-            if isinstance(self.value, str)
-            else plain.replace("True", "true").replace("False", "false").replace("None", "null")
-        )
+        if not isinstance(self.value, str):
+            words = words.replace("True", "true").replace("False", "false").replace("None", "null")
+        return re.sub(f"{MARK}([^{MARK}]*){MARK}", r"$\1", words)
 
 
 def read_scalar(text: str) -> Any:
@@ -97,28 +89,22 @@ class JobSettings:
     def get(self, *keys: str) -> Setting | None:
         """Return the first of several settings that the file has, else a default; None if there is neither or if it is
         null. If its value is not in the file, or is a list, it is listed and None is returned."""
-        for key in keys:
-            if key not in self.found:
-                continue
-            self.read.add(key)
-            setting = self.found[key]
-            if setting.missing:
-                self.unresolved[key] = setting
-                return None
-            if isinstance(setting.value, list | dict):
-                self.unresolved[key] = setting
-                return None
-            return None if setting.value is None else setting
-        for key in keys:
-            if self.defaults.get(key) is not None:
-                return Setting(key, self.defaults[key], default=True)
-        return None
+        key = next((each for each in keys if each in self.found), None)
+        if key is None:
+            key = next((each for each in keys if each in self.defaults), None)
+            return None if key is None else Setting(key, self.defaults[key], default=True)
+        self.read.add(key)
+        setting = self.found[key]
+        if setting.missing or isinstance(setting.value, list | dict):
+            self.unresolved[key] = setting
+            return None
+        return None if setting.value is None else setting
 
     def listed(self, *keys: str) -> Setting | None:
         """Return the first of several settings that the file has, which may be a list."""
-        key = next((each for each in keys if each in self.found), None)
-        setting = None if key is None else self.found[key]
-        if key is None or setting is None or setting.missing or not isinstance(setting.value, list):
+        key = next((each for each in keys if each in self.found), "")
+        setting = self.found.get(key)
+        if setting is None or setting.missing or not isinstance(setting.value, list):
             return self.get(*keys)
         self.read.add(key)
         return setting if setting.value else None
@@ -163,6 +149,14 @@ class JobSettings:
         """Return a setting that is true; None for one that is not."""
         setting = self.get(*keys)
         return setting if setting is not None and is_true(setting.value) else None
+
+    def starts(self, *prefixes: str) -> bool:
+        """Whether the file has settings that begin so."""
+        return any(key.startswith(prefixes) for key in self.found)
+
+    def pass_over(self, *prefixes: str) -> None:
+        """Count settings that begin so as read."""
+        self.read |= {key for key in self.found if key.startswith(prefixes)}
 
     def unread(self) -> Iterator[tuple[str, Setting]]:
         """Yield the settings of the file that nothing has read, and that are on, with their keys."""

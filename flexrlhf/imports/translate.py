@@ -65,7 +65,7 @@ class JobFile:
         return self._of_script(self.text)
 
     def _start(self, system: str) -> Translation:
-        out = Translation(system, self.path.name)
+        out = Translation(system, self.path.name, self.device_class)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.path.stem).strip("-._") or "imported"
         out.put("name", name, "the file's name")
         return out
@@ -93,11 +93,11 @@ class JobFile:
                 return self._verl(launch)
             case "OpenRLHF":
                 out = self._start("OpenRLHF")
-                openrlhf.translate(out, launch, self.device_class)
+                openrlhf.translate(out, launch)
                 return out
             case "DeepSpeed-Chat":
                 out = self._start("DeepSpeed-Chat")
-                deepspeed_chat.translate(out, launch, str(self.path.parent), self.device_class)
+                deepspeed_chat.translate(out, launch, str(self.path.parent))
                 return out
             case "TRL":
                 return self._trl(launch)
@@ -123,7 +123,7 @@ class JobFile:
                 value = word.partition("=")[2] or "".join(launch.arguments[number + 1 : number + 2])
                 found["config-name"] = Setting("config-name", value)
         found |= {each.key: each for each in launch.devices() if each is not None}
-        verl.translate(out, JobSettings(found), launch.program, self.device_class)
+        verl.translate(out, JobSettings(found), launch.program)
         return out
 
     def _trl(self, launch: Launch) -> Translation:
@@ -139,7 +139,7 @@ class JobFile:
         )
         file = next(filter(None, named), None)
         accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
-        trl.translate(out, found, launch.program, launch.devices(), accelerate, self.device_class)
+        trl.translate(out, found, launch.program, launch.devices(), accelerate)
         return out
 
     def _of_python(self) -> Translation:
@@ -170,7 +170,7 @@ class JobFile:
             found["model_name_or_path"] = self.given["model_name_or_path"]
         out = self._start("TRL")
         accelerate = trl.accelerate_file(flags(launch.before).get("config_file"), self.path.parent)
-        trl.translate(out, found, trainer, launch.devices(), accelerate, self.device_class)
+        trl.translate(out, found, trainer, launch.devices(), accelerate)
         if launches:
             out.note("settings are of the first command in the file's description")
         return out
@@ -180,7 +180,7 @@ class JobFile:
         for is_of, system, translate in _TREES:
             if is_of(tree):
                 out = self._start(system)
-                translate(out, JobSettings.of(leaves), self.device_class)
+                translate(out, JobSettings.of(leaves))
                 return out
         if {"model_name_or_path"} & set(tree):
             return self._trl_tree(leaves)
@@ -196,12 +196,12 @@ class JobFile:
             out.note(f"the file does not name its trainer: {trainer} is assumed")
         file = leaves.get("deepspeed")
         accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
-        trl.translate(out, leaves, trainer, (None, None), accelerate, self.device_class)
+        trl.translate(out, leaves, trainer, (None, None), accelerate)
         return out
 
 
-_TREES: tuple[tuple[Callable[[Tree], bool], str, Callable[[Translation, JobSettings, Class], None]], ...] = (
-    (lambda tree: "actor_rollout_ref" in tree, "verl", lambda out, job, kind: verl.translate(out, job, "", kind)),
+_TREES: tuple[tuple[Callable[[Tree], bool], str, Callable[[Translation, JobSettings], None]], ...] = (
+    (lambda tree: "actor_rollout_ref" in tree, "verl", lambda out, job: verl.translate(out, job, "")),
     (lambda tree: isinstance(tree.get("policy"), dict) and "cluster" in tree, "NeMo-RL", nemo_rl.translate),
     (lambda tree: "experiment_name" in tree and isinstance(tree.get("actor"), dict), "AReaL", areal.translate),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +23,6 @@ SECTIONS = ("name", "algorithm", "models", "data", "reward", "steps", "seed", "c
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Why settings have no counterpart.
-
-    keys:     regular expressions of their keys.
-    why:      half a sentence.
-    matters:  whether they change results, memory or time of a step.
-    """
-
-    keys: tuple[str, ...]
-    why: str
-    matters: bool = True
-
-
-@dataclass(frozen=True)
 class LeftOut:
     """A setting of the job that the YAML does not have."""
 
@@ -51,6 +37,7 @@ class Translation:
 
     system:    whose job it is.
     file:      the file that was read.
+    devices:   class of its devices, and where that is from; None: it has none.
     lines:     dotted key → value and comment.
     left_out:  settings without a counterpart.
     notes:     sentences on assumptions.
@@ -58,6 +45,7 @@ class Translation:
 
     system: str
     file: str
+    devices: tuple[str, str] | None = None
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -66,6 +54,10 @@ class Translation:
         """Write a setting of the YAML, with the settings that its value follows from in its comment."""
         parts = [self._source(source, value) for source in sources if source is not None]
         self.lines[key] = (value, ", ".join(dict.fromkeys(parts)))
+
+    def has_model(self, role: str) -> bool:
+        """Whether a model of a role is written."""
+        return bool({f"models.{role}.init", f"models.{role}.path"} & set(self.lines))
 
     def put_real(self, key: str, setting: Setting | None) -> None:
         """Write a setting's number, if there is a setting."""
@@ -99,14 +91,21 @@ class Translation:
         if sentence not in self.notes:
             self.notes.append(sentence)
 
-    def finish(self, job: JobSettings, reasons: Sequence[Reason]) -> None:
-        """List the settings that nothing has read, each by the first reason that fits, and the ones without a value."""
+    def finish(self, job: JobSettings, without_effect: Mapping[str, str], with_effect: Mapping[str, str]) -> None:
+        """List the settings that nothing has read, each by the first reason that fits, and the ones without a value.
+
+        without_effect:  reasons → regular expressions of keys, of settings that change neither results, memory nor
+                         time of a step.
+        with_effect:     the same of settings that do.
+        """
+        reasons = [
+            (re.compile("|".join(keys.split())), why, table is with_effect)
+            for table in (without_effect, with_effect)
+            for why, keys in table.items()
+        ]
         for key, setting in job.unread():
-            reason = next((each for each in reasons if any(re.fullmatch(keys, key) for keys in each.keys)), None)
-            if reason is None:
-                self.drop(setting, "no counterpart is known")
-            else:
-                self.drop(setting, reason.why, reason.matters)
+            found = (reason for pattern, *reason in reasons if pattern.fullmatch(key))
+            self.drop(setting, *next(found, ("no counterpart is known", True)))
         for setting in job.unresolved.values():
             names = ", ".join(setting.missing)
             why = f"its value is not in the file: {names}" if names else "its value cannot be read"

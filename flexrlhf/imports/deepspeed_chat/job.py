@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.errors import UserError
-from flexrlhf.imports.deepspeed_chat.reasons import REASONS
+from flexrlhf.imports.deepspeed_chat.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import put_cluster
 from flexrlhf.imports.launches import Launch, flags
 from flexrlhf.imports.parts import (
     put_data,
     put_lengths,
     put_lora,
-    put_model,
+    put_micro_batch,
+    put_needed_model,
     put_optimizer,
+    put_reals,
     put_recomputation,
     split_length,
 )
@@ -34,7 +36,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def translate(out: Translation, launch: Launch, step: str, device_class: tuple[str, str] | None) -> None:
+def translate(out: Translation, launch: Launch, step: str) -> None:
     """Translate a command line. ``step``: the folder that the script is in. Raises UserError for a job without a
     model."""
     job = JobSettings(
@@ -51,43 +53,24 @@ def translate(out: Translation, launch: Launch, step: str, device_class: tuple[s
     out.put("algorithm.name", name, "its main.py" if is_rlhf else f"the folder {step}" if step else "its main.py")
     out.put("algorithm.like", "deepspeed-chat", "what is not written")
     tokens = _rlhf(out, job, devices, name) if is_rlhf else _supervised(out, job, devices, name)
-    put_data(out, _first_data(job), "data/train.jsonl")
-    put_cluster(
-        out,
-        nodes.value if nodes else 1,
-        devices // (nodes.value if nodes else 1),
-        device_class,
-        nodes,
-        per_node or "assumed",
-    )
+    data, count = job.get("data_path"), nodes.value if nodes else 1
+    put_data(out, data and Setting(data.key, str(data.value).split()), "data/train.jsonl")
+    put_cluster(out, [(count, devices // count)], nodes, per_node or "assumed")
     out.put("placement", None, "every model in every process")
     _engine(out, job, is_rlhf, "reward" if name == "reward" else "actor", tokens)
-    out.finish(job, REASONS)
+    out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
-def _default(key: str) -> Setting:
-    return Setting(key, DEFAULTS[key], default=True)
-
-
-def _first_data(job: JobSettings) -> Setting | None:
-    data = job.get("data_path")
-    return None if data is None else Setting(data.key, [*str(data.value).split()])
-
-
-def _model(out: Translation, job: JobSettings, role: str, key: str) -> None:
-    setting = job.named(key)
-    if setting is None:
-        missing = job.unresolved[key].gap if key in job.unresolved else ""
-        number = missing.removeprefix("argument ").partition(" ")[0]
-        where = f"its value is {missing}: give it by --var {number}=NAME" if missing else "the file has none"
-        raise UserError(f"{out.file}: --{key}: a job needs a model, and {where}")
-    put_model(out, role, setting)
+def _count(job: JobSettings, key: str) -> Setting:
+    """Return a setting that has a default; the default if the file's value is not in it."""
+    return job.count(key) or Setting(key, DEFAULTS[key], default=True)
 
 
 def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
-    rows = job.count("per_device_generation_batch_size") or _default("per_device_generation_batch_size")
-    accumulated = job.count("gradient_accumulation_steps") or _default("gradient_accumulation_steps")
-    batches, epochs = job.count("generation_batches"), job.count("ppo_epochs")
+    rows, accumulated = (
+        _count(job, key) for key in ("per_device_generation_batch_size", "gradient_accumulation_steps")
+    )
+    batches = job.count("generation_batches")
     rounds = batches.value if batches else 1
     size = rows.value * devices * rounds
     out.put("algorithm.prompts_per_step", size, rows, batches, f"{devices} devices")
@@ -95,16 +78,12 @@ def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
     if training is not None:
         number = max(1, size // (training.value * accumulated.value * devices))
         out.put("algorithm.num_mini_batches", min(number, size), training, accumulated, rows)
-    if epochs is not None:
-        out.put("algorithm.epochs", epochs.value, epochs)
-    _model(out, job, "actor", "actor_model_name_or_path")
-    _model(out, job, "reward", "critic_model_name_or_path")
+    out.put_same("algorithm.epochs", job.count("ppo_epochs"))
+    put_needed_model(out, job, "actor", "actor_model_name_or_path")
+    put_needed_model(out, job, "reward", "critic_model_name_or_path")
     tokens = sum(put_lengths(out, job.count("max_prompt_seq_len"), job.count("max_answer_seq_len")))
     for role in ("actor", "critic"):
-        keys = {"learning_rate": (f"{role}_learning_rate",), "weight_decay": (f"{role}_weight_decay",)}
-        put_optimizer(
-            out, job, role, keys | {"schedule": ("lr_scheduler_type",), "warmup_steps": ("num_warmup_steps",)}
-        )
+        put_optimizer(out, job, role, _optimizer(f"{role}_"))
     if (hybrid := job.truth("enable_hybrid_engine")) is not None:
         out.put("rollout.engine", "torch", hybrid)
         tp = job.count("inference_tp_size")
@@ -116,19 +95,21 @@ def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
 
 
 def _supervised(out: Translation, job: JobSettings, devices: int, name: str) -> int:
-    rows = job.count("per_device_train_batch_size") or _default("per_device_train_batch_size")
-    accumulated = job.count("gradient_accumulation_steps") or _default("gradient_accumulation_steps")
-    out.put(
-        "algorithm.prompts_per_step", rows.value * accumulated.value * devices, rows, accumulated, f"{devices} devices"
-    )
+    rows, accumulated = (_count(job, key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    size = rows.value * accumulated.value * devices
+    out.put("algorithm.prompts_per_step", size, rows, accumulated, f"{devices} devices")
     role = "reward" if name == "reward" else "actor"
-    _model(out, job, role, "model_name_or_path")
+    put_needed_model(out, job, role, "model_name_or_path")
     tokens = split_length(out, job.count("max_seq_len"))
-    keys = {"learning_rate": ("learning_rate",), "weight_decay": ("weight_decay",), "schedule": ("lr_scheduler_type",)}
-    put_optimizer(out, job, role, keys | {"warmup_steps": ("num_warmup_steps",)})
-    if (beta := job.number("beta")) is not None and name == "dpo":
-        out.put("algorithm.beta", float(beta.value), beta)
+    put_optimizer(out, job, role, _optimizer(""))
+    if name == "dpo":
+        put_reals(out, job, {"beta": "beta"})
     return tokens
+
+
+def _optimizer(prefix: str) -> Mapping[str, tuple[str, ...]]:
+    keys = {"learning_rate": (f"{prefix}learning_rate",), "weight_decay": (f"{prefix}weight_decay",)}
+    return keys | {"schedule": ("lr_scheduler_type",), "warmup_steps": ("num_warmup_steps",)}
 
 
 def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens: int) -> None:
@@ -139,18 +120,10 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
         least = max(1, stage.value)
         out.put("models.all.zero", least, stage, *(["16-bit weights need 1 here"] if least != stage.value else []))
     critic = job.get("critic_zero_stage")
-    if (
-        critic is not None
-        and not critic.default
-        and critic.value in (1, 2, 3)
-        and critic.value != out.value("models.all.zero")
-    ):
-        out.put("models.critic.zero", critic.value, critic)
-    out.put(
-        "models.all.dtype",
-        "bfloat16" if dtype is not None and dtype.value == "bf16" else "float16",
-        dtype or "fp16 (its default)",
-    )
+    if critic is not None and not critic.default and critic.value in {1, 2, 3} - {out.value("models.all.zero")}:
+        out.put_same("models.critic.zero", critic)
+    name = "bfloat16" if dtype is not None and dtype.value == "bf16" else "float16"
+    out.put("models.all.dtype", name, dtype or "fp16 (its default)")
     recomputes = f"{prefix}gradient_checkpointing"
     put_recomputation(out, job.truth(recomputes), f"no --{recomputes}")
     if (offload := job.truth("offload")) is not None:
@@ -161,9 +134,8 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
     roles = {"actor": "actor_lora_dim", "critic": "critic_lora_dim"} if is_rlhf else {role: "lora_dim"}
     for own, name in roles.items():
         rank = job.number(name)
-        if put_lora(out, own, rank, alpha, None) and alone is None:
+        put_lora(out, own, rank, alpha, None)
+        if alone is None:
             out.drop(rank, "norms and embeddings are trained there, too: here the adapters alone")
     key = "per_device_training_batch_size" if is_rlhf else "per_device_train_batch_size"
-    rows = job.count(key) or _default(key)
-    pair = 2 if out.value("algorithm.name") in ("reward", "dpo") else 1
-    out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")
+    put_micro_batch(out, _count(job, key), tokens)

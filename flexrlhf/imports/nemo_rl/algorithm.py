@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexrlhf.imports.parts import drop_cuts, put_overlong, put_reals
 from flexrlhf.imports.settings import JobSettings
 from flexrlhf.imports.translation import Translation
 
@@ -19,24 +20,19 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
         out.put_real("algorithm.beta", job.number("dpo.reference_policy_kl_penalty"))
         if (average := job.truth("dpo.preference_average_log_probs")) is not None:
             out.put("algorithm.length_normalised", True, average)
-        job.read |= {"dpo.preference_loss_weight", "dpo.sft_average_log_probs"}
-        weight = job.number("dpo.sft_loss_weight")
-        out.drop(weight, "a loss of chosen responses in addition is not here")
+        job.pass_over("dpo.preference_loss_weight", "dpo.sft_average_log_probs")
+        out.drop(job.number("dpo.sft_loss_weight"), "a loss of chosen responses in addition is not here")
         return name
-    if job.truth("loss_fn.sequence_level_importance_ratios") is not None:
+    if (of_sequence := job.truth("loss_fn.sequence_level_importance_ratios")) is not None:
         name = "gspo"
     elif estimator is not None and "reinforce" in str(estimator.value):
         name = "reinforce++"
     elif estimator is not None and estimator.value not in ("grpo", "gae"):
         out.drop(estimator, "these advantages are not here; grpo has the same models and passes")
-    out.put(
-        "algorithm.name",
-        name,
-        estimator or f"{section}:",
-        job.get("loss_fn.sequence_level_importance_ratios") if name == "gspo" else None,
-    )
-    if name == "reinforce++" and job.truth(f"{section}.adv_estimator.minus_baseline") is not None:
-        out.put("algorithm.baseline", "group", job.get(f"{section}.adv_estimator.minus_baseline"))
+    out.put("algorithm.name", name, estimator or f"{section}:", of_sequence)
+    baseline = job.truth(f"{section}.adv_estimator.minus_baseline")
+    if name == "reinforce++" and baseline is not None:
+        out.put("algorithm.baseline", "group", baseline)
     others = job.truth(f"{section}.adv_estimator.use_leave_one_out_baseline", f"{section}.use_leave_one_out_baseline")
     scaled = job.get(f"{section}.adv_estimator.normalize_rewards", f"{section}.normalize_rewards")
     if name in ("grpo", "gspo"):
@@ -45,44 +41,37 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
         if scaled is not None:
             out.put("algorithm.scale", "group" if scaled.value else "none", scaled)
     if name == "ppo":
-        for key, own in (("gae_lambda", "gae_lambda"), ("gamma", "gae_gamma")):
-            out.put_real(f"algorithm.{key}", job.number(f"ppo.adv_estimator.{own}"))
-        out.put_real("algorithm.value_clip", job.number("value_loss_fn.cliprange"))
-        out.put(
-            "algorithm.whiten",
-            "batch" if job.truth("ppo.adv_estimator.normalize_advantages") else "none",
-            job.get("ppo.adv_estimator.normalize_advantages"),
-        )
-    _loss(out, job, name)
+        prefix = "ppo.adv_estimator."
+        own = {"gae_lambda": f"{prefix}gae_lambda", "gamma": f"{prefix}gae_gamma"}
+        put_reals(out, job, own | {"value_clip": "value_loss_fn.cliprange"})
+        whitened = job.truth(f"{prefix}normalize_advantages")
+        out.put("algorithm.whiten", "batch" if whitened else "none", job.get(f"{prefix}normalize_advantages"))
+    _loss(out, job)
     _sampling(out, job, section, name)
-    job.read |= {f"{section}.{key}" for key in ("normalize_rewards", "use_leave_one_out_baseline")}
-    job.read |= {
-        f"{section}.adv_estimator.{key}"
-        for key in ("normalize_rewards", "use_leave_one_out_baseline", "minus_baseline")
-    }
+    for prefix in (f"{section}.", f"{section}.adv_estimator."):
+        job.pass_over(f"{prefix}normalize_rewards", f"{prefix}use_leave_one_out_baseline")
     return name
 
 
-def _loss(out: Translation, job: JobSettings, name: str) -> None:
+def _loss(out: Translation, job: JobSettings) -> None:
     penalty = job.number("loss_fn.reference_policy_kl_penalty")
     estimator = job.get("loss_fn.reference_policy_kl_type")
-    limit, clamp = job.number("loss_fn.kl_output_clamp_value"), job.number("loss_fn.kl_input_clamp_value")
+    clamps = {"kl.value_clamp": "loss_fn.kl_output_clamp_value", "kl.clamp": "loss_fn.kl_input_clamp_value"}
     if penalty is None:
         out.put("algorithm.kl", None, job.get("loss_fn.reference_policy_kl_penalty") or "no penalty")
+        job.pass_over(*clamps.values())
     else:
         in_reward = job.truth("loss_fn.use_kl_in_reward")
         out.put("algorithm.kl.place", "reward" if in_reward else "loss", in_reward or "use_kl_in_reward: false")
-        out.put("algorithm.kl.coefficient", float(penalty.value), penalty)
-        if estimator is not None:
-            out.put("algorithm.kl.estimator", estimator.value, estimator)
-        out.put_real("algorithm.kl.value_clamp", limit)
-        out.put_real("algorithm.kl.clamp", clamp)
-    for key, own in (("clip_low", "ratio_clip_min"), ("clip_high", "ratio_clip_max"), ("dual_clip", "ratio_clip_c")):
-        setting = job.number(f"loss_fn.{own}")
-        if setting is not None and not (key == "clip_low" and setting.value >= 1):
-            out.put(f"algorithm.{key}", float(setting.value), setting)
-        else:
-            out.drop(setting, "a lower bound of the ratio is above 0: clip_low below 1")
+        out.put_real("algorithm.kl.coefficient", penalty)
+        out.put_same("algorithm.kl.estimator", estimator)
+        put_reals(out, job, clamps)
+    low = job.number("loss_fn.ratio_clip_min")
+    if low is not None and low.value >= 1:
+        out.drop(low, "a lower bound of the ratio is above 0: clip_low below 1")
+    else:
+        out.put_real("algorithm.clip_low", low)
+    put_reals(out, job, {"clip_high": "loss_fn.ratio_clip_max", "dual_clip": "loss_fn.ratio_clip_c"})
     tokens = job.get("loss_fn.token_level_loss")
     if tokens is not None:
         out.put("algorithm.loss_aggregation", "token-mean" if tokens.value else "seq-mean-token-mean", tokens)
@@ -101,7 +90,7 @@ def _loss(out: Translation, job: JobSettings, name: str) -> None:
         if kind is not None and kind.value == "icepop":
             out.put("algorithm.importance.outside", "mask", kind)
             if floor is not None and 0 < floor.value <= 1:
-                out.put("algorithm.importance.floor", float(floor.value), floor)
+                out.put_real("algorithm.importance.floor", floor)
         elif kind is not None and kind.value != "tis":
             out.drop(kind, "weights outside of bounds are truncated or masked")
 
@@ -109,25 +98,13 @@ def _loss(out: Translation, job: JobSettings, name: str) -> None:
 def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> None:
     if (masked := job.truth(f"{section}.overlong_filtering")) is not None:
         out.put("algorithm.truncation", "mask", masked)
-    out.put_real("algorithm.temperature", job.number(f"{_G}temperature"))
-    for key, plain in (("top_p", 1), ("top_k", -1)):
-        setting = job.get(f"{_G}{key}")
-        if setting is not None and setting.value != plain:
-            out.drop(setting, "a cut distribution needs importance weights here: algorithm.importance")
-    filters, rounds = (
-        job.truth(f"{section}.use_dynamic_sampling"),
-        job.count(f"{section}.dynamic_sampling_max_gen_batches"),
-    )
+    put_reals(out, job, {"temperature": f"{_G}temperature"})
+    drop_cuts(out, job.get(f"{_G}top_p"), job.get(f"{_G}top_k"))
+    filters = job.truth(f"{section}.use_dynamic_sampling")
+    rounds = job.count(f"{section}.dynamic_sampling_max_gen_batches")
     if filters is not None and name in ("grpo", "gspo"):
         out.put("algorithm.dynamic_sampling.rounds", max(2, rounds.value if rounds else 2), filters, rounds)
-    job.get(f"{section}.batch_multiplier")
-    if job.truth(f"{section}.reward_shaping.enabled") is not None:
-        length, penalty = (
-            job.count(f"{section}.reward_shaping.overlong_buffer_length"),
-            job.number(f"{section}.reward_shaping.overlong_buffer_penalty"),
-        )
-        job.get(f"{section}.reward_shaping.max_response_length")
-        if length is not None:
-            out.put("algorithm.overlong.buffer_tokens", length.value, length)
-            if penalty is not None:
-                out.put("algorithm.overlong.penalty", float(penalty.value), penalty)
+    prefix = f"{section}.reward_shaping."
+    job.pass_over(f"{section}.batch_multiplier", f"{prefix}max_response_length")
+    if job.truth(f"{prefix}enabled") is not None:
+        put_overlong(out, job.count(f"{prefix}overlong_buffer_length"), job.number(f"{prefix}overlong_buffer_penalty"))

@@ -6,32 +6,32 @@ import re
 from typing import Any
 
 from flexrlhf.errors import UserError
-from flexrlhf.imports.device_parts import num_devices, put_apart, put_cache, put_cluster, ranks_of
+from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
 from flexrlhf.imports.nemo_rl.algorithm import KINDS, put_algorithm
-from flexrlhf.imports.nemo_rl.reasons import REASONS
+from flexrlhf.imports.nemo_rl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.parts import (
     mini_batches,
     put_data,
     put_lengths,
     put_lora,
+    put_micro_batch,
     put_model,
+    put_needed_model,
     put_optimizer,
     put_recomputation,
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting
-from flexrlhf.imports.translation import DOT, Translation
+from flexrlhf.imports.translation import Translation
 
 _P, _G = "policy.", "policy.generation."
 
 
-def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] | None) -> None:
+def translate(out: Translation, job: JobSettings) -> None:
     """Translate a job. Raises UserError for one without any counterpart."""
-    if any(job.has(f"{key}.enabled") and job.truth(f"{key}.enabled") for key in ("on_policy_distillation",)) or any(
-        key.startswith(("distillation.", "teacher.")) for key in job.found
-    ):
+    if job.truth("on_policy_distillation.enabled") or job.starts("distillation.", "teacher."):
         raise UserError(f"{out.file}: distillation from a teacher has no counterpart")
-    section = next((key for key in KINDS if any(each.startswith(f"{key}.") for each in job.found)), None)
+    section = next((key for key in KINDS if job.starts(f"{key}.")), None)
     if section is None:
         raise UserError(f"{out.file}: none of the trainers {', '.join(KINDS)} of NeMo-RL")
     name = put_algorithm(out, job, section)
@@ -44,10 +44,7 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     if (out.value("algorithm.num_mini_batches") or 1) > 1:
         out.drop(on_policy, "the ratio is to the policy that the step starts from")
     out.put_same("seed", job.count(f"{section}.seed"))
-    model = job.named(f"{_P}model_name")
-    if model is None:
-        raise UserError(f"{out.file}: {_P}model_name: a job needs a model, and the file has none")
-    put_model(out, role, model)
+    model = put_needed_model(out, job, role, f"{_P}model_name")
     if name == "ppo":
         put_model(out, "critic", job.named("value.model_name") or model)
     tokens = _lengths(out, job, name)
@@ -58,38 +55,34 @@ def translate(out: Translation, job: JobSettings, device_class: tuple[str, str] 
     )
     is_megatron = job.truth(f"{_P}megatron_cfg.enabled") is not None
     _optimizer(out, job, role, is_megatron)
-    if name in ("grpo", "gspo", "reinforce++", "ppo"):
+    samples = name in ("grpo", "gspo", "reinforce++", "ppo")
+    if samples:
         _scores(out, job)
-    _devices(out, job, device_class)
+    _devices(out, job)
     _engine(out, job, role, is_megatron, tokens)
     if name == "ppo":
         _critic(out, job, is_megatron)
-    if name in ("grpo", "gspo", "reinforce++", "ppo"):
+    if samples:
         _rollout(out, job, rows, tokens)
-    skipped = f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}."
-    job.read |= {key for key in job.found if key.startswith(skipped)}
-    out.finish(job, REASONS)
+    job.pass_over(f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}.")
+    out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
 def _batch(out: Translation, job: JobSettings, section: str, name: str) -> int:
     """Write the batch; return the responses of a step."""
     size = job.count(f"{_P}train_global_batch_size")
     if name in ("sft", "dpo", "reward"):
-        if size is not None:
-            out.put("algorithm.prompts_per_step", size.value, size)
+        out.put_same("algorithm.prompts_per_step", size)
         return 0
     prompts, samples = job.count(f"{section}.num_prompts_per_step"), job.count(f"{section}.num_generations_per_prompt")
     number = samples.value if samples else 1
     if samples is not None and (number > 1 or name in ("ppo", "reinforce++")):
         out.put("algorithm.samples_per_prompt", number, samples)
-    epochs, frozen = job.count(f"{section}.ppo_epochs"), job.count(f"{section}.policy_training_start_step")
-    if epochs is not None:
-        out.put("algorithm.epochs", epochs.value, epochs)
-    if frozen is not None:
-        out.put("algorithm.freeze_actor_steps", frozen.value, frozen)
+    out.put_same("algorithm.epochs", job.count(f"{section}.ppo_epochs"))
+    out.put_same("algorithm.freeze_actor_steps", job.count(f"{section}.policy_training_start_step"))
     if prompts is None:
         return 0
-    out.put("algorithm.prompts_per_step", prompts.value, prompts)
+    out.put_same("algorithm.prompts_per_step", prompts)
     mini_batches(out, prompts, size, number)
     return int(prompts.value * number)
 
@@ -123,7 +116,7 @@ def _optimizer(out: Translation, job: JobSettings, role: str, is_megatron: bool)
         keys |= {"schedule": (f"{scheduler}lr_decay_style",), "warmup_steps": (f"{scheduler}lr_warmup_iters",)}
         _decay(out, job, role, prefix, scheduler)
     put_optimizer(out, job, role, keys)
-    job.read |= {key for key in job.found if key.startswith((f"{section}optimizer.", f"{section}scheduler"))}
+    job.pass_over(f"{section}optimizer.", f"{section}scheduler")
     if not is_megatron:
         _stages(out, job.found.get(f"{section}scheduler"), role)
 
@@ -161,7 +154,7 @@ def _critic(out: Translation, job: JobSettings, is_megatron: bool) -> None:
         size = job.count(*(prefix + name for name in names))
         if size is not None and size.value != (out.value(f"models.all.{key}") or 1):
             out.put(f"models.critic.{key}", size.value, size)
-    job.read |= {key for key in job.found if key.startswith("value.")}
+    job.pass_over("value.")
     out.note("of value. the model, the optimizer and the split are read; else the critic is as the actor is")
 
 
@@ -177,30 +170,27 @@ def _scores(out: Translation, job: JobSettings) -> None:
         out.drop(environment, "scores of this environment are a function here; a rule stands for them")
 
 
-def _devices(out: Translation, job: JobSettings, device_class: tuple[str, str] | None) -> None:
+def _devices(out: Translation, job: JobSettings) -> None:
     nodes, per_node = job.count("cluster.num_nodes"), job.count("cluster.gpus_per_node")
-    count, devices = nodes.value if nodes else 1, per_node.value if per_node else 8
+    count, devices = machines(out, job, nodes, per_node)
     prefix = f"{_G}colocated."
     together = job.get(f"{prefix}enabled")
-    apart = together is not None and together.value is False
     more, others = job.count(f"{prefix}resources.num_nodes"), job.count(f"{prefix}resources.gpus_per_node")
-    if not apart:
-        put_cluster(out, count, devices, device_class, nodes, per_node)
+    sources = (nodes, per_node, more, others)
+    is_apart = together is not None and together.value is False
+    if not is_apart:
+        put_cluster(out, [(count, devices)], nodes, per_node)
         out.put("placement", None, together or "no policy.generation.colocated", "every model on all devices")
     elif count > 1 and more is not None and more.value < count:
-        put_apart(
-            out, (count - more.value, devices), (more.value, devices), device_class, nodes, per_node, more, others
-        )
+        put_apart(out, (count - more.value, devices), (more.value, devices), *sources)
     elif others is not None and others.value < devices:
-        put_apart(
-            out, (count, devices - others.value), (count, others.value), device_class, nodes, per_node, more, others
-        )
+        put_apart(out, (count, devices - others.value), (count, others.value), *sources)
     else:
         out.drop(together, "the file has no devices for generation: here every model is on all of them")
-        put_cluster(out, count, devices, device_class, nodes, per_node)
+        put_cluster(out, [(count, devices)], nodes, per_node)
     for section in ("grpo.async_grpo", "ppo.async_ppo"):
         enabled, age = job.truth(f"{section}.enabled"), job.count(f"{section}.max_trajectory_age_steps")
-        if enabled is not None and apart:
+        if enabled is not None and is_apart:
             out.put("schedule.lag", age.value if age else 1, enabled, age)
         else:
             out.drop(enabled, "a lag needs devices that only generate")
@@ -209,77 +199,45 @@ def _devices(out: Translation, job: JobSettings, device_class: tuple[str, str] |
 def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, tokens: int) -> None:
     precision = job.get(f"{_P}precision")
     if precision is not None and precision.value in ("bfloat16", "float16", "float32"):
-        out.put("models.all.dtype", precision.value, precision)
+        out.put_same("models.all.dtype", precision)
     if is_megatron:
-        out.put("models.all.engine", "megatron", job.get(f"{_P}megatron_cfg.enabled"))
-        out.put(
-            "models.all.zero",
-            1,
-            job.truth(f"{_P}megatron_cfg.optimizer.use_distributed_optimizer") or "its distributed optimizer",
-        )
         prefix, sizes = f"{_P}megatron_cfg.", {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
-        lora = f"{_P}megatron_cfg.peft."
+        lora = f"{prefix}peft."
+        out.put("models.all.engine", "megatron", job.get(f"{prefix}enabled"))
+        shards = job.truth(f"{prefix}optimizer.use_distributed_optimizer")
+        out.put("models.all.zero", 1, shards or "its distributed optimizer")
     else:
-        out.put("models.all.engine", "torch", job.get(f"{_P}dtensor_cfg.enabled") or "its engine")
+        prefix, sizes = f"{_P}dtensor_cfg.", {"tp": "tensor_parallel_size"}
+        lora = f"{prefix}lora_cfg."
+        out.put("models.all.engine", "torch", job.get(f"{prefix}enabled") or "its engine")
         out.put("models.all.zero", 3, "FSDP2 shards parameters")
-        prefix, sizes, lora = f"{_P}dtensor_cfg.", {"tp": "tensor_parallel_size"}, f"{_P}dtensor_cfg.lora_cfg."
     for key, own in sizes.items():
         out.put_same(f"models.all.{key}", job.count(prefix + own))
-    for key in (
-        "context_parallel_size",
-        "expert_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        size = job.count(prefix + key)
-        if size is not None and size.value > 1:
-            job.read.discard(prefix + key)
-    recomputes = f"{prefix}activation_checkpointing"
-    put_recomputation(out, job.truth(recomputes), f"{recomputes}=false")
+    recomputes = job.truth(f"{prefix}activation_checkpointing")
+    put_recomputation(out, recomputes, f"{prefix}activation_checkpointing=false")
     granularity = job.get(f"{prefix}recompute_granularity")
-    if granularity is not None and granularity.value != "full" and job.truth(recomputes) is not None:
+    if granularity is not None and granularity.value != "full" and recomputes is not None:
         out.drop(granularity, "activations of whole layers are computed again")
-    adapters = job.truth(f"{lora}enabled")
-    if adapters is not None:
+    if job.truth(f"{lora}enabled") is not None:
         targets = None if job.truth(f"{lora}match_all_linear") else job.listed(f"{lora}target_modules")
         put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets)
-        if is_megatron:
-            del out.lines[f"models.{role}.lora.rank"], out.lines[f"models.{role}.lora.alpha"]
-            out.drop(adapters, "Megatron trains no adapters here; without them all weights are trained")
-        job.read |= {key for key in job.found if key.startswith(lora)}
-    rows = job.count(f"{_P}train_micro_batch_size")
-    packs = job.truth(f"{_P}sequence_packing.enabled")
-    dynamic = job.truth(f"{_P}dynamic_batching.enabled")
-    most = job.count(f"{_P}sequence_packing.train_mb_tokens" if packs else f"{_P}dynamic_batching.train_mb_tokens")
-    if (packs or dynamic) and most is not None:
-        out.put("models.all.micro_batch_tokens", most.value, most)
-    elif rows is not None:
-        pair = 2 if out.value("algorithm.name") in ("dpo", "reward") else 1
-        out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")
+        job.pass_over(lora)
+    packs, dynamic = (f"{_P}{key}." for key in ("sequence_packing", "dynamic_batching"))
+    used = next((key for key in (packs, dynamic) if job.truth(f"{key}enabled")), None)
+    most = None if used is None else job.count(f"{used}train_mb_tokens")
+    put_micro_batch(out, job.count(f"{_P}train_micro_batch_size"), tokens, most)
 
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
     backend = job.get(f"{_G}backend")
     name = "vllm" if backend is None else str(backend.value)
-    if name in ("hf", "megatron"):
-        engine = "torch" if name == "megatron" else "transformers"
-        if name == "megatron":
-            out.note(f"{name} generates there ({backend.key if backend else ''}), vLLM here")
-            engine = "vllm"
-        out.put("rollout.engine", engine, backend)
-        return
-    out.put("rollout.engine", "vllm", backend)
-    section = {"vllm": "vllm_cfg", "sglang": "sglang_cfg", "trtllm": "trtllm_cfg"}.get(name, "vllm_cfg")
-    if name != "vllm":
+    out.put("rollout.engine", "transformers" if name == "hf" else "vllm", backend)
+    if name not in ("vllm", "hf"):
         out.note(f"{name} generates there ({_G}backend), vLLM here")
-    tp = job.count(f"{_G}{section}.tensor_parallel_size", f"{_G}{section}.tp_size")
-    pp, share = job.count(f"{_G}{section}.pipeline_parallel_size"), job.number(f"{_G}{section}.gpu_memory_utilization")
-    size = tp.value if tp else 1
-    generating = ranks_of(out.value(f"placement.actor{DOT}rollout.ranks"))
-    devices = len(generating) if generating else num_devices(out)
-    if size > 1:
-        out.put("rollout.tp", size, tp)
-    if pp is not None and pp.value > 1:
-        out.put("rollout.pp", pp.value, pp)
-        size *= pp.value
-    put_cache(out, share, size, -(-rows * size // max(1, devices)), tokens)
+    if name not in ("megatron", "hf"):
+        prefix = f"{_G}{name if name in ('sglang', 'trtllm') else 'vllm'}_cfg."
+        tp, pp = (
+            job.count(f"{prefix}tensor_parallel_size", f"{prefix}tp_size"),
+            job.count(f"{prefix}pipeline_parallel_size"),
+        )
+        put_vllm(out, tp, pp, job.number(f"{prefix}gpu_memory_utilization"), rows, tokens)

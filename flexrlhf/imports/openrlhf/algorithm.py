@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
+from flexrlhf.imports.parts import CUT, put_overlong
+from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _ESTIMATORS = {
@@ -46,26 +47,27 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
     pairs = {
         "gamma": ("algo.advantage.gamma", ("ppo", "reinforce++")),
         "gae_lambda": ("algo.advantage.lambd", ("ppo",)),
+        "value_clip": ("critic.value_clip", ("ppo",)),
+        "temperature": ("rollout.temperature", (name,)),
+        "dual_clip": ("actor.dual_clip", (name,)),
+        "entropy_coefficient": ("actor.entropy_coef", (name,)),
     }
-    pairs |= {"value_clip": ("critic.value_clip", ("ppo",)), "temperature": ("rollout.temperature", (name,))}
-    pairs |= {"dual_clip": ("actor.dual_clip", (name,)), "entropy_coefficient": ("actor.entropy_coef", (name,))}
     for key, (own, names) in pairs.items():
         setting = job.number(own)
-        if setting is not None and name in names:
-            out.put(f"algorithm.{key}", float(setting.value), setting)
-        elif setting is not None:
+        if name in names:
+            out.put_real(f"algorithm.{key}", setting)
+        else:
             out.drop(setting, f"{name} has none", matters=False)
     clip, both = job.number("actor.eps_clip"), job.get("actor.eps_clip_low_high")
-    ends = [read_scalar(each) for each in str(both.value).split()] if both is not None else []
-    if len(ends) == 2 and all(isinstance(end, int | float) and abs(end) < 1e9 for end in ends):
-        out.put("algorithm.clip_low", float(ends[0]), both)
-        out.put("algorithm.clip_high", float(ends[1]), both)
-    elif clip is not None:
-        out.put("algorithm.clip_low", float(clip.value), clip)
-        out.put("algorithm.clip_high", float(clip.value), clip)
+    ends = _two(both)
+    for key, end in zip(("clip_low", "clip_high"), ends or (0, 0), strict=True):
+        if ends:
+            out.put(f"algorithm.{key}", end, both)
+        else:
+            out.put_real(f"algorithm.{key}", clip)
     top_p = job.number("rollout.top_p")
     if top_p is not None and top_p.value < 1:
-        out.drop(top_p, "a cut distribution needs importance weights here: algorithm.importance")
+        out.drop(top_p, CUT)
     _corrections(out, job, name)
     return name
 
@@ -80,12 +82,10 @@ def _penalty(out: Translation, job: JobSettings) -> None:
         return
     if in_loss is not None:
         out.put("algorithm.kl.place", "loss", in_loss)
-    if coefficient is not None:
-        out.put("algorithm.kl.coefficient", float(coefficient.value), coefficient)
-    if estimator is not None:
-        out.put("algorithm.kl.estimator", estimator.value, estimator)
-    if target is not None and in_loss is None:
-        out.put("algorithm.kl.target", float(target.value), target)
+    out.put_real("algorithm.kl.coefficient", coefficient)
+    out.put_same("algorithm.kl.estimator", estimator)
+    if in_loss is None:
+        out.put_real("algorithm.kl.target", target)
 
 
 def _corrections(out: Translation, job: JobSettings, name: str) -> None:
@@ -95,13 +95,13 @@ def _corrections(out: Translation, job: JobSettings, name: str) -> None:
     if correction is not None or (level is not None and level.value in ("token", "sequence")):
         word = "token" if level is None or level.value not in ("token", "sequence") else str(level.value)
         out.put("algorithm.importance.level", word, level or correction)
-        values = [0.5, 5.0] if bounds is None else [read_scalar(each) for each in str(bounds.value).split()]
+        values = [0.5, 5.0] if bounds is None else _two(bounds)
         source = bounds or "is_correction_threshold: 0.5 5.0 (OpenRLHF's default)"
-        if len(values) == 2 and all(isinstance(value, int | float) and 0 < value < 1e9 for value in values):
-            out.put("algorithm.importance.cap", max(1.0, float(values[1])), source)
+        if values and min(values) > 0:
+            out.put("algorithm.importance.cap", max(1.0, values[1]), source)
             if kind is not None and kind.value == "icepop":
                 out.put("algorithm.importance.outside", "mask", kind)
-                out.put("algorithm.importance.floor", min(1.0, float(values[0])), source)
+                out.put("algorithm.importance.floor", min(1.0, values[0]), source)
             else:
                 lower = Setting("--algo.advantage.is_correction_threshold", values[0])
                 out.drop(lower, "weights that are truncated have no lower bound here")
@@ -115,9 +115,12 @@ def _corrections(out: Translation, job: JobSettings, name: str) -> None:
         out.drop(filters, "dynamic sampling goes with grpo, rloo and gspo")
     if (normalised := job.truth("reward.normalize_enable")) is not None:
         out.put("algorithm.normalise_scores", "running", normalised)
-    length, penalty = job.count("reward.overlong_buffer_len"), job.number("reward.overlong_penalty_factor")
-    if length is not None:
-        out.put("algorithm.overlong.buffer_tokens", length.value, length)
-        if penalty is not None:
-            out.put("algorithm.overlong.penalty", float(penalty.value), penalty)
+    put_overlong(out, job.count("reward.overlong_buffer_len"), job.number("reward.overlong_penalty_factor"))
     out.put_same("algorithm.freeze_actor_steps", job.count("critic.freezing_steps"))
+
+
+def _two(setting: Setting | None) -> list[float]:
+    """Return the two numbers of a setting; none if it has others."""
+    ends = [] if setting is None else [read_scalar(each) for each in str(setting.value).split()]
+    is_pair = len(ends) == 2 and all(isinstance(end, int | float) and abs(end) < LARGEST for end in ends)
+    return [float(end) for end in ends] if is_pair else []

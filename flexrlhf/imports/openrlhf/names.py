@@ -2,97 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-OLD_NAMES: Mapping[str, str] = {
-    "pretrain": "actor.model_name_or_path",
-    "reward_pretrain": "reward.model_name_or_path",
-    "critic_pretrain": "critic.model_name_or_path",
-    "remote_rm_url": "reward.remote_url",
-    "actor_num_nodes": "actor.num_nodes",
-    "actor_num_gpus_per_node": "actor.num_gpus_per_node",
-    "ref_num_nodes": "ref.num_nodes",
-    "ref_num_gpus_per_node": "ref.num_gpus_per_node",
-    "reward_num_nodes": "reward.num_nodes",
-    "reward_num_gpus_per_node": "reward.num_gpus_per_node",
-    "critic_num_nodes": "critic.num_nodes",
-    "critic_num_gpus_per_node": "critic.num_gpus_per_node",
-    "vllm_num_engines": "vllm.num_engines",
-    "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
-    "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
-    "colocate_all_models": "train.colocate_all",
-    "colocate_actor_ref": "train.colocate_actor_ref",
-    "colocate_critic_reward": "train.colocate_critic_reward",
-    "async_train": "train.async_enable",
-    "micro_train_batch_size": "train.micro_batch_size",
-    "train_batch_size": "train.batch_size",
-    "micro_rollout_batch_size": "rollout.micro_batch_size",
-    "rollout_batch_size": "rollout.batch_size",
-    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "max_epochs": "train.max_epochs",
-    "num_episodes": "train.num_episodes",
-    "prompt_max_len": "data.prompt_max_len",
-    "generate_max_len": "rollout.max_new_tokens",
-    "max_len": "data.max_len",
-    "max_samples": "data.max_samples",
-    "zero_stage": "ds.zero_stage",
-    "bf16": "ds.param_dtype",
-    "adam_offload": "ds.adam_offload",
-    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
-    "actor_learning_rate": "actor.adam.lr",
-    "critic_learning_rate": "critic.adam.lr",
-    "learning_rate": "adam.lr",
-    "init_kl_coef": "algo.kl.init_coef",
-    "kl_target": "algo.kl.target",
-    "kl_estimator": "algo.kl.estimator",
-    "use_kl_loss": "algo.kl.use_loss",
-    "advantage_estimator": "algo.advantage.estimator",
-    "gamma": "algo.advantage.gamma",
-    "lambd": "algo.advantage.lambd",
-    "eps_clip": "actor.eps_clip",
-    "eps_clip_low_high": "actor.eps_clip_low_high",
-    "value_clip": "critic.value_clip",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "dynamic_filtering": "algo.dynamic_filtering_enable",
-    "prompt_data": "data.prompt_dataset",
-    "dataset": "data.dataset",
-    "beta": "model.beta",
-    "lora_rank": "ds.lora.rank",
-    "lora_alpha": "ds.lora.alpha",
-    "target_modules": "ds.lora.target_modules",
-    "freezing_actor_steps": "critic.freezing_steps",
-    "normalize_reward": "reward.normalize_enable",
-    "use_dynamic_batch": "train.dynamic_batch_enable",
-    "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
-    "agent_func_path": "train.agent_func_path",
-    "overlong_buffer_len": "reward.overlong_buffer_len",
-    "overlong_penalty_factor": "reward.overlong_penalty_factor",
-    "seed": "train.seed",
-    "l2": "adam.weight_decay",
-    "lr_scheduler": "lr_scheduler",
-    "ring_attn_size": "ds.ring_attn_size",
-    "ds_tensor_parallel_size": "ds.tensor_parallel_size",
-    "save_path": "ckpt.output_dir",
-    "ckpt_path": "ckpt.path",
-    "save_steps": "ckpt.save_steps",
-    "logging_steps": "logger.logging_steps",
-    "eval_steps": "eval.steps",
-    "input_key": "data.input_key",
-    "output_key": "data.output_key",
-    "chosen_key": "data.chosen_key",
-    "rejected_key": "data.rejected_key",
-    "label_key": "data.label_key",
-    "apply_chat_template": "data.apply_chat_template",
-    "packing_samples": "ds.packing_samples",
-    "flash_attn": "ds.attn_implementation",
-    "attn_implementation": "ds.attn_implementation",
-    "load_checkpoint": "ckpt.load_enable",
-    "vllm_sync_backend": "vllm.sync_backend",
-    "vllm_enable_sleep": "vllm.enable_sleep",
-    "deepspeed_enable_sleep": "ds.enable_sleep",
-    "enforce_eager": "vllm.enforce_eager",
-    "enable_prefix_caching": "vllm.enable_prefix_caching",
-    "use_wandb": "logger.wandb.key",
+_SECTIONS = {
+    "actor": """model_name_or_path=pretrain num_nodes=actor_num_nodes num_gpus_per_node=actor_num_gpus_per_node
+        gradient_checkpointing_enable=gradient_checkpointing adam.lr=actor_learning_rate eps_clip eps_clip_low_high""",
+    "adam": "lr=learning_rate weight_decay=l2",
+    "algo": """kl.init_coef=init_kl_coef kl.target=kl_target kl.estimator=kl_estimator kl.use_loss=use_kl_loss
+        advantage.estimator=advantage_estimator advantage.gamma=gamma advantage.lambd=lambd
+        dynamic_filtering_enable=dynamic_filtering""",
+    "ckpt": "output_dir=save_path path=ckpt_path save_steps load_enable=load_checkpoint",
+    "critic": """model_name_or_path=critic_pretrain num_nodes=critic_num_nodes
+        num_gpus_per_node=critic_num_gpus_per_node adam.lr=critic_learning_rate value_clip
+        freezing_steps=freezing_actor_steps""",
+    "data": """prompt_max_len max_len max_samples prompt_dataset=prompt_data dataset input_key output_key chosen_key
+        rejected_key label_key apply_chat_template""",
+    "ds": """zero_stage param_dtype=bf16 adam_offload lora.rank=lora_rank lora.alpha=lora_alpha
+        lora.target_modules=target_modules ring_attn_size tensor_parallel_size=ds_tensor_parallel_size packing_samples
+        attn_implementation=flash_attn attn_implementation enable_sleep=deepspeed_enable_sleep""",
+    "eval": "steps=eval_steps",
+    "logger": "logging_steps wandb.key=use_wandb",
+    "model": "beta",
+    "ref": "num_nodes=ref_num_nodes num_gpus_per_node=ref_num_gpus_per_node",
+    "reward": """model_name_or_path=reward_pretrain remote_url=remote_rm_url num_nodes=reward_num_nodes
+        num_gpus_per_node=reward_num_gpus_per_node normalize_enable=normalize_reward overlong_buffer_len
+        overlong_penalty_factor""",
+    "rollout": """micro_batch_size=micro_rollout_batch_size batch_size=rollout_batch_size n_samples_per_prompt
+        max_new_tokens=generate_max_len temperature top_p""",
+    "train": """colocate_all=colocate_all_models colocate_actor_ref colocate_critic_reward async_enable=async_train
+        micro_batch_size=micro_train_batch_size batch_size=train_batch_size max_epochs num_episodes
+        dynamic_batch_enable=use_dynamic_batch max_tokens_per_gpu=train_max_tokens_per_gpu agent_func_path seed""",
+    "vllm": """num_engines=vllm_num_engines tensor_parallel_size=vllm_tensor_parallel_size
+        gpu_memory_utilization=vllm_gpu_memory_utilization sync_backend=vllm_sync_backend
+        enable_sleep=vllm_enable_sleep enforce_eager enable_prefix_caching""",
+}
+"""Section of the options → ``name=NAME_BEFORE``, or the name alone if it was the same without the section."""
+OLD_NAMES = {
+    before or name: f"{section}.{name}"
+    for section, names in _SECTIONS.items()
+    for name, _, before in (each.partition("=") for each in names.split())
 }
 """Options before 0.11 → their names since."""

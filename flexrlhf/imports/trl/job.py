@@ -11,7 +11,7 @@ import yaml
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.imports.device_parts import put_cache, put_gpus
+from flexrlhf.imports.device_parts import put_gpus, put_vllm
 from flexrlhf.imports.parts import (
     put_data,
     put_lengths,
@@ -24,7 +24,7 @@ from flexrlhf.imports.parts import (
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl.algorithm import ALGORITHMS, put_reinforced, put_supervised
-from flexrlhf.imports.trl.reasons import REASONS
+from flexrlhf.imports.trl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -70,7 +70,6 @@ def translate(
     trainer: str,
     devices: tuple[Setting | None, Setting | None],
     accelerate: dict[str, Any],
-    device_class: tuple[str, str] | None,
 ) -> None:
     """Translate settings of a trainer. Raises UserError for one without any counterpart.
 
@@ -99,10 +98,8 @@ def translate(
     model = job.named("sft_model_path") if name == "ppo" else None
     model = model or job.named("model_name_or_path") or job.named("model")
     if model is None:
-        missing = next(
-            (job.unresolved[key].gap for key in ("model_name_or_path", "model") if key in job.unresolved), ""
-        )
-        where = f"its value {missing} is not in the file" if missing else "the file has none"
+        missing = [name for each in job.unresolved.values() for name in each.missing]
+        where = f"its value {missing[0]} is not in the file" if missing else "the file has none"
         raise UserError(
             f"{out.file}: model_name_or_path: a job needs a model, and {where}: --var model_name_or_path=NAME"
         )
@@ -117,14 +114,14 @@ def translate(
     put_optimizer(out, job, role, _OPTIMIZER)
     if name == "ppo":
         put_optimizer(out, job, "critic", _OPTIMIZER)
-    put_gpus(out, processes.value, device_class, processes)
+    put_gpus(out, processes.value, processes)
     out.put("placement", None, "every model in every process")
     _engine(out, job, accelerate, role, tokens, name)
     if name in ("grpo", "gspo", "rloo"):
-        _rollout(out, job, rows, tokens, processes.value)
+        _rollout(out, job, rows, tokens)
     elif name == "ppo":
         out.put("rollout.engine", "transformers", "its trainer")
-    out.finish(job, REASONS)
+    out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
 def _processes(out: Translation, devices: tuple[Setting | None, Setting | None], accelerate: dict[str, Any]) -> Setting:
@@ -220,7 +217,7 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
     out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")
 
 
-def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, devices: int) -> None:
+def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
     uses, mode = job.truth("use_vllm"), job.get("vllm_mode")
     tp, share = job.count("vllm_tensor_parallel_size"), job.number("vllm_gpu_memory_utilization")
     if uses is None:
@@ -229,10 +226,7 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, devices
     out.put("rollout.engine", "vllm", uses)
     if mode is not None and mode.value == "server":
         out.drop(mode, "the server's devices are not in the file: vLLM is on the devices that train")
-    size = tp.value if tp else 1
-    if tp is not None and size > 1:
-        out.put("rollout.tp", size, tp)
-    put_cache(out, share, size, -(-rows * size // max(1, devices)), tokens)
+    put_vllm(out, tp, None, share, rows, tokens)
 
 
 def accelerate_file(name: str | None, folder: Path) -> dict[str, Any]:

@@ -2,144 +2,34 @@
 
 from __future__ import annotations
 
-from flexrlhf.imports.translation import Reason
-
-REASONS = (
-    Reason(
-        (
-            "report_to",
-            r"log\w*",
-            "output_dir",
-            "overwrite_output_dir",
-            "run_name",
-            "push_to_hub",
-            r"hub_\w+",
-            r"save_\w+",
-            r"eval_\w+",
-            "do_eval",
-            "do_train",
-            r"\w*eval_strategy",
-            r"trackio\w*",
-            r"wandb\w*",
-            r"resume\w*",
-            r"load_best\w*",
-            r"metric_\w+",
-            "num_completions_to_print",
-            "project",
-        ),
-        "logs, checkpoints and validation are of a run",
-        False,
-    ),
-    Reason(
-        (
-            r"dataset_\w+",
-            r"\w*_split",
-            r"chat_template\w*",
-            r"packing\w*",
-            r"dataloader\w*",
-            r"remove_unused\w*",
-            "eos_token",
-            "pad_token",
-            "dataset_kwargs",
-            r"assistant_only\w*",
-            r"completion_only\w*",
-            "num_train_epochs",
-            "total_episodes",
-            "datasets",
-            r"preprocessing\w*",
-            "label_names",
-            r"shuffle\w*",
-        ),
-        "how rows are read: data.form, columns and template; epochs are steps here",
-        False,
-    ),
-    Reason(
-        (
-            "attn_implementation",
-            r"use_liger\w*",
-            "gradient_checkpointing_kwargs",
-            r"bf16\w*",
-            "fp16",
-            "tf32",
-            r"torch_\w+",
-            r"ddp_\w+",
-            "optim",
-            "seed",
-            "config_file",
-            "main_process_port",
-            "num_machines",
-            "num_processes",
-            "machine_rank",
-            "trust_remote_code",
-            "model_revision",
-            r"ds3_gather\w*",
-            r"vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port|guided\w*|structured\w*)",
-            "deepspeed",
-            r"fsdp\w*",
-            r"model_init_kwargs\w*",
-            "dtype",
-            "torch_dtype",
-            r"cast_lm\w*",
-            "use_cache",
-            "disable_dropout",
-            r"local_rollout\w*",
-            "activation_offloading",
-            "padding_free",
-            r"pad_to\w*",
-            "config",
-        ),
-        "kernels and processes, which follow from the engine here",
-        False,
-    ),
-    Reason(
-        (
-            r"load_in_\w*bit",
-            r"bnb_\w+",
-            r"use_bnb\w*",
-            "quantization_config",
-        ),
-        "weights are of 16 or 32 bits",
-    ),
-    Reason(
-        (
-            r"lora_(dropout|task_type|modules\w*|target_param\w*)",
-            "use_rslora",
-            "use_dora",
-            "peft_config",
-            "bias",
-            "task_type",
-        ),
-        "adapters have rank, alpha and targets",
-    ),
-    Reason((r"(vllm_importance|off_policy)\w*",), "corrections for another policy are algorithm.importance"),
-    Reason(
-        (
-            r"max_tool\w*",
-            "tools",
-            r"environment\w*",
-            "rollout_func",
-            r"\w*image\w*",
-            r"\w*vlm\w*",
-        ),
-        "responses are of one turn, of text",
-    ),
-    Reason(
-        (
-            "eval_dataset",
-            "ref_model",
-            "reward_model",
-            "args",
-            "processing_class",
-            "tokenizer",
-            "callbacks",
-            "train_dataset",
-            "compute_metrics",
-            "optimizers",
-            "value_model",
-            "formatting_func",
-            "data_collator",
-        ),
-        "of Python",
-        False,
-    ),
-)
+WITHOUT_EFFECT = {
+    "logs, checkpoints and validation are of a run": r"""
+        report_to log\w* output_dir overwrite_output_dir run_name push_to_hub hub_\w+ save_\w+ eval_\w+ do_eval
+        do_train \w*eval_strategy trackio\w* wandb\w* resume\w* load_best\w* metric_\w+ num_completions_to_print
+        project
+    """,
+    "how rows are read: data.form, columns and template; epochs are steps here": r"""
+        dataset_\w+ \w*_split chat_template\w* packing\w* dataloader\w* remove_unused\w* eos_token pad_token
+        dataset_kwargs assistant_only\w* completion_only\w* num_train_epochs total_episodes datasets preprocessing\w*
+        label_names shuffle\w*
+    """,
+    "kernels and processes, which follow from the engine here": r"""
+        attn_implementation use_liger\w* gradient_checkpointing_kwargs bf16\w* fp16 tf32 torch_\w+ ddp_\w+ optim seed
+        config_file main_process_port num_machines num_processes machine_rank trust_remote_code model_revision
+        ds3_gather\w* vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port|guided\w*|structured\w*) deepspeed
+        fsdp\w* model_init_kwargs\w* dtype torch_dtype cast_lm\w* use_cache disable_dropout local_rollout\w*
+        activation_offloading padding_free pad_to\w* config
+    """,
+    "of Python": r"""
+        eval_dataset ref_model reward_model args processing_class tokenizer callbacks train_dataset compute_metrics
+        optimizers value_model formatting_func data_collator
+    """,
+}
+WITH_EFFECT = {
+    "weights are of 16 or 32 bits": r"load_in_\w*bit bnb_\w+ use_bnb\w* quantization_config",
+    "adapters have rank, alpha and targets": r"""
+        lora_(dropout|task_type|modules\w*|target_param\w*) use_rslora use_dora peft_config bias task_type
+    """,
+    "corrections for another policy are algorithm.importance": r"(vllm_importance|off_policy)\w*",
+    "responses are of one turn, of text": r"max_tool\w* tools environment\w* rollout_func \w*image\w* \w*vlm\w*",
+}
