@@ -13,7 +13,7 @@ _PROGRAMS = (
     (r"verl\.trainer\.(?:fsdp_)?sft_trainer(?:_ray)?|.*/(?:fsdp_)?sft_trainer\.py", "verl", "sft"),
     (r"(?:verl|recipe)\.[\w.]*main\w*|.*/main_(?:ppo|dapo)\w*\.py", "verl", ""),
     (r"verl_mlite\.launch", "verl", ""),
-    (r"openrlhf\.cli\.train_(\w+)", "OpenRLHF", ""),
+    (r"openrlhf\.cli\.train_(\w+)|(?:\S*/)?train_(ppo_ray|ppo|sft|rm|dpo|kto)\.py", "OpenRLHF", ""),
     (r".*run_(grpo|sft|dpo|rm|ppo|distillation|vlm_grpo|vlm_sft)\w*\.py", "NeMo-RL", ""),
     (r"areal\.launcher\.\w+|.*areal/launcher/\w+\.py", "AReaL", ""),
     (r"(?:.*/)?(\w+)\.py", "TRL", ""),
@@ -79,7 +79,7 @@ def _launch(words: Sequence[str], place: int, word: str) -> Launch | None:
         found = re.fullmatch(pattern, word)
         if found is None:
             continue
-        program = name or next(iter(found.groups()), None) or word
+        program = name or next(filter(None, found.groups()), word)
         options = flags(arguments)
         if system == "TRL":
             is_chat = program == "main" and {"data_path", "actor_model_name_or_path", "zero_stage"} & set(options)

@@ -114,7 +114,8 @@ def check_warmup(out: Translation) -> None:
     for key in [key for key in out.lines if key.endswith(".optimizer.warmup_steps")]:
         warmup, source = out.lines[key]
         if warmup >= updates:
-            del out.lines[key]
+            # without a line of its own a preset's warm-up would be in its place
+            out.put(key, 0, "a warm-up of the whole run is left out")
             out.drop(
                 Setting(source, warmup), f"the warm-up is not shorter than the {updates} optimizer steps of the run"
             )
@@ -189,6 +190,14 @@ def drop_cuts(out: Translation, top_p: Setting | None, top_k: Setting | None) ->
     for setting, plain in ((top_p, (1,)), (top_k, (0, -1))):
         if setting is not None and setting.value not in plain:
             out.drop(setting, CUT)
+
+
+def put_decoded(out: Translation, rows: Setting | None, ranks: int = 1) -> None:
+    """Write the tokens of the rows that are decoded together; ``rows``: of a process, ``ranks`` of which generate as
+    one."""
+    if rows is not None:
+        tokens = (out.value("data.max_prompt_tokens") or 128) + (out.value("data.max_response_tokens") or 128)
+        out.put("models.actor.generate_tokens", rows.value * ranks * tokens, rows, f"times {ranks * tokens} tokens")
 
 
 def put_recomputation(out: Translation, setting: Setting | None, otherwise: str) -> None:

@@ -10,6 +10,7 @@ from flexrlhf.imports.device_parts import put_cluster
 from flexrlhf.imports.launches import Launch, flags
 from flexrlhf.imports.parts import (
     put_data,
+    put_decoded,
     put_lengths,
     put_lora,
     put_micro_batch,
@@ -84,13 +85,14 @@ def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
     tokens = sum(put_lengths(out, job.count("max_prompt_seq_len"), job.count("max_answer_seq_len")))
     for role in ("actor", "critic"):
         put_optimizer(out, job, role, _optimizer(f"{role}_"))
+    tp = job.count("inference_tp_size")
     if (hybrid := job.truth("enable_hybrid_engine")) is not None:
         out.put("rollout.engine", "torch", hybrid)
-        tp = job.count("inference_tp_size")
         if tp is not None and tp.value > 1:
             out.put("rollout.tp", tp.value, tp)
     else:
         out.put("rollout.engine", "transformers", "no --enable_hybrid_engine")
+    put_decoded(out, rows, out.value("rollout.tp") or 1)
     return tokens
 
 

@@ -15,6 +15,7 @@ from flexrlhf.imports.parts import (
     FOLLOWS_FROM_EPOCHS,
     mini_batches,
     put_data,
+    put_decoded,
     put_lora,
     put_micro_batch,
     put_model,
@@ -121,6 +122,7 @@ def _reinforced(out: Translation, job: JobSettings) -> None:
     _engine(out, job, "actor", tokens)
     if engines is None:
         out.put("rollout.engine", "transformers", "no --vllm.num_engines")
+        put_decoded(out, job.count("rollout.micro_batch_size"))
         return
     out.put("rollout.engine", "vllm", engines)
     tp, share = job.count("vllm.tensor_parallel_size"), job.number("vllm.gpu_memory_utilization")
