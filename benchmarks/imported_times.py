@@ -1,16 +1,20 @@
-"""Published step times of other systems, next to the prediction for their recipe through ``flexrlhf import``.
+"""Published step times of other systems, next to the prediction for their recipes through ``flexrlhf import``.
 
     python -m benchmarks.imported_times DIRECTORY [ROW ...] [--show]
 
 DIRECTORY has clones of their repositories, with history, by the names in ``imported_times.csv``; rows of a missing one
-are left out. A row there is one published time: the recipe's file at the commit of its release, the values of variables
-that a script takes from its caller, settings of the YAML that the publication states otherwise, the lengths, whether the
-cost model's constants are fitted on the time (``benchmarks/calibration``), and the source. ``response`` is the
-published mean of a response's tokens; ``solved`` where none is published: the mean with which the prediction is the
-published time, which other rows of the same experiment then have. Such a row shows nothing by itself.
+are left out. A row there is one published time:
 
-Prints the times, published / predicted with the range that ``simulate`` prints, and whether the plan fits its devices.
-Responses vary as ``simulate --mean-response`` lets them.
+* the recipe's file, at the commit of its release;
+* ``variables`` that a script takes from its caller, ``settings`` of the YAML that are published otherwise;
+* the mean tokens of prompts and responses; ``rows``: responses of a published step, if a step here has others;
+* ``fitted``: whether the cost model's constants are fitted on the time (``benchmarks/calibration``); the source.
+
+Where no mean is published, ``response`` is ``solved``: the mean with which the prediction is the published time. Such a
+row shows nothing by itself; others of the same experiment name it and have the same mean.
+
+Prints both times, published / predicted with the range that ``simulate`` prints, and whether the plan fits its devices.
+Responses vary as those of ``simulate --mean-response`` do.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from flexrlhf.guideline.simulation.simulation_text import format_simulation
 from flexrlhf.imports.translate import translated
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import check_fits
+from flexrlhf.plan.suggestions import tightest_rank
 
 TABLE = Path(__file__).with_suffix(".csv")
 JOBS = tuple(f":(glob)**/*.{ending}" for ending in ("sh", "yaml", "yml"))
@@ -71,12 +75,13 @@ class Recipe:
             low, high = (mean, high) if self.predicted(mean) < float(self.row["seconds"]) else (low, mean)
         return low
 
+    @property
     def fits(self) -> str:
-        try:
-            check_fits(self.plan)
-        except UserError as error:
-            return f"no: {str(error).removeprefix('memory: ').partition(';')[0]}"
-        return "yes"
+        """``yes``, or the gigabytes that the fullest device needs and has."""
+        rank = tightest_rank(self.plan)
+        needed, size = self.plan.memories[rank].peak_bytes, self.plan.device_bytes(rank)
+        assert size is not None
+        return "yes" if needed <= size else f"{needed / 1e9:.0f} of {size / 1e9:.0f} GB"
 
 
 def recipe_of(row: Row, checkouts: Path) -> Recipe:
@@ -132,9 +137,15 @@ def main() -> None:
             if text != "solved":
                 inside[row["fitted"]].append(accuracy.has(published, predicted))
             cells = (
-                *(row["id"], f"{row['devices']} {row['device']}", f"{mean:.0f}", f"{published:g}", f"{predicted:.3g}"),
+                *(
+                    row["id"],
+                    f"{row['devices']} {row['device']}",
+                    f"{mean:.0f}",
+                    f"{published:.4g}",
+                    f"{predicted:.4g}",
+                ),
                 *(f"{published / predicted:.2f}", f"{accuracy.low:g} to {accuracy.high:g}"),
-                *(shown, row["fitted"], recipe.fits()),
+                *(shown, row["fitted"], recipe.fits),
             )
             print(f"| {' | '.join(cells)} |", flush=True)
             if options.show:

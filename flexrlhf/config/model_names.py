@@ -99,8 +99,8 @@ _OTHER_SIZES = re.compile(r"-vl|vision|omni|audio|moe|-a\d+(\.\d+)?b|eagle|embed
 def named_sizes(name: str) -> str | None:
     """Return the known model with the sizes of one whose name, path or address ends with its family and size.
 
-    None if there is none. ``Qwen/Qwen2.5-Math-7B-Instruct`` is ``qwen2.5-7b``, and so is ``Qwen2___5-Math-7B``, a folder
-    of ModelScope's cache.
+    None if there is none. ``Qwen/Qwen2.5-Math-7B-Instruct`` is ``qwen2.5-7b``; so is ``Qwen2___5-Math-7B``, a folder of
+    ModelScope's cache.
     """
     last = name.rstrip("/").rpartition("/")[2].lower().replace("___", ".").replace("_", "-")
     if last in MODELS:

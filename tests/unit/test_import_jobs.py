@@ -43,6 +43,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.all.engine": "torch",
         "models.all.zero": 3,
         "models.all.micro_batch_tokens": 8192,
+        "models.all.tp": 2,
         "data.max_response_tokens": 3072,
         "data.sources": [{"path": "~/data/a.parquet"}, {"path": "~/data/b.parquet"}],
         "steps": 200,
@@ -171,6 +172,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.critic.optimizer.learning_rate": 5e-6,
         "models.actor.lora.rank": 64,
         "models.actor.lora.alpha": 1,
+        "models.actor.generate_tokens": 4 * 2 * 512,
         "data.sources": [{"path": "some/dialogues"}, {"path": "other/dialogues"}],
         "rollout.engine": "torch",
         "rollout.tp": 2,
@@ -179,7 +181,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 """Settings of each file's translation; the files have others, too."""
 
 NO_COUNTERPART = {
-    "verl_grpo.sh": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "verl_grpo.sh": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
     "openrlhf_ppo.sh": "--ds.ring_attn_size",
     "trl_sft.py": "warmup_steps",
     "nemo_async.sh": "policy.dtensor_cfg.context_parallel_size",

@@ -218,6 +218,9 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
     granularity = job.get(f"{prefix}recompute_granularity")
     if granularity is not None and granularity.value != "full" and recomputes is not None:
         out.drop(granularity, "activations of whole layers are computed again")
+    reduced = job.get(f"{prefix}distributed_data_parallel_config.grad_reduce_in_fp32")
+    if reduced is not None and reduced.value is False:
+        out.drop(reduced, "gradients are added up in 32 bits: 2 bytes more of each parameter")
     if job.truth(f"{lora}enabled") is not None:
         targets = None if job.truth(f"{lora}match_all_linear") else job.listed(f"{lora}target_modules")
         put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets)

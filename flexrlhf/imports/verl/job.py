@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from flexrlhf.config.model_names import MODELS
 from flexrlhf.errors import UserError
-from flexrlhf.imports.device_parts import machines, num_devices, put_apart, put_cluster, put_vllm
+from flexrlhf.imports.device_parts import (
+    machines,
+    num_devices,
+    put_apart,
+    put_cluster,
+    put_vllm,
+)
 from flexrlhf.imports.parts import (
     FOLLOWS_FROM_EPOCHS,
     mini_batches,
@@ -177,11 +185,27 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
                 out.put("models.all.shard", "node", shard)
             else:
                 out.drop(shard, "shards are over all devices of a model or of a node")
+        _split_sequences(out, job, prefix)
     put_recomputation(out, recomputes, "no recompute_granularity" if engine == "megatron" else "it is false")
     names = [(f"{_M}{key}", f"model.{key}") for key in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha")]
     targets = job.listed(f"{_M}target_modules", "model.target_modules", f"{_M}lora.target_modules")
     rank = job.number(f"{prefix}lora_rank", *names[0]) or job.number(*names[1])
     put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets)
+
+
+def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
+    """Write ranks that share a sequence as tensor-parallel ones, as far as heads and a node's training ranks divide."""
+    key, sizes = "ulysses_sequence_parallel_size", MODELS.get(out.value("models.actor.init") or "", {})
+    setting, per_node = job.count(prefix + key, key), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
+    if setting is None:
+        return
+    heads = sizes.get("num_key_value_heads") or sizes.get("num_attention_heads", 1)
+    size = math.gcd(setting.value, heads, per_node.value if per_node else 8)
+    if size > 1:
+        out.put("models.all.tp", size, setting, "ranks that share a sequence are tensor-parallel here")
+        job.pass_over(f"actor_rollout_ref.ref.{key}", f"critic.{key}")
+    elif setting.value > 1:
+        job.read.discard(setting.key)
 
 
 def _other_roles(out: Translation, job: JobSettings, engine: str) -> None:
