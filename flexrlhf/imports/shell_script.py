@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexrlhf.imports.libraries import bash_parser
-from flexrlhf.imports.shell_words import Words, source, without_marks
+from flexrlhf.imports.shell_words import COMPARISONS, Words, source, without_marks
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -22,6 +22,7 @@ MAX_STEPS = 20_000
 """Nodes of a script that are followed, loops and functions included."""
 MAX_DEPTH = 20
 """Depth of functions that call each other, and of texts that are commands."""
+_COMMAND_FLAGS = ("-c", "-lc", "-xc", "-ec")
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,11 @@ class ShellScript:
                 if name is not None and body is not None:
                     self._functions[source(name)] = body
             case "pipeline" | "program" | "compound_statement" | "subshell" | "do_group" | "else_clause" | "ERROR":
-                return all([self._run(child) for child in node.named_children])
+                return self._run_all(node.named_children)
         return True
+
+    def _run_all(self, nodes: list[Node]) -> bool:
+        return all([self._run(each) for each in nodes])
 
     def _assign(self, node: Node) -> None:
         name_node, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -109,62 +113,43 @@ class ShellScript:
         appends = any(child.type == "+=" for child in node.children)
         new: str | list[str] = ""
         if value is not None and value.type == "array":
-            new = [word for child in value.named_children if child.type != "comment" for word in words.words(child)]
+            new = self._words_of(value)
         elif value is not None:
             new = words.text(value)
-        if appends:
-            old = words.variables.get(name, [] if isinstance(new, list) else "")
-            if isinstance(old, list):
-                new = [*old, *(new if isinstance(new, list) else [new])]
-            elif isinstance(new, str):
-                new = old + new
+        if appends and isinstance(new, list):
+            old = words.variables.get(name, [])
+            new = [*(old if isinstance(old, list) else [old]), *new]
+        elif appends and isinstance(new, str):
+            new = (words.lookup(name) or "") + new
         words.variables[name] = new
 
+    def _words_of(self, node: Node) -> list[str]:
+        """Return the words of a command, or the elements of an array."""
+        others = ("variable_assignment", "file_redirect", "heredoc_redirect", "herestring_redirect", "comment")
+        named = (each for each in node.named_children if each.type not in others)
+        inner = (each.named_children[0] if each.type == "command_name" else each for each in named)
+        return [word for each in inner for word in self._words.words(each)]
+
     def _command(self, node: Node) -> bool:
-        words: list[str] = []
-        for child in node.named_children:
-            if child.type == "variable_assignment":
-                continue
-            inner = child.named_children[0] if child.type == "command_name" and child.named_children else child
-            if inner.type not in ("file_redirect", "heredoc_redirect", "herestring_redirect", "comment"):
-                words += self._words.words(inner)
-        if not words:
-            for child in node.named_children:
-                if child.type == "variable_assignment":
-                    self._assign(child)
-            return True
-        return self._started(words, node.start_point[0] + 1)
+        words = self._words_of(node)
+        return self._started(words, node.start_point[0] + 1) if words else True
 
     def _started(self, words: list[str], line: int) -> bool:
         name, *arguments = words
         match name:
             case "exit" | "return":
                 raise _Exit
-            case "shift":
-                positional = self._words.variables.get("@")
-                if isinstance(positional, list):
-                    self._set_arguments(positional[int(arguments[0]) if arguments and arguments[0].isdigit() else 1 :])
-                return True
-            case "eval" if self._depth < MAX_DEPTH:
-                return self._nested(" ".join(arguments))
             case "true" | ":" | "set" | "echo" | "printf" | "cd" | "mkdir" | "export" | "source" | "." | "sleep":
                 return True
-            case "false":
+            case "false" | "test":
                 return False
-            case "[" | "test":
-                return False
-        if name in self._functions and self._depth < MAX_DEPTH:
-            return self._call(self._functions[name], arguments)
-        # a shell that gets its commands as a text, also behind launchers such as srun
-        if (
-            len(words) > 2
-            and any(
-                flag in ("-c", "-lc", "-xc", "-ec") and shell.rpartition("/")[2] in ("bash", "sh")
-                for shell, flag in zip(words, words[1:], strict=False)
-            )
-            and self._depth < MAX_DEPTH
-        ):
-            return self._nested(words[-1])
+        if self._depth < MAX_DEPTH:
+            if name in self._functions:
+                return self._call(self._functions[name], arguments)
+            # a shell that gets its commands as a text, also behind launchers such as srun
+            pairs = zip(words, words[1:], strict=False)
+            if any(flag in _COMMAND_FLAGS and re.fullmatch("(.*/)?(ba)?sh", shell) for shell, flag in pairs):
+                return self._nested(words[-1])
         self.commands.append(Command(tuple(words), line))
         return True
 
@@ -174,16 +159,13 @@ class ShellScript:
         self._depth -= 1
         return True
 
-    def _set_arguments(self, arguments: list[str]) -> None:
-        variables = self._words.variables
-        for number in range(1, 10):
-            variables.pop(str(number), None)
-        variables.update({str(number): word for number, word in enumerate(arguments[:9], 1)})
-        variables["@"], variables["#"] = list(arguments), str(len(arguments))
-
     def _call(self, body: Node, arguments: list[str]) -> bool:
-        kept = {name: value for name, value in self._words.variables.items() if name in ("@", "#") or name.isdigit()}
-        self._set_arguments(arguments)
+        """Follow a function with arguments, in the place of the script's own."""
+        variables = self._words.variables
+        own = {name: value for name, value in variables.items() if name in ("@", "#") or name.isdigit()}
+        new: dict[str, str | list[str]] = {str(number): word for number, word in enumerate(arguments, 1)}
+        self._words.variables = {name: value for name, value in variables.items() if name not in own} | new
+        self._words.variables |= {"@": arguments, "#": str(len(arguments))}
         self._depth += 1
         try:
             return self._run(body)
@@ -191,27 +173,20 @@ class ShellScript:
             return True
         finally:
             self._depth -= 1
-            self._set_arguments([])
-            del self._words.variables["@"], self._words.variables["#"]
-            self._words.variables.update(kept)
+            for name in (*new, "@", "#"):
+                self._words.variables.pop(name, None)
+            self._words.variables |= own
 
     def _redirected(self, node: Node) -> bool:
-        """Follow a command with redirections; ``read`` takes the text that follows it, ``cat > FILE`` writes one."""
+        """Follow a command with redirections; ``read`` takes the text that follows it."""
         body = node.child_by_field_name("body")
-        here = next((child for child in node.named_children if child.type == "heredoc_redirect"), None)
-        if body is not None and here is not None and body.type == "command":
-            words = [
-                word
-                for child in body.named_children
-                for word in self._words.words(
-                    child.named_children[0] if child.type == "command_name" and child.named_children else child
-                )
-            ]
-            text = next((child for child in here.named_children if child.type == "heredoc_body"), None)
-            if words[:1] == ["read"] and text is not None:
-                self._words.variables[words[-1]] = self._words.text(text)
-                return True
-        return True if body is None else self._run(body)
+        if body is None:
+            return True
+        texts = [each for child in node.named_children for each in child.named_children if each.type == "heredoc_body"]
+        if texts and body.type == "command" and (words := self._words_of(body))[:1] == ["read"]:
+            self._words.variables[words[-1]] = self._words.text(texts[0])
+            return True
+        return self._run(body)
 
     def _list(self, node: Node) -> bool:
         left, right = node.named_children[0], node.named_children[-1]
@@ -221,21 +196,17 @@ class ShellScript:
 
     def _if(self, node: Node) -> bool:
         """Follow the branch that is taken; one that only ends the script checks its use and is passed over."""
-        clauses, current = [], (None, [])  # type: ignore[var-annotated]
-        for child in node.children:
+        branches: list[list[Node | None]] = [[]]
+        for child in node.named_children:
             if child.type in ("elif_clause", "else_clause"):
-                clauses.append(child)
-            elif child.is_named:
-                current[1].append(child)
-        condition, *body = current[1]
-        if self._run(condition) and not _only_ends(body):
-            return all([self._run(each) for each in body])
-        for clause in clauses:
-            named = clause.named_children
-            if clause.type == "else_clause":
-                return True if _only_ends(named) else all([self._run(each) for each in named])
-            if self._run(named[0]) and not _only_ends(named[1:]):
-                return all([self._run(each) for each in named[1:]])
+                # the last branch has no condition
+                branches.append([*([None] if child.type == "else_clause" else []), *child.named_children])
+            else:
+                branches[0].append(child)
+        for condition, *rest in branches:
+            body = [each for each in rest if each is not None]
+            if (condition is None or self._run(condition)) and not _only_ends(body):
+                return self._run_all(body)
         return True
 
     def _case(self, node: Node) -> None:
@@ -248,8 +219,7 @@ class ShellScript:
             if any(fnmatch.fnmatchcase(value, self._words.text(each)) for each in patterns):
                 body = [child for child in item.named_children if child not in patterns]
                 if not _only_ends(body):
-                    for child in body:
-                        self._run(child)
+                    self._run_all(body)
                 return
 
     def _for(self, node: Node) -> None:
@@ -270,53 +240,33 @@ class ShellScript:
         return bool(found)
 
     def _decided(self, node: Node) -> bool | None:
-        words = self._words
+        words, named = self._words, node.named_children
         match node.type:
             case "test_command" | "parenthesized_expression":
-                inner = node.named_children
-                return self._decided(inner[0]) if len(inner) == 1 else None
-            case "negated_command":
-                found = self._decided(node.named_children[0])
-                return None if found is None else not found
+                return self._decided(named[0]) if len(named) == 1 else None
             case "unary_expression":
-                operator, operand = source(node.children[0]), node.named_children[-1]
-                if operator == "!":
-                    found = self._decided(operand)
-                    return None if found is None else not found
-                if operator in ("-z", "-n"):
-                    return (without_marks(words.text(operand)) == "") == (operator == "-z")
-                if operator == "-v":
-                    return words.lookup(words.text(operand)) is not None
-                return None
+                sign = source(node.children[0])
+                if sign in ("-z", "-n"):
+                    return (without_marks(words.text(named[-1])) == "") == (sign == "-z")
+                found = self._decided(named[-1]) if sign == "!" else None
+                return None if found is None else not found
             case "binary_expression":
-                return self._compared(node)
+                return self._compared(named[0], source(node.children[1]), named[-1])
         text = words.text(node)
         return None if text.startswith("\0") else without_marks(text) != ""
 
-    def _compared(self, node: Node) -> bool | None:
-        left, right = node.named_children[0], node.named_children[-1]
-        operator = next((source(child) for child in node.children[1:-1]), "")
-        if operator in ("&&", "||", "-a", "-o"):
-            sides = self._decided(left), self._decided(right)
-            is_and, known = operator in ("&&", "-a"), [side for side in sides if side is not None]
+    def _compared(self, left: Node, sign: str, right: Node) -> bool | None:
+        if sign in ("&&", "||", "-a", "-o"):
+            is_and = sign in ("&&", "-a")
+            known = [each for each in (self._decided(left), self._decided(right)) if each is not None]
             if len(known) == 2:
                 return all(known) if is_and else any(known)
             return known[0] if known and known[0] != is_and else None
         first, second = (without_marks(self._words.text(each)) for each in (left, right))
-        if operator in ("=", "==", "!="):
-            return fnmatch.fnmatchcase(first, second) == (operator != "!=")
-        if operator == "=~":
-            try:
-                return re.search(second, first) is not None
-            except re.error:
-                return None
+        if sign in ("=", "==", "!="):
+            return fnmatch.fnmatchcase(first, second) == (sign != "!=")
         numbers = [int(each) for each in (first or "0", second or "0") if re.fullmatch(r"-?\d+", each)]
-        if len(numbers) != 2:
-            return None
-        low, high = numbers
-        results = {"-eq": low == high, "-ne": low != high, "-lt": low < high, "-le": low <= high}
-        results |= {"-gt": low > high, "-ge": low >= high, "<": low < high, ">": low > high}
-        return results.get(operator)
+        return bool(COMPARISONS[sign](*numbers)) if len(numbers) == 2 and sign in COMPARISONS else None
 
 
 def _only_ends(body: list[Node]) -> bool:

@@ -16,7 +16,7 @@ SCRIPTS = {
     "words=(one 'two three')\nwords+=(four)\nrun \"${words[@]}\" ${#words[@]} ${words[1]}": [
         "run|one|two three|four|3|two|three"
     ],
-    "n=$((2 * (3 + 4) / 5)); run $n $((n ** 2)) $((n > 1 ? 7 : 8))": ["run 2 4 7"],
+    "n=$((2 * (3 + 4) / 5)); run $n $((n * 7 % 4)) $((n > 1))": ["run 2 2 1"],
     "m=3; n=${N:-$((m * 4))}; run $n ${M:-a$((n / 2))}": ["run 12 a6"],
     'if [ -z "$x" ]; then run 1; else run 2; fi': ["run 1"],
     "a=5; if [[ $a -gt 4 && $a != 6 ]]; then run 1; elif true; then run 2; fi": ["run 1"],
@@ -26,12 +26,13 @@ SCRIPTS = {
     "f() { local name=$1; run $name $#; }; f x y; run $#": ["run x 2", "run 0"],
     "read -r -d '' text <<EOF\nrun a \\\n  --b $HOME/c\nEOF\nstart $text": ["start run a --b ~/c"],
     'srun -N 2 bash -c "pip install x && run a"': ["pip install x", "run a"],
-    "path=/a/b.tar.gz; run ${path##*/} ${path%.gz} ${path/a/x} ${path%%.*}": ["run b.tar.gz /a/b.tar /x/b.tar.gz /a/b"],
+    "path=/a/b.tar.gz; run ${path##*/} ${path%.gz} ${path%%.*}": ["run b.tar.gz /a/b.tar /a/b"],
     "run a 2>&1 | tee log; x=1 run b > out &": ["run a", "tee log", "run b"],
     "# run x\nrun a  # run y\n": ["run a"],
     "if [ $# -lt 2 ]; then echo usage; exit 1; fi\nrun $2": ["run|\0argument 2 of the script\0"],
     "run $NAME/x": ["run \0NAME\0/x"],
     "device=$(which npu && echo npu || echo gpu); run $device": ["run gpu"],
+    "a=b; run ${a^^} $((2 ** 3))": ["run|\0a^^\0|\0$((2 ** 3))\0"],
     "exit 0\nrun a": [],
 }
 
