@@ -79,8 +79,8 @@ def put_optimizer(
         setting = job.real(*keys.get(name, ()))
         if setting is not None and (setting.value > 0 or name in ("weight_decay", "final_ratio") and not setting.value):
             out.put(prefix + name, setting.value or 0.0, setting)
-        elif setting is not None and setting.value == 0 and name == "max_grad_norm":
-            out.put(prefix + name, None, setting)
+        elif name == "max_grad_norm" and (off := job.is_zero(*keys.get(name, ()))) is not None:
+            out.put(prefix + name, None, off)
     betas = job.listed(*keys.get("betas", ()))
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
         out.put(prefix + "betas", list(betas.value), betas)

@@ -110,8 +110,13 @@ class JobSettings:
         return setting if setting.value else None
 
     def named(self, key: str) -> Setting | None:
-        """Return a setting with a path or name whose last part is in the file; the directories may be missing."""
+        """Return a setting with a path or name whose last part is in the file; the directories may be missing.
+
+        None for an option without a value, which is ``true``.
+        """
         setting = self.found.get(key)
+        if setting is not None and isinstance(setting.value, bool):
+            return None
         if setting is None or MARK in str(setting.value).rpartition("/")[2] or not setting.missing:
             return self.get(key)
         self.read.add(key)
@@ -137,6 +142,11 @@ class JobSettings:
         """Return a setting with a number above 0."""
         setting = self.real(*keys)
         return setting if setting is not None and setting.value > 0 else None
+
+    def is_zero(self, *keys: str) -> Setting | None:
+        """Return the first of several settings that the file has, if it is 0 or null."""
+        setting = next((self.found[each] for each in keys if each in self.found), None)
+        return setting if setting is not None and not setting.value else None
 
     def count(self, *keys: str) -> Setting | None:
         """Return a setting with a whole number above 0."""

@@ -127,7 +127,7 @@ class ShellScript:
         """Return the words of a command, or the elements of an array."""
         others = ("variable_assignment", "file_redirect", "heredoc_redirect", "herestring_redirect", "comment")
         named = (each for each in node.named_children if each.type not in others)
-        inner = (each.named_children[0] if each.type == "command_name" else each for each in named)
+        inner = ((each.named_children or [each])[0] if each.type == "command_name" else each for each in named)
         return [word for each in inner for word in self._words.words(each)]
 
     def _command(self, node: Node) -> bool:

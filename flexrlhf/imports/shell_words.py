@@ -109,18 +109,25 @@ class Words:
             case "raw_string":
                 return source(node)[1:-1]
             case "string_content":
-                return re.sub(r'\\([\\"$`\n])', lambda found: "" if found[1] == "\n" else found[1], source(node))
+                return _in_quotes(source(node))
             case "string":
                 return self._joined(node, 1, -1)
-            case "simple_expansion":
-                return self._variable(source(node)[1:])
-            case "expansion":
-                return self._expansion(node)
-            case "arithmetic_expansion":
-                return self._arithmetic(node)
-            case "command_substitution":
-                return self._substitution(node)
+            case "simple_expansion" | "expansion" | "arithmetic_expansion" | "command_substitution":
+                # between two expansions in a string the parser gives the blanks to the second one
+                inner = re.sub(r"^(\s|\\\n)+", "", source(node))
+                blanks = source(node).removesuffix(inner)
+                return _in_quotes(blanks) + self._expanded(node, inner, len(blanks))
         return marked(source(node))
+
+    def _expanded(self, node: Node, text: str, start: int) -> str:
+        match node.type:
+            case "simple_expansion":
+                return self._variable(text[1:])
+            case "expansion":
+                return self._expansion(node, text[2:-1], start + 2)
+            case "arithmetic_expansion":
+                return self._arithmetic(node, text)
+        return self._substitution(re.sub(r"\s+", " ", text))
 
     def _joined(self, node: Node, first: int = 0, last: int = 0) -> str:
         """Return the expanded children of a node, with the text between them, from byte ``first`` on."""
@@ -136,9 +143,8 @@ class Words:
         value = self.lookup(name)
         return marked(f"argument {name} of the script" if name.isdigit() else name) if value is None else value
 
-    def _expansion(self, node: Node) -> str:
-        """Return the value of ``${NAME}``, with a default, an alternative or a cut."""
-        inside = source(node)[2:-1]
+    def _expansion(self, node: Node, inside: str, start: int) -> str:
+        """Return the value of ``${NAME}``, with a default, an alternative or a cut; its name is at byte ``start``."""
         found = re.match(r"(#?)(\w+|[@*#?$])(?:\[([^\]]*)\])?(:?[-=?+]|##?|%%?|$)", inside)
         if found is None:
             return marked(inside)
@@ -148,7 +154,7 @@ class Words:
             return str(len(value)) if isinstance(value, list) and index else marked(inside)
         element = self.lookup(name) if index is None else self._element(name, index)
         is_set = element is not None and (not sign.startswith(":") or without_marks(element) != "")
-        rest = self._rest(node, 2 + len(inside[: found.end()].encode()))
+        rest = self._rest(node, start + len(inside[: found.end()].encode()))
         match sign.lstrip(":"):
             case "-" | "=" if not is_set:
                 if sign.endswith("="):
@@ -178,21 +184,20 @@ class Words:
         value = tree.root_node.named_children[0].child_by_field_name("value")
         return marked(raw) if value is None else self.text(value)
 
-    def _substitution(self, node: Node) -> str:
+    def _substitution(self, text: str) -> str:
         """Return the word that ``$(a && echo B || echo C)`` prints if ``a`` fails, as nothing is run; else a mark."""
-        text = re.sub(r"\s+", " ", source(node)).strip()
         last = re.search(r"\|\| echo ([\w./-]+) ?\)$", text)
         if last is None:
             return marked(text)
         self.assumed[f"{text} is not run: it is taken as {last[1]}"] = None
         return last[1]
 
-    def _arithmetic(self, node: Node) -> str:
+    def _arithmetic(self, node: Node, text: str) -> str:
         values = [self.number(child) for child in node.named_children]
         if len(values) == 1 and values[0] is not None:
             return str(values[0])
         names = (self._variable(source(each)) for each in _names(node))
-        return next((text for text in names if MARK in text), marked(source(node)))
+        return next((name for name in names if MARK in name), marked(text))
 
     def number(self, node: Node) -> int | None:
         """Return the value of an arithmetic expression in whole numbers, as bash computes; None if it has none."""
@@ -224,6 +229,11 @@ def _cut(value: str, pattern: str, sign: str) -> str:
         if fnmatch.fnmatchcase(value[:end] if from_start else value[end:], pattern):
             return value[end:] if from_start else value[:end]
     return value
+
+
+def _in_quotes(text: str) -> str:
+    """Return a text of a double-quoted string without its backslashes and continued lines."""
+    return re.sub(r'\\([\\"$`\n])', lambda found: "" if found[1] == "\n" else found[1], text)
 
 
 def _unquoted(text: bytes) -> str:

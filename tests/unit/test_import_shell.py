@@ -30,6 +30,7 @@ SCRIPTS = {
     "run a 2>&1 | tee log; x=1 run b > out &": ["run a", "tee log", "run b"],
     "# run x\nrun a  # run y\n": ["run a"],
     "if [ $# -lt 2 ]; then echo usage; exit 1; fi\nrun $2": ["run|\0argument 2 of the script\0"],
+    'a=1 b=2; run "$a $b ${a} $((a + b)) \\\n $b"': ["run|1 2 1 3  2"],
     "run $NAME/x": ["run \0NAME\0/x"],
     "device=$(which npu && echo npu || echo gpu); run $device": ["run gpu"],
     "a=b; run ${a^^} $((2 ** 3))": ["run|\0a^^\0|\0$((2 ** 3))\0"],

@@ -25,6 +25,8 @@ from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
 _P, _G = "policy.", "policy.generation."
+ENDLESS = 100_000
+"""Most steps of a run that its data do not end."""
 
 
 def translate(out: Translation, job: JobSettings) -> None:
@@ -37,8 +39,10 @@ def translate(out: Translation, job: JobSettings) -> None:
     name = put_algorithm(out, job, section)
     role = "reward" if name == "reward" else "actor"
     steps = job.count(f"{section}.max_num_steps")
-    if steps is not None and steps.value < 100_000:
-        out.put("steps", steps.value, steps)
+    if steps is not None and steps.value < ENDLESS:
+        out.put_same("steps", steps)
+    else:
+        out.drop(steps, "the run ends with its data, whose size is not in the file: write steps", matters=False)
     rows = _batch(out, job, section, name)
     on_policy = job.truth("loss_fn.force_on_policy_ratio")
     if (out.value("algorithm.num_mini_batches") or 1) > 1:
@@ -112,6 +116,7 @@ def _optimizer(out: Translation, job: JobSettings, role: str, is_megatron: bool)
     }
     if is_megatron:
         scheduler = f"{section}megatron_cfg.scheduler."
+        keys |= {"max_grad_norm": (f"{prefix}clip_grad", f"{section}max_grad_norm")}
         keys |= {"beta1": (f"{prefix}adam_beta1",), "beta2": (f"{prefix}adam_beta2",)}
         keys |= {"schedule": (f"{scheduler}lr_decay_style",), "warmup_steps": (f"{scheduler}lr_warmup_iters",)}
         _decay(out, job, role, prefix, scheduler)
