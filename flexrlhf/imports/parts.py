@@ -163,13 +163,17 @@ def split_length(out: Translation, whole: Setting | None, parts: int = 2) -> int
     return int(whole.value)
 
 
-def put_micro_batch(out: Translation, rows: Setting | None, tokens: int, most: Setting | None = None) -> None:
-    """Write the tokens of a micro-batch: at most ``most``, else of ``rows`` rows of ``tokens`` tokens."""
+def put_micro_batch(
+    out: Translation, rows: Setting | None, tokens: int, most: Setting | None = None, role: str = "all"
+) -> None:
+    """Write the tokens of a micro-batch: at most ``most``, else of ``rows`` rows of ``tokens`` tokens.
+
+    role:  ``all`` models, or one whose micro-batches are written if they differ from the others'.
+    """
     whole = tokens * (2 if out.value("algorithm.name") in PAIRS else 1)
-    if most is not None:
-        out.put("models.all.micro_batch_tokens", most.value, most)
-    elif rows is not None:
-        out.put("models.all.micro_batch_tokens", rows.value * whole, rows, f"times {whole} tokens")
+    size = most.value if most is not None else None if rows is None else rows.value * whole
+    if size is not None and size != out.value("models.all.micro_batch_tokens"):
+        out.put(f"models.{role}.micro_batch_tokens", size, most or rows, None if most else f"times {whole} tokens")
 
 
 def put_overlong(out: Translation, length: Setting | None, penalty: Setting | None) -> None:

@@ -13,6 +13,7 @@ from flexrlhf.imports.parts import (
     put_data,
     put_lengths,
     put_lora,
+    put_micro_batch,
     put_model,
     put_needed_model,
     put_optimizer,
@@ -116,6 +117,8 @@ def translate(out: Translation, job: JobSettings) -> None:
     generating = read_backend(str(generator.value)) if generator is not None and generates else None
     _devices(out, job, training, generating, trainer, generator)
     _engine(out, job, role, training, trainer)
+    if name == "ppo":
+        put_micro_batch(out, None, tokens, job.count("critic.mb_spec.max_tokens_per_mb"), "critic")
     if generating is not None and generator is not None:
         _rollout(out, job, generating, generator, tokens)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)

@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
     f"{_R}tensor_model_parallel_size": 2,
     f"{_R}gpu_memory_utilization": 0.5,
     f"{_M}enable_gradient_checkpointing": True,
-    "critic.model.enable_gradient_checkpointing": True,
+    "critic.ppo_max_token_len_per_gpu": 32768,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
@@ -103,9 +103,10 @@ def _reinforced(out: Translation, job: JobSettings, program: str) -> None:
     engine = _engine(out, job, program)
     _devices(out, job, program)
     _parallel(out, job, engine, _A)
-    most, rows = job.count(f"{_A}ppo_max_token_len_per_gpu"), job.count(f"{_A}ppo_micro_batch_size_per_gpu")
-    put_micro_batch(out, rows, tokens, most if job.truth(f"{_A}use_dynamic_bsz") else None)
+    _micro_batch(out, job, tokens, "all", _A)
     _other_roles(out, job, engine)
+    if out.value("algorithm.name") == "ppo":
+        _critic(out, job, engine, tokens)
     _rollout(out, job, prompts * samples, tokens)
 
 
@@ -221,12 +222,22 @@ def _other_roles(out: Translation, job: JobSettings, engine: str) -> None:
                 out.put(f"models.{role}.{key}", size.value, size)
         if not is_there:
             job.pass_over(prefix)
-    if roles["critic"][1]:
-        rank, alpha = job.number("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
-        put_lora(out, "critic", rank, alpha, job.listed("critic.model.target_modules"))
-        dynamic, most = job.truth("critic.use_dynamic_bsz"), job.count("critic.ppo_max_token_len_per_gpu")
-        if dynamic is not None and most is not None and most.value != out.value("models.all.micro_batch_tokens"):
-            out.put("models.critic.micro_batch_tokens", most.value, most)
+
+
+def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> None:
+    rank, alpha = job.number("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
+    put_lora(out, "critic", rank, alpha, job.listed("critic.model.target_modules"))
+    _micro_batch(out, job, tokens, "critic", "critic.")
+    recomputes = None if engine == "megatron" else job.get("critic.model.enable_gradient_checkpointing")
+    if recomputes is not None and is_true(recomputes.value) != out.value("models.all.activation_checkpointing"):
+        out.put("models.critic.activation_checkpointing", is_true(recomputes.value), recomputes)
+
+
+def _micro_batch(out: Translation, job: JobSettings, tokens: int, role: str, prefix: str) -> None:
+    """Write the micro-batches of a role. The critic's are dynamic where the actor's are."""
+    most, rows = job.count(f"{prefix}ppo_max_token_len_per_gpu"), job.count(f"{prefix}ppo_micro_batch_size_per_gpu")
+    is_dynamic = job.truth(f"{prefix}use_dynamic_bsz", f"{_A}use_dynamic_bsz") is not None
+    put_micro_batch(out, rows, tokens, most if is_dynamic else None, role)
 
 
 def _devices(out: Translation, job: JobSettings, program: str) -> None:
