@@ -64,10 +64,15 @@ def put_cluster(out: Translation, machines: Sequence[tuple[int, int]], *sources:
         )
 
 
-def put_gpus(out: Translation, gpus: int, *sources: Setting | str | None) -> None:
-    """Write machines of eight, or one with fewer, that have a number of devices."""
+def machines_of(gpus: int) -> tuple[int, int]:
+    """Return machines of eight, or one with fewer, that have a number of devices, and the devices of one."""
     devices = next(each for each in range(min(gpus, GPUS_PER_NODE), 0, -1) if gpus % each == 0)
-    put_cluster(out, [(gpus // devices, devices)], *sources)
+    return gpus // devices, devices
+
+
+def put_gpus(out: Translation, gpus: int, *sources: Setting | str | None) -> None:
+    """Write such machines."""
+    put_cluster(out, [machines_of(gpus)], *sources)
 
 
 def num_devices(out: Translation) -> int:

@@ -16,8 +16,10 @@ _PROGRAMS = (
     (r"openrlhf\.cli\.train_(\w+)|(?:\S*/)?train_(ppo_ray|ppo|sft|rm|dpo|kto)\.py", "OpenRLHF", ""),
     (r".*run_(grpo|sft|dpo|rm|ppo|distillation|vlm_grpo|vlm_sft)\w*\.py", "NeMo-RL", ""),
     (r"areal\.launcher\.\w+|.*areal/launcher/\w+\.py", "AReaL", ""),
-    (r"(?:.*/)?(\w+)\.py", "TRL", ""),
+    (r"trl\.scripts\.(\w+)|(?:.*/)?(\w+)\.py", "TRL", ""),
 )
+_LAUNCHERS = {"accelerate", "torchrun", "torch.distributed.run", "deepspeed", "srun", "mpirun"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NODES = ("--nnodes", "--num_nodes", "--num_machines", "-N", "--nodes")
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--gpus-per-node")
 
@@ -52,11 +54,29 @@ class Launch:
             name = next((each for each in names if re.fullmatch(r"\d+(:\d+)?", str(options.get(each, "")))), None)
             found.append(None if name is None else Setting(name, int(str(options[name]).partition(":")[0])))
         nodes, per_node = found
+        visible = [word for word in self.before if re.fullmatch(rf"{VISIBLE}=\d+(,\d+)*", word)]
+        if per_node is None and visible and nodes is None:
+            return None, Setting(VISIBLE, visible[0].count(",") + 1)
         total = options.get("--num_processes")
         if per_node is None and total is not None and re.fullmatch(r"\d+", str(total)):
             machines = 1 if nodes is None else nodes.value
             per_node = Setting("--num_processes", max(1, int(total) // machines))
+        if per_node is None and self.system == "TRL" and self.before and not _LAUNCHERS & set(self.before):
+            per_node = Setting("one process, without a launcher", 1)
         return nodes, per_node
+
+
+def served_devices(commands: Sequence[Sequence[str]]) -> tuple[Setting, Setting] | None:
+    """Return the devices of a vLLM server that a command starts, and of one of its engines."""
+    for words in commands:
+        for place, word in enumerate(words[:-1]):
+            if (word, words[place + 1]) in (("vllm", "serve"), ("trl", "vllm-serve"), ("trl", "vllm_serve")):
+                options = flags(words[place + 2 :])
+                texts = (options.get(f"{key}_parallel_size", "1") for key in ("tensor", "data"))
+                tp, dp = (int(text) if text.isdecimal() else 1 for text in texts)
+                name = f"{word} {words[place + 1]}"
+                return Setting(name, tp * dp), Setting(f"{name} --tensor-parallel-size", tp)
+    return None
 
 
 def find_launches(commands: Sequence[Sequence[str]], own: str = "") -> Iterator[Launch]:
@@ -81,6 +101,8 @@ def _launch(words: Sequence[str], place: int, word: str) -> Launch | None:
             continue
         program = name or next(filter(None, found.groups()), word)
         options = flags(arguments)
+        if system == "OpenRLHF" and word.endswith(".py") and "pretrain" not in options:
+            continue  # of others with a file of this name
         if system == "TRL":
             is_chat = program == "main" and {"data_path", "actor_model_name_or_path", "zero_stage"} & set(options)
             if is_chat:

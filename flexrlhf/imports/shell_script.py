@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,11 @@ _COMMAND_FLAGS = ("-c", "-lc", "-xc", "-ec")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a script. ``line``: its first line."""
+    """A command of a script.
+
+    words:     its program and arguments, behind the devices that it sees (``CUDA_VISIBLE_DEVICES=0,1``), if it says so.
+    line:      its first line.
+    """
 
     words: tuple[str, ...]
     line: int
@@ -132,9 +136,11 @@ class ShellScript:
 
     def _command(self, node: Node) -> bool:
         words = self._words_of(node)
-        return self._started(words, node.start_point[0] + 1) if words else True
+        assigned = [(each.text or b"").decode() for each in node.named_children if each.type == "variable_assignment"]
+        visible = [text for text in assigned if text.startswith("CUDA_VISIBLE_DEVICES=")]
+        return self._started(words, node.start_point[0] + 1, visible) if words else True
 
-    def _started(self, words: list[str], line: int) -> bool:
+    def _started(self, words: list[str], line: int, visible: Sequence[str] = ()) -> bool:
         name, *arguments = words
         match name:
             case "exit" | "return":
@@ -143,14 +149,10 @@ class ShellScript:
                 return True
             case "false" | "test":
                 return False
-        if self._depth < MAX_DEPTH:
-            if name in self._functions:
-                return self._call(self._functions[name], arguments)
-            # a shell that gets its commands as a text, also behind launchers such as srun
-            pairs = zip(words, words[1:], strict=False)
-            if any(flag in _COMMAND_FLAGS and re.fullmatch("(.*/)?(ba)?sh", shell) for shell, flag in pairs):
-                return self._nested(words[-1])
-        self.commands.append(Command(tuple(words), line))
+        words = self._words_of(node)
+        assigned = [(each.text or b"").decode() for each in node.named_children if each.type == "variable_assignment"]
+        visible = [text for text in assigned if text.startswith("CUDA_VISIBLE_DEVICES=")]
+        return self._started(words, node.start_point[0] + 1, visible) if words else True
         return True
 
     def _nested(self, text: str) -> bool:

@@ -13,7 +13,7 @@ from flexrlhf.imports.areal import job as areal
 from flexrlhf.imports.cache import fit_cache
 from flexrlhf.imports.deepspeed_chat import job as deepspeed_chat
 from flexrlhf.imports.device_parts import named_class
-from flexrlhf.imports.launches import Launch, find_launches, flags, overrides, stray_marks
+from flexrlhf.imports.launches import Launch, find_launches, flags, overrides, served_devices, stray_marks
 from flexrlhf.imports.nemo_rl import job as nemo_rl
 from flexrlhf.imports.openrlhf import job as openrlhf
 from flexrlhf.imports.parts import check_families, check_warmup
@@ -22,7 +22,7 @@ from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.shell_script import ShellScript
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl import job as trl
-from flexrlhf.imports.trl.algorithm import ALGORITHMS
+from flexrlhf.imports.trl.algorithm import ALGORITHMS, MISSING
 from flexrlhf.imports.verl import job as verl
 from flexrlhf.imports.yaml_trees import Tree, read_tree, resolved, with_overrides
 
@@ -35,7 +35,7 @@ _CONFIGS = (
     r"(GRPO|RLOO|SFT|DPO|Reward|KTO|ORPO|CPO|PPO|OnlineDPO|GKD|BCO|NashMD|XPO|PRM|Distillation|GOLD|AsyncGRPO)Config"
 )
 
-_COMMANDS = r"(?m)^\s*((?:[A-Z_]+=\S+ )*(?:python3?|accelerate|trl|torchrun|deepspeed|uv)\b(?:.*\\\n)*.*)$"
+_COMMANDS = r"(?m)^\s*((?:[A-Z_]+=\S+ )*(?:python3?|accelerate|trl|torchrun|deepspeed|uv|vllm)\b(?:.*\\\n)*.*)$"
 """Commands in a text for people."""
 
 
@@ -45,11 +45,13 @@ class JobFile:
     path:          the file.
     device_class:  class of its devices and where that is from; None: it has none.
     given:         values of variables that it leaves to its environment.
+    served:        devices of the vLLM server that its commands start, and of one of its engines.
     """
 
     def __init__(self, path: Path, device_class: str | None, given: Mapping[str, str]) -> None:
         self.path, self.given, self.text = path, given, _text(path)
         named = named_class(f"{path.stem}\n{self.text}")
+        self.served: tuple[Setting, Setting] | None = None
         self.device_class: Class = None
         if device_class is not None:
             self.device_class = (device_class, "--gpu-type")
@@ -75,9 +77,11 @@ class JobFile:
 
     def _of_script(self, text: str) -> Translation:
         script = ShellScript(text, self.given)
-        launches = list(find_launches([command.words for command in script.commands]))
+        commands = [command.words for command in script.commands]
+        launches = list(find_launches(commands))
         if not launches:
             raise self._unknown()
+        self.served = served_devices(commands)
         out = self._of_launch(launches[0])
         if len(launches) > 1:
             out.note(f"the file starts {len(launches)} jobs: this is the first")
@@ -139,7 +143,7 @@ class JobFile:
         )
         file = next(filter(None, named), None)
         accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
-        trl.translate(out, found, launch.program, launch.devices(), accelerate)
+        trl.translate(out, found, launch.program, launch.devices(), self.served, accelerate)
         return out
 
     def _of_python(self) -> Translation:
@@ -147,9 +151,9 @@ class JobFile:
         file = PythonFile(self.path, self.text)
         configs = list(file.calls(_CONFIGS))
         texts = [found for text in file.docstrings for found in re.findall(_COMMANDS, text)]
-        commands = [line for text in texts for line in ShellScript(text, self.given).commands]
-        started = find_launches([command.words for command in commands], self.path.name)
-        launches = [each for each in started if each.system == "TRL"]
+        commands = [line.words for text in texts for line in ShellScript(text, self.given).commands]
+        launches = [each for each in find_launches(commands, self.path.name) if each.system == "TRL"]
+        self.served = served_devices(commands)
         trainer = next((name.removesuffix("Config").lower() for name in file.names(_CONFIGS)), "")
         if not launches and not any(name for name, arguments in configs if arguments):
             raise self._unknown()
@@ -165,12 +169,14 @@ class JobFile:
             found.setdefault("dataset_name", arguments.get(""))
         launch = launches[0] if launches else Launch("TRL", trainer, ())
         trainer = launch.program if launch.program in ALGORITHMS else trainer or launch.program
+        if trainer == launch.program and not any(re.fullmatch(names, trainer) for names in (*ALGORITHMS, *MISSING)):
+            raise self._unknown()
         found |= {name: read_scalar(value) for name, value in flags(launch.arguments).items()}
         if "model_name_or_path" in self.given:
             found["model_name_or_path"] = self.given["model_name_or_path"]
         out = self._start("TRL")
         accelerate = trl.accelerate_file(flags(launch.before).get("config_file"), self.path.parent)
-        trl.translate(out, found, trainer, launch.devices(), accelerate)
+        trl.translate(out, found, trainer, launch.devices(), self.served, accelerate)
         if launches:
             out.note("settings are of the first command in the file's description")
         return out
@@ -196,7 +202,7 @@ class JobFile:
             out.note(f"the file does not name its trainer: {trainer} is assumed")
         file = leaves.get("deepspeed")
         accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
-        trl.translate(out, leaves, trainer, (None, None), accelerate)
+        trl.translate(out, leaves, trainer, (None, None), None, accelerate)
         return out
 
 

@@ -129,6 +129,20 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "data.path": "some/conversations",
         "steps": 500,
     },
+    "trl_async.py": {
+        "algorithm.name": "grpo",
+        "algorithm.prompts_per_step": 16 * 2 * 2 // 8,
+        "algorithm.samples_per_prompt": 8,
+        "models.all.micro_batch_tokens": 4096,
+        "cluster.nodes": [{"count": 1, "devices": 4, "class": H100}],
+        "placement.actor.ranks": "0-1",
+        "placement.actor.rollout.ranks": "2-3",
+        "schedule.lag": 2,
+        "sync.every": 2,
+        "rollout.engine": "vllm",
+        "rollout.tp": 2,
+        "steps": 200,
+    },
     "nemo_async.sh": {
         "algorithm.name": "grpo",
         "algorithm.baseline": "others",
@@ -312,7 +326,7 @@ WRONG = {
         "job.sh",
         "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
     ): "reads images",
-    ("job.sh", "trl gkd --model_name_or_path Qwen/Qwen3-8B"): "TRL's trainer gkd has no counterpart",
+    ("job.sh", "trl gkd --model_name_or_path Qwen/Qwen3-8B"): "has no counterpart (distillation from a teacher)",
     ("job.sh", "uv run run_grpo.py --config other.yaml"): "its settings are in other.yaml, which is not there",
 }
 

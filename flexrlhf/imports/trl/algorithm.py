@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from flexrlhf.errors import UserError
 from flexrlhf.imports.parts import (
     put_model,
     put_scored_by_code,
@@ -23,8 +26,29 @@ ALGORITHMS = {
     "ppo_tldr": "ppo",
     "simpo": "simpo",
     "cpo": "simpo",
+    "asyncgrpo": "grpo",
+    "async_grpo": "grpo",
 }
 """Names of TRL's commands, scripts and config classes → algorithms."""
+MISSING = {
+    "gkd|gold|minillm|(server_)?distillation": "distillation from a teacher",
+    "sdft|sdpo|ssd": "distillation from the model itself",
+    "online_?dpo|nash_?md|xpo": "pairs of sampled responses that a reward model or a judge ranks",
+    "bco|tpo|a2po": "its loss",
+    "prm": "scores of single steps of a response",
+}
+"""Names of other trainers → what they need that is not here."""
+
+
+def algorithm_of(trainer: str, file: str) -> str:
+    """Return the algorithm of a trainer. Raises UserError for one without a counterpart, with what is missing."""
+    if "vlm" in trainer or "vlm" in file:
+        raise UserError(f"{file}: TRL's trainer {trainer} reads images; flexrlhf trains models of text")
+    if trainer in ALGORITHMS:
+        return ALGORITHMS[trainer]
+    missing = next((f" ({each})" for names, each in MISSING.items() if re.fullmatch(names, trainer)), "")
+    known = ", ".join(dict.fromkeys(ALGORITHMS.values()))
+    raise UserError(f"{file}: TRL's trainer {trainer} has no counterpart{missing}; there are {known}")
 
 
 def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:

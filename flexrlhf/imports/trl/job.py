@@ -11,9 +11,10 @@ import yaml
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.imports.device_parts import put_gpus, put_vllm
+from flexrlhf.imports.device_parts import machines_of, put_apart, put_gpus, put_vllm
 from flexrlhf.imports.parts import (
     put_data,
+    put_decoded,
     put_lengths,
     put_lora,
     put_model,
@@ -23,7 +24,7 @@ from flexrlhf.imports.parts import (
 )
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
-from flexrlhf.imports.trl.algorithm import ALGORITHMS, put_reinforced, put_supervised
+from flexrlhf.imports.trl.algorithm import algorithm_of, put_reinforced, put_supervised
 from flexrlhf.imports.trl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 
 DEFAULTS: dict[str, Any] = {
@@ -40,13 +41,26 @@ _OF: dict[str, dict[str, Any]] = {
         "max_prompt_length": 512,
         "vllm_gpu_memory_utilization": 0.3,
     },
+    "async": {
+        "num_generations": 8,
+        "max_completion_length": 2048,
+        "max_prompt_length": 512,
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "max_staleness": 4,
+    },
     "rloo": {
         "num_generations": 2,
         "max_completion_length": 512,
         "max_prompt_length": 512,
         "vllm_gpu_memory_utilization": 0.3,
     },
-    "ppo": {"response_length": 53, "max_prompt_length": 512, "num_mini_batches": 1, "per_device_train_batch_size": 8},
+    "ppo": {
+        "response_length": 53,
+        "max_prompt_length": 512,
+        "num_mini_batches": 1,
+        "local_rollout_forward_batch_size": 64,
+    },
     "": {"max_length": 1024},
 }
 _TARGETS = Setting("lora_target_modules", ["q_proj", "v_proj"], default=True)
@@ -69,23 +83,20 @@ def translate(
     found: dict[str, Any],
     trainer: str,
     devices: tuple[Setting | None, Setting | None],
+    served: tuple[Setting, Setting] | None,
     accelerate: dict[str, Any],
 ) -> None:
     """Translate settings of a trainer. Raises UserError for one without any counterpart.
 
     devices:     nodes and processes of one, as a launcher names them.
+    served:      devices of a vLLM server, and of one of its engines.
     accelerate:  the configuration of accelerate, if there is one.
     """
-    name = ALGORITHMS.get(trainer)
-    if "vlm" in trainer or "vlm" in out.file:
-        raise UserError(f"{out.file}: TRL's trainer {trainer} reads images; flexrlhf trains models of text")
-    if name is None:
-        known = ", ".join(dict.fromkeys(ALGORITHMS.values()))
-        raise UserError(f"{out.file}: TRL's trainer {trainer} has no counterpart; there are {known}")
-    kind = {"gspo": "grpo"}.get(name, name)
+    name, is_async = algorithm_of(trainer, out.file), trainer.startswith("async")
+    kind = "async" if is_async else {"gspo": "grpo"}.get(name, name)
     job = JobSettings.of(found, DEFAULTS | _OF.get(kind, _OF[""]))
     if name == "simpo" and job.value("loss_type") != "simpo":
-        raise UserError(f"{out.file}: CPO without loss_type: simpo has no counterpart")
+        raise UserError(f"{out.file}: TRL's trainer cpo has no counterpart without loss_type: simpo")
     if name == "grpo" and (level := job.get("importance_sampling_level")) is not None and level.value == "sequence":
         name = "gspo"
     out.put("algorithm.name", name, f"TRL's trainer {trainer}")
@@ -114,13 +125,13 @@ def translate(
     put_optimizer(out, job, role, _OPTIMIZER)
     if name == "ppo":
         put_optimizer(out, job, "critic", _OPTIMIZER)
-    put_gpus(out, processes.value, processes)
-    out.put("placement", None, "every model in every process")
+    tp = _devices(out, job, processes, served)
     _engine(out, job, accelerate, role, tokens, name)
     if name in ("grpo", "gspo", "rloo"):
-        _rollout(out, job, rows, tokens)
+        _rollout(out, job, rows, tokens, processes.value, tp)
     elif name == "ppo":
         out.put("rollout.engine", "transformers", "its trainer")
+        put_decoded(out, _known(job, "local_rollout_forward_batch_size"))
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -212,20 +223,46 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
         put_lora(
             out, role, job.count("lora_r"), job.number("lora_alpha"), job.listed("lora_target_modules") or _TARGETS
         )
-    rows = _known(job, "per_device_train_batch_size")
+    rows, budget = _known(job, "per_device_train_batch_size"), job.count("token_budget")
+    if budget is not None or "max_staleness" in job.defaults:
+        out.put("models.all.micro_batch_tokens", budget.value if budget else tokens, budget or "the longest sequence")
+        return
     pair = 2 if name in ("dpo", "reward", "orpo", "simpo") else 1
     out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")
 
 
-def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
-    uses, mode = job.truth("use_vllm"), job.get("vllm_mode")
-    tp, share = job.count("vllm_tensor_parallel_size"), job.number("vllm_gpu_memory_utilization")
+def _devices(
+    out: Translation, job: JobSettings, processes: Setting, served: tuple[Setting, Setting] | None
+) -> Setting | None:
+    """Write the machines, and how far generation may lag. Return the ranks of an engine of a server, which has devices
+    of its own."""
+    mode, lag, every = job.get("vllm_mode"), job.count("max_staleness"), job.count("weight_sync_steps")
+    if lag is not None and served is None:
+        out.note("the vLLM server's devices are not in the file: one is assumed")
+        served = (Setting("vllm serve, assumed", 1),) * 2
+    if served is None or mode is None or mode.value != "server":
+        put_gpus(out, processes.value, processes)
+        out.put("placement", None, "every model in every process")
+        if mode is not None and mode.value == "server":
+            out.drop(mode, "the server's devices are not in the file: vLLM is on the devices that train")
+        return None
+    if "algorithm.kl.coefficient" in out.lines:
+        out.put("algorithm.kl.place", "reward" if out.value("algorithm.name") == "rloo" else "loss", "its trainer")
+    put_apart(out, machines_of(processes.value), machines_of(served[0].value), processes, served[0])
+    out.put_same("schedule.lag", lag)
+    if every is not None and every.value > 1:
+        out.put("sync.every", every.value, every)
+    return served[1]
+
+
+def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, processes: int, tp: Setting | None) -> None:
+    uses, share = job.truth("use_vllm"), job.number("vllm_gpu_memory_utilization")
+    tp = tp or job.count("vllm_tensor_parallel_size")
     if uses is None:
         out.put("rollout.engine", "transformers", "no use_vllm")
+        put_decoded(out, Setting("responses of a process", max(1, rows // processes)))
         return
     out.put("rollout.engine", "vllm", uses)
-    if mode is not None and mode.value == "server":
-        out.drop(mode, "the server's devices are not in the file: vLLM is on the devices that train")
     put_vllm(out, tp, None, share, rows, tokens)
 
 

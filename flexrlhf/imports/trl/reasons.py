@@ -17,7 +17,7 @@ WITHOUT_EFFECT = {
         attn_implementation use_liger\w* gradient_checkpointing_kwargs bf16\w* fp16 tf32 torch_\w+ ddp_\w+ optim seed
         config_file main_process_port num_machines num_processes machine_rank trust_remote_code model_revision
         ds3_gather\w* vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port|guided\w*|structured\w*) deepspeed
-        fsdp\w* model_init_kwargs\w* dtype torch_dtype cast_lm\w* use_cache disable_dropout local_rollout\w*
+        fsdp\w* model_init_kwargs\w* dtype torch_dtype cast_lm\w* use_cache disable_dropout 
         activation_offloading padding_free pad_to\w* config
     """,
     "of Python": r"""
