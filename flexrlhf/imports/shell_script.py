@@ -149,10 +149,14 @@ class ShellScript:
                 return True
             case "false" | "test":
                 return False
-        words = self._words_of(node)
-        assigned = [(each.text or b"").decode() for each in node.named_children if each.type == "variable_assignment"]
-        visible = [text for text in assigned if text.startswith("CUDA_VISIBLE_DEVICES=")]
-        return self._started(words, node.start_point[0] + 1, visible) if words else True
+        if self._depth < MAX_DEPTH:
+            if name in self._functions:
+                return self._call(self._functions[name], arguments)
+            # a shell that gets its commands as a text, also behind launchers such as srun
+            pairs = zip(words, words[1:], strict=False)
+            if any(flag in _COMMAND_FLAGS and re.fullmatch("(.*/)?(ba)?sh", shell) for shell, flag in pairs):
+                return self._nested(words[-1])
+        self.commands.append(Command((*visible, *words), line))
         return True
 
     def _nested(self, text: str) -> bool:

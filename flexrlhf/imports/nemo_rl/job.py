@@ -249,3 +249,7 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
             job.count(f"{prefix}pipeline_parallel_size"),
         )
         put_vllm(out, tp, pp, job.number(f"{prefix}gpu_memory_utilization"), rows, tokens)
+        for key in ("precision", "kv_cache_dtype"):
+            setting = job.get(prefix + key)
+            if setting is not None and setting.value not in ("auto", "bfloat16", "float16", "float32"):
+                out.drop(setting, "weights and caches are of 16 or 32 bits")
