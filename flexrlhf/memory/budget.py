@@ -32,6 +32,7 @@ from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
 from flexrlhf.weights.shapes import ModelShape, Sizes
+from flexrlhf.weights.shards import position_of
 from flexrlhf.weights.transfers import NodeOf
 
 
@@ -159,10 +160,10 @@ class Sizing:
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the state of ``model`` on ``rank``; None before an unknown architecture is loaded."""
-        shape = self.shapes.get(model.role)
-        if (model.name, rank) not in self._states:
-            self._states[model.name, rank] = None if shape is None else model_state(model, shape, rank)
-        return self._states[model.name, rank]
+        shape, key = self.shapes.get(model.role), (model.name, position_of(model, rank))
+        if key not in self._states:
+            self._states[key] = None if shape is None else model_state(model, shape, rank)
+        return self._states[key]
 
     def kv_bytes(self, model: PlacedModel) -> int:
         """Return the bytes of a rollout engine's KV cache on each of its ranks; other engines allocate theirs per
@@ -175,17 +176,18 @@ class Sizing:
         """Return the phases of ``work`` on ``rank``, without states. Training ends in the optimizer step, its own
         phase.
         """
-        if (work, rank) not in self._phases:
-            self._phases[work, rank] = self._phases_of(work, rank)
-        return self._phases[work, rank]
+        where = position_of(self.placement[work.model], rank) if isinstance(work, Compute) else rank
+        if (work, where) not in self._phases:
+            self._phases[work, where] = self._phases_of(work, rank)
+        return self._phases[work, where]
 
     @cached_property
-    def _states(self) -> dict[tuple[str, int], State | None]:
-        """States computed so far: a schedule needs the same ones many times."""
+    def _states(self) -> dict[object, State | None]:
+        """States computed so far, by model and position: a schedule needs the same ones many times."""
         return {}
 
     @cached_property
-    def _phases(self) -> dict[tuple[Work, int], tuple[Phase, ...]]:
+    def _phases(self) -> dict[object, tuple[Phase, ...]]:
         return {}
 
     def _phases_of(self, work: Work, rank: int) -> tuple[Phase, ...]:

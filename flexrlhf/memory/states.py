@@ -12,7 +12,7 @@ from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, ModelShape, Parameters
+from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, HashedParameters, ModelShape, Parameters
 from flexrlhf.weights.shards import last_words, parts_of, shape_of_stage
 
 
@@ -202,7 +202,7 @@ def with_fused_layers(parameters: Parameters) -> Parameters:
         first = f"{path.removesuffix(module)}{_FUSED[module]}.{kind}" if module in _FUSED else name
         rows = fused[first][0] if first in fused else 0
         fused[first] = (rows + size[0], *size[1:])
-    return tuple(sorted(fused.items()))
+    return HashedParameters(sorted(fused.items()))
 
 
 @lru_cache(maxsize=256)

@@ -159,7 +159,10 @@ def make_layout(
     shares = entry.row_shares
     if shares is None:
         # a replica is as fast as its slowest rank
-        shares = tuple(Fraction(min(map(cluster.speed, replica))) for replica in layout.replica_sets)
+        speeds = {rank: cluster.speed(rank) for rank in ranks}
+        if len(set(speeds.values())) == 1:
+            return layout
+        shares = tuple(Fraction(min(map(speeds.__getitem__, replica))) for replica in layout.replica_sets)
     elif len(shares) != layout.dp:
         raise UserError(f"placement: {name} has {layout.dp} replicas, but row_shares has {len(shares)} entries")
     elif tp == pp == 1:

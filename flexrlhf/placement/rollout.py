@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -75,7 +76,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
 def most_cache_tokens(spec: Spec, layout: Layout) -> int:
     """Return the tokens of all rows of a step on one rank, at their longest."""
     batch = BatchShape.of(spec)
-    return padded_row(spec) * batch.samples_per_prompt * _most_prompts(batch, layout)
+    return padded_row(spec) * batch.samples_per_prompt * _most_prompts(batch, layout.dp, layout.row_shares)
 
 
 def own_adapters(model: ModelSpec, rollout: RolloutSpec) -> LoraSpec | None:
@@ -101,6 +102,7 @@ def rollout_warnings(spec: Spec, role: str) -> list[str]:
 
 
 @lru_cache(maxsize=1024)
-def _most_prompts(batch: BatchShape, layout: Layout) -> int:
+def _most_prompts(batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...]) -> int:
     """Return the prompts of a step on the replica with most."""
-    return max(1, *(len(batch.prompts_on(layout, ranks[0], batch.mini_batches)) for ranks in layout.replica_sets))
+    layout = Layout(tuple(range(dp)), row_shares=row_shares)
+    return max(1, *(sum(len(batch.part(layout, each, m)) for m in batch.mini_batches) for each in range(dp)))

@@ -22,7 +22,7 @@ from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
 from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import ModelShape, model_shape, read_config
+from flexrlhf.weights.shapes import ModelShape, first_equal, model_shape, read_config
 
 _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
 """Role → the one whose weights it starts from if it has none: a critic from the model that scores."""
@@ -213,7 +213,7 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
 
     ``pending``: models that an earlier run will write, by directory.
     """
-    shapes = {}
+    shapes: dict[str, ModelShape] = {}
     for role in origins_first(graph):
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
@@ -227,7 +227,8 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
         shape = model_shape(role, model, heads_of(graph)[role], new_head)
         if shape is not None:
             shape = shape if saved is None else replace(shape, stored=saved)
-            shapes[role] = shape if lora is None else with_adapters(role, shape, lora)
+            shape = shape if lora is None else with_adapters(role, shape, lora)
+            shapes[role] = first_equal(shape)
     return {role: shapes[role] for role in graph.roles if role in shapes}
 
 

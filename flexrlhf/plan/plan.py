@@ -153,7 +153,7 @@ class Plan:
         """Return the bytes of a rank's device that models and calls can fill; None for one of unknown size."""
         return self.cluster.memory_bytes(rank, self.most_communicators)
 
-    @property
+    @cached_property
     def most_communicators(self) -> int:
         """Communicators of the rank that has most."""
         return max(self._communicators.values(), default=0)

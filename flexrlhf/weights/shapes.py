@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,17 @@ MAX_SIZE = 2**20
 LANGUAGE_HEAD = "lm_head.weight"
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class HashedParameters(tuple[tuple[str, tuple[int, ...]], ...]):
+    """Parameters whose hash is computed once: they are keys of many tables, and there are hundreds."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,9 @@ class ModelShape:
     activation: str = "silu"
     stored: Dtype = "float32"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", HashedParameters(self.parameters))
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -109,7 +123,9 @@ class ModelShape:
     @cached_property
     def trained(self) -> Parameters:
         """Parameters that training changes, which are synced and saved."""
-        return tuple((name, shape) for name, shape in self.parameters if name in self.adapters or not self.adapters)
+        if not self.adapters:
+            return self.parameters
+        return HashedParameters((name, shape) for name, shape in self.parameters if name in self.adapters)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -118,6 +134,12 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         return count_elements(self.parameters)
+
+
+@lru_cache(maxsize=256)
+def first_equal(shape: ModelShape) -> ModelShape:
+    """Return the first shape that equals ``shape``, so that tables with shapes as keys need not compare parameters."""
+    return shape
 
 
 def attention_window(config: Mapping[str, Any]) -> int | None:

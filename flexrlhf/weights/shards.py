@@ -17,7 +17,7 @@ from typing import TypeVar
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import shape_of, without_adapter
-from flexrlhf.weights.shapes import ModelShape, Parameters
+from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
@@ -49,7 +49,7 @@ def of_stage(shape: ModelShape, stage: int, pp: int) -> Parameters:
             return {0, pp - 1} if shape.is_tied else {0}
         return {pp - 1}
 
-    return tuple((name, size) for name, size in shape.parameters if stage in stages(name))
+    return HashedParameters((name, size) for name, size in shape.parameters if stage in stages(name))
 
 
 @lru_cache(maxsize=256)
@@ -158,12 +158,18 @@ def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
     return _parts(_position_on(model, rank), parameters)
 
 
+def position_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
+    """Return all that the part of a model on a rank depends on: the stage, the tensor-parallel part and the shard."""
+    layout = model.layout
+    return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % model.num_shards
+
+
 def by_position(model: PlacedModel, of: Callable[[int], Found]) -> dict[int, Found]:
     """Return ``of`` each rank of ``model``; ranks at the same position of its layout share one result."""
-    found: dict[tuple[int, _Position], Found] = {}
+    found: dict[tuple[int, int, int], Found] = {}
     ranks: dict[int, Found] = {}
     for rank in model.ranks:
-        position = model.layout.stage(rank), _position_on(model, rank)
+        position = position_of(model, rank)
         if position not in found:
             found[position] = of(rank)
         ranks[rank] = found[position]
@@ -188,9 +194,8 @@ def last_words(name: str) -> str:
 
 
 def _position_on(model: PlacedModel, rank: int) -> _Position:
-    layout, num_shards = model.layout, model.num_shards
-    shard, multiple = layout.replica(rank) % num_shards, model.facts.vocabulary_multiple
-    return _Position(model.split, num_shards, layout.tp, shard, layout.tp_index(rank), multiple)
+    _, tp_index, shard = position_of(model, rank)
+    return _Position(model.split, model.num_shards, model.layout.tp, shard, tp_index, model.facts.vocabulary_multiple)
 
 
 @lru_cache(maxsize=1024)

@@ -239,8 +239,8 @@ def volumes(
     nodes, receiving = ({node_of(each) for each in model.ranks} for model in (source, destination))
     packed += packed * (bool(nodes & receiving) and len(nodes | receiving) > 1)
     far = [*_crossing(source, destination, shape, rank, node_of)] if needed else []
-    pieces = [(-(-elements // ranks), ranks) for elements, ranks in far]
-    first = received - sum(elements for elements, _ in far) + sum(size for size, _ in pieces)
+    pieces = [(number * -(-elements // ranks), ranks) for number, elements, ranks in far]
+    first = received - sum(number * elements for number, elements, _ in far) + sum(size for size, _ in pieces)
     # also to another node, where a chain has several
     is_chained = not overlaps and len(receiving) > 1
     return Volumes(packed, first, received, sum(size for size, ranks in pieces if ranks > 1 or is_chained))
@@ -262,17 +262,27 @@ def _uncovered(part: Part, own: Part | None) -> int:
 
 def _crossing(
     source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int, node_of: NodeOf
-) -> Iterator[tuple[int, int]]:
-    """Yield of each tensor the elements of ``rank`` that no rank of its node has as source, and the ranks there that
-    store the same.
+) -> Iterator[tuple[int, int, int]]:
+    """Yield of tensors that are split alike their number, the elements of each on ``rank`` that no rank of its node
+    has as source, and the ranks there that store the same.
     """
     here = node_of(rank)
-    sources = [_sent_parts(source, destination, shape, each) for each in source.ranks if node_of(each) == here]
-    copies = [trained_parts(destination, shape, each) for each in destination.ranks if node_of(each) == here]
-    for name, part in trained_parts(destination, shape, rank).items():
-        stored = {parts[name] for parts in sources if name in parts}
-        elements = part.num_elements - sum(overlap(each, part) for each in stored)
-        yield elements, sum(parts.get(name) == part for parts in copies)
+    sources = {each: source.layout.stage(each) for each in source.ranks if node_of(each) == here}
+    copies = {each: destination.layout.stage(each) for each in destination.ranks if node_of(each) == here}
+    sent = {each: _sent_parts(source, destination, shape, each) for each in sources}
+    stored = {each: trained_parts(destination, shape, each) for each in copies}
+    # layers share their parts, and ranks of a stage have parts of the same tensors
+    stages = [sent[each] for each in {stage: each for each, stage in sources.items()}.values()]
+    stages += [stored[each] for each in {stage: each for each, stage in copies.items()}.values()]
+    alike_names: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    parts = trained_parts(destination, shape, rank)
+    for name, part in parts.items():
+        alike_names[id(part), *(name in each for each in stages)].append(name)
+    for first, *others in alike_names.values():
+        part = parts[first]
+        known = {each[first] for each in sent.values() if first in each}
+        elements = part.num_elements - sum(overlap(each, part) for each in known)
+        yield 1 + len(others), elements, sum(each.get(first) == part for each in stored.values())
 
 
 @lru_cache(maxsize=64)

@@ -61,7 +61,7 @@ class Pricer:
     plan: Plan
     costs: CostModel
     lengths: TextLengths
-    _figures: dict[object, DeviceClass] = field(default_factory=dict)
+    _figures: dict[int, DeviceClass] = field(default_factory=dict)
     _model_links: dict[tuple[str, str], ModelLink] = field(default_factory=dict)
 
     def price(self, instruction: Instruction) -> Cost:
@@ -98,15 +98,16 @@ class Pricer:
 
     def links(self, ranks: Iterable[int]) -> Links:
         """Return the links of the slowest class among ``ranks``."""
-        classes = {self.device(rank) for rank in ranks}
+        of_node = {self.plan.cluster.node_of(rank): rank for rank in ranks}
+        classes = {self.device(rank) for rank in of_node.values()}
         return Links(min(each.link_gb_s for each in classes), min(each.node_gb_s for each in classes))
 
     def device(self, rank: int) -> DeviceClass:
         """Return the figures of the device of ``rank``."""
-        device = replace(self.plan.cluster.devices[rank], rank=0, node=0)
-        if device not in self._figures:
-            self._figures[device] = self.plan.cluster.figures_or(rank, UNKNOWN)
-        return self._figures[device]
+        node = self.plan.cluster.node_of(rank)
+        if node not in self._figures:
+            self._figures[node] = self.plan.cluster.figures_or(rank, UNKNOWN)
+        return self._figures[node]
 
     @cached_property
     def maker(self) -> CallMaker:
