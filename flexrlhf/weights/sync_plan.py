@@ -104,6 +104,18 @@ def plan_sync(
     ``dtype``: ``sync.dtype``. ``overlaps``: whether it overlaps other work.
     """
     transfers = transfers_of(source, destination, shape, bucket_bytes, node_of, dtype, overlaps)
+    return sync_on_rank(transfers, source, destination, shape, rank, dtype)
+
+
+def sync_on_rank(
+    transfers: TransferPlan,
+    source: PlacedModel,
+    destination: PlacedModel,
+    shape: ModelShape,
+    rank: int,
+    dtype: Dtype | None = None,
+) -> SyncPlan:
+    """Return the part of ``rank`` in a Sync of these transfers."""
     return SyncPlan(
         source=source.name,
         destination=destination.name,

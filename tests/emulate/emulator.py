@@ -51,7 +51,7 @@ from flexrlhf.strategies.instructions import (
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import trained_parts
-from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
+from flexrlhf.weights.sync_plan import SyncPlan, sync_on_rank, transfers_of
 
 Position = object
 """Position of an instruction in the walk; in an evaluation also in its list, and its batches."""
@@ -440,8 +440,14 @@ class Rank:
             self._gathered(position, sync.source, ranks, sync, True)
         shape, settings = self._plan.shapes[source.role], self._plan.spec.sync
         node_of = self._plan.cluster.node_of
-        plan = self._sync_plans.get(sync.destination) or plan_sync(
-            source, destination, shape, settings.bucket_bytes, self.number, node_of, settings.dtype, sync.overlaps
+        transfers = self._fabric.shared(
+            ("transfers", sync.destination),
+            lambda: transfers_of(
+                source, destination, shape, settings.bucket_bytes, node_of, settings.dtype, sync.overlaps
+            ),
+        )
+        plan = self._sync_plans.get(sync.destination) or sync_on_rank(
+            transfers, source, destination, shape, self.number, settings.dtype
         )
         self._sync_plans[sync.destination] = plan
         receivers = {rank for bucket in plan.buckets for message in bucket.sends for rank in message.destinations}
