@@ -20,7 +20,7 @@ from flexrlhf.engines.models import load_model
 from flexrlhf.engines.scalar_head import saved_value_head
 from flexrlhf.engines.vllm.child import ChildProcess, RolloutProcessError, child_environment
 from flexrlhf.engines.vllm.config import engine_arguments
-from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation
+from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation, frozen_objects
 from flexrlhf.engines.vllm.requests import (
     PartialResponse,
     RequestKey,
@@ -97,12 +97,10 @@ class VllmEngine(Engine):
 
         # values that an earlier engine has read from its environment
         envs.disable_envs_cache()
-        # vLLM collects garbage many times while it starts, which would scan all objects of the run
-        gc.freeze()
         context = self._context
         _check_platform(context.device)
         arguments = engine_arguments(context.placed, context.lengths, context.kv_bytes, context.device.type)
-        with _one_sentence_errors(context, self._groups is None):
+        with frozen_objects(), _one_sentence_errors(context, self._groups is None):
             engine = LLMEngine.from_engine_args(
                 EngineArgs(
                     **arguments,

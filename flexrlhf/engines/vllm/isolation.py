@@ -91,15 +91,17 @@ class PrivateGroups:
 
 _CPU_REPLACEMENTS = "vllm.v1.worker.cpu.shm"
 """Module of vLLM that, when loaded, replaces functions of torch which a CPU does not have."""
-_TORCH: tuple[tuple[Any, tuple[str, ...]], ...] = (
+_SHARED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("set_num_threads", "Event")),
     (torch.cuda, ("Event", "Stream", "set_stream", "current_stream", "stream")),
     (torch.accelerator, ("synchronize", "empty_cache", "get_memory_info")),
     (torch.Tensor, ("pin_memory", "record_stream")),
     (dist, ("new_group", "destroy_process_group")),
     (GroupMember, ("WORLD",)),
+    (gc, ("freeze", "unfreeze")),
 )
-"""Attributes of torch that vLLM replaces or reads."""
+"""Attributes of torch and Python that vLLM replaces, reads or calls."""
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 Attribute = tuple[Any, str]
 """An object and the name of one of its attributes."""
@@ -116,10 +118,12 @@ class ProcessIsolation:
     def __init__(self, environment: Mapping[str, str], groups: PrivateGroups | None, device: torch.device) -> None:
         self._device = device
         self._environment = {**os.environ, **environment}
-        self._attributes: list[Attribute] = [(owner, name) for owner, names in _TORCH for name in names]
+        self._attributes: list[Attribute] = [(owner, name) for owner, names in _SHARED for name in names]
         self._values = [getattr(owner, name) for owner, name in self._attributes]
         with self.active():
             _load(device)
+            # it freezes and unfreezes all objects of the process: each later collection would take seconds
+            gc.freeze = gc.unfreeze = _keep
             if groups is not None:
                 dist.new_group, dist.destroy_process_group = groups.new_group, _keep  # type: ignore[assignment]
                 GroupMember.WORLD = groups.world
@@ -175,7 +179,7 @@ def _stream_of_vllm(device: torch.device) -> Iterator[None]:
 
 
 def _keep(*_: Any, **__: Any) -> None:
-    """Replace ``destroy_process_group``: groups are destroyed by ``PrivateGroups.close``."""
+    """Replace functions of the process, such as ``destroy_process_group``: ``PrivateGroups.close`` destroys groups."""
 
 
 def _load(device: torch.device) -> None:
@@ -205,11 +209,7 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def _same_settings() -> Iterator[None]:
-    """Restore the default dtype, the precision of float32 products, the number of threads, and the frozen objects.
-
-    vLLM freezes all objects that exist, which are the whole run's, so that the garbage collector ignores them.
-    """
-    num_frozen = gc.get_freeze_count()
+    """Restore the default dtype, the precision of float32 products, and the number of threads."""
     dtype, precision, threads = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_num_threads = torch.set_num_threads
     try:
@@ -219,8 +219,21 @@ def _same_settings() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         if torch.get_num_threads() != threads:
             set_num_threads(threads)
+
+
+@contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Have the garbage collector ignore all objects that exist while vLLM starts, which collects garbage many times.
+
+    Objects that were frozen before stay so.
+    """
+    num_frozen = gc.get_freeze_count()
+    _freeze()
+    try:
+        yield
+    finally:
         if not num_frozen:
-            gc.unfreeze()
+            _unfreeze()
 
 
 @contextmanager
