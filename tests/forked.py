@@ -16,9 +16,11 @@ from flexrlhf.launch.rank_factory import LOADED, RankFactory
 PATH = [str(Path(__file__).parent / folder) for folder in ("megatron_on_cpu", "distributed", "engines", "")]
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
 }
-"""Environment: one thread a rank, Megatron-Core's stand-in for CUDA on CPUs, and ranks of tests."""
+"""Environment: one thread a rank, none of the functions that vLLM compiles on CPUs, Megatron-Core's stand-in for CUDA
+there, and ranks of tests."""
 
 
 @cache
