@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flexrlhf.errors import UserError
@@ -16,24 +17,19 @@ EXTRA = "import"
 @cache
 def bash_parser() -> Parser:
     """Return a parser of bash. Raises UserError if it is not installed."""
-    try:
-        import tree_sitter
-        import tree_sitter_bash
-    except ImportError as error:
-        raise _missing(error, "shell scripts") from None
-    return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
+    tree_sitter, bash = (_library(name, "shell scripts") for name in ("tree_sitter", "tree_sitter_bash"))
+    parser: Parser = tree_sitter.Parser(tree_sitter.Language(bash.language()))
+    return parser
 
 
 def omega_conf() -> Any:
     """Return OmegaConf's class. Raises UserError if it is not installed."""
+    return _library("omegaconf", "YAML files of other systems").OmegaConf
+
+
+def _library(name: str, files: str) -> Any:
     try:
-        from omegaconf import OmegaConf
+        return import_module(name)
     except ImportError as error:
-        raise _missing(error, "YAML files of other systems") from None
-    return OmegaConf
-
-
-def _missing(error: ImportError, what: str) -> UserError:
-    return UserError(
-        f"import: {what} are read by {error.name}, which is not installed: pip install 'flexrlhf[{EXTRA}]'"
-    )
+        missing = f"{files} are read by {error.name}, which is not installed"
+        raise UserError(f"import: {missing}: pip install 'flexrlhf[{EXTRA}]'") from None

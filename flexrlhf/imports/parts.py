@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexrlhf.config.model_names import LLAMA_LIKE, named_sizes
+from flexrlhf.config.presets.filling import PEERS, trainer_of
+from flexrlhf.config.presets.table import MiniBatchesOf
 from flexrlhf.errors import UserError
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
@@ -21,6 +23,43 @@ PAIRS = ("dpo", "reward", "orpo", "simpo")
 FOLLOWS_FROM_EPOCHS = "epochs over data whose size is not in the file: write steps"
 CUT = "a cut distribution needs importance weights here: algorithm.importance"
 NO_ADAPTERS = "Megatron trains no adapters here; without them all weights are trained"
+
+
+def sizes_of(peer: str, algorithm: str) -> dict[str, Any]:
+    """Return the algorithm's settings in a preset; of mini-batches the size."""
+    cells = {cell.key.removeprefix("algorithm."): cell.value for cell in trainer_of(peer, algorithm).cells}
+    return {key: value.size if isinstance(value, MiniBatchesOf) else value for key, value in cells.items()}
+
+
+def put_name(out: Translation, peer: str, name: str, *sources: Setting | str | None) -> None:
+    """Write the name of the algorithm, and the preset of its other settings if ``peer`` has one for it."""
+    out.put("algorithm.name", name, *sources)
+    if name in PEERS[peer].trainers:
+        out.put("algorithm.like", peer, "what is not written")
+
+
+def put_estimator(
+    out: Translation,
+    peer: str,
+    names: Mapping[str, str],
+    estimator: Setting | None,
+    loss: Setting | None,
+    otherwise: str,
+) -> str:
+    """Write the algorithm whose advantages an estimator computes; return its name.
+
+    names:      estimators, the first by default → algorithms.
+    otherwise:  the algorithm for an estimator that is not among them.
+    """
+    default = next(iter(names))
+    name = names.get(default if estimator is None else str(estimator.value))
+    if name is None:
+        out.drop(estimator, f"these advantages are not here; {otherwise} has the same models and passes")
+    name = name or otherwise
+    of_sequence = loss if loss is not None and loss.value == "gspo" and name == "grpo" else None
+    name = "gspo" if of_sequence else name
+    put_name(out, peer, name, estimator or f"estimator: {default} ({out.system}'s default)", of_sequence)
+    return name
 
 
 def put_needed_model(out: Translation, job: JobSettings, role: str, *keys: str) -> Setting:

@@ -101,7 +101,7 @@ class JobFile:
                 return out
             case "DeepSpeed-Chat":
                 out = self._start("DeepSpeed-Chat")
-                deepspeed_chat.translate(out, launch, str(self.path.parent))
+                deepspeed_chat.translate(out, launch, self.path.absolute().parent.parts)
                 return out
             case "TRL":
                 return self._trl(launch)

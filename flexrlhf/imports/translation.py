@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import TextWrapper
 from typing import Any
 
 from flexrlhf.config.setting_list import yaml_text
@@ -119,42 +120,28 @@ class Translation:
     def tree(self) -> dict[str, Any]:
         """Return the settings as a YAML file has them."""
         found: dict[str, Any] = {}
-        for key, (value, _) in self._ordered():
+        for key in sorted(self.lines, key=_section):
             *parents, last = key.split(".")
             node = found
             for parent in parents:
                 node = node.setdefault(parent.replace(DOT, "."), {})
-            node[last] = value
+            node[last] = self.lines[key][0]
         return found
-
-    def _ordered(self) -> list[tuple[str, tuple[Any, str]]]:
-        """Return the lines section by section, each below the first of its parents."""
-        first: dict[str, int] = {}
-        for number, key in enumerate(self.lines):
-            parts = key.split(".")
-            for end in range(1, len(parts) + 1):
-                first.setdefault(".".join(parts[:end]), number)
-
-        def place(item: tuple[str, tuple[Any, str]]) -> tuple[int, ...]:
-            parts = item[0].split(".")
-            section = SECTIONS.index(parts[0]) if parts[0] in SECTIONS else len(SECTIONS)
-            return (section, *(first[".".join(parts[:end])] for end in range(1, len(parts) + 1)))
-
-        return sorted(self.lines.items(), key=place)
 
     def text(self) -> str:
         """Return the YAML with comments."""
-        lines = [f"# {self.file}, a job of {self.system}, {HEAD}"]
-        before: list[str] = []
-        for key, (value, comment) in self._ordered():
-            *parents, last = key.split(".")
-            for depth, parent in enumerate(parents):
-                if parents[: depth + 1] != before[: depth + 1]:
-                    lines.append(f"{'  ' * depth}{parent.replace(DOT, '.')}:")
-            before = parents
-            line = f"{'  ' * len(parents)}{last}: {written(value)}"
-            lines.append(f"{line}  # {_plain(comment)}" if comment else line)
-        return "\n".join([*lines, *self._report("# ")]) + "\n"
+        lines = [f"# {self.file}, a job of {self.system}, {HEAD}", *self._text_of(self.tree()), *self._report("# ")]
+        return "\n".join(lines) + "\n"
+
+    def _text_of(self, node: Mapping[str, Any], *parents: str) -> Iterator[str]:
+        for name, value in node.items():
+            path, start = (*parents, name.replace(".", DOT)), f"{'  ' * len(parents)}{name}:"
+            if (key := ".".join(path)) in self.lines:
+                comment = _plain(self.lines[key][1])
+                yield f"{start} {written(value)}" + (f"  # {comment}" if comment else "")
+            else:
+                yield start
+                yield from self._text_of(value, *path)
 
     def report(self) -> str:
         """Return what a terminal shows: assumptions, and settings without a counterpart."""
@@ -188,16 +175,21 @@ def is_imported(text: str) -> bool:
     return HEAD in text.partition("\n")[0]
 
 
+def _section(key: str) -> int:
+    """Return the place of a setting's section in the YAML."""
+    name = key.partition(".")[0]
+    return SECTIONS.index(name) if name in SECTIONS else len(SECTIONS)
+
+
 def _listed(words: Sequence[str], indent: str, one_a_line: bool) -> Iterator[str]:
     """Yield words in lines of at most ``WIDTH`` columns."""
-    line = indent
-    for number, word in enumerate(words):
-        part = word + ("" if number == len(words) - 1 or one_a_line else ", ")
-        if line != indent and (one_a_line or len(line) + len(part) > WIDTH):
-            yield line.rstrip()
-            line = indent
-        line += part
-    yield line.rstrip()
+    if one_a_line:
+        yield from (indent + word for word in words)
+        return
+    # the blanks inside a word do not end a line
+    text = ", ".join(word.replace(" ", DOT) for word in words)
+    wrapped = TextWrapper(WIDTH, indent, indent, break_long_words=False, break_on_hyphens=False).wrap(text)
+    yield from (line.replace(DOT, " ") for line in wrapped)
 
 
 def written(value: Any) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.errors import UserError
 from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
@@ -58,28 +61,26 @@ _OPTIMIZER = {
 
 @dataclass(frozen=True)
 class Backend:
-    """An engine with its parallelism, as ``fsdp:d4p1t2``."""
+    """An engine with its parallelism, as ``fsdp:d4p1t2``.
+
+    sizes:  ranks by letter: d(ata), p(ipeline), t(ensor), c(ontext).
+    """
 
     engine: str
-    data: int = 1
-    pipeline: int = 1
-    tensor: int = 1
-    context: int = 1
+    sizes: Mapping[str, int]
 
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return self.data * self.pipeline * self.tensor * self.context
+        return math.prod(self.sizes.values())
 
 
 def read_backend(text: str) -> Backend:
     """Return the engine that ``fsdp:d4p1t2`` describes; of a text with experts, their attention's part."""
-    engine, _, sizes = text.rpartition(":") if not text.startswith("megatron:(") else ("megatron", "", text)
-    attention = re.search(r"attn:([^|)]*)", text)
-    sizes = attention[1] if attention else sizes
-    found = {key: int(number) for key, number in re.findall(r"([dptce])(\d+)", sizes)}
-    names = {"d": "data", "p": "pipeline", "t": "tensor", "c": "context"}
-    return Backend(engine or "fsdp", **{names[key]: number for key, number in found.items() if key in names})
+    engine, _, sizes = text.partition(":") if ":" in text else ("fsdp", "", text)
+    attention = re.search(r"attn:([^|)]*)", sizes)
+    found = re.findall(r"([dptc])(\d+)", attention[1] if attention else sizes)
+    return Backend(engine, dict.fromkeys("dptc", 1) | {key: int(number) for key, number in found})
 
 
 def translate(out: Translation, job: JobSettings) -> None:
@@ -113,7 +114,7 @@ def translate(out: Translation, job: JobSettings) -> None:
     if (allocation := job.get("allocation_mode")) is not None:
         first, *_, last = str(allocation.value).split("+") * 2
         generator, trainer = Setting(allocation.key, first), Setting(allocation.key, last)
-    training = read_backend(str(trainer.value)) if trainer else Backend("fsdp", 8)
+    training = read_backend(str(trainer.value) if trainer else f"fsdp:d{GPUS_PER_NODE}")
     generating = read_backend(str(generator.value)) if generator is not None and generates else None
     _devices(out, job, training, generating, trainer, generator)
     _engine(out, job, role, training, trainer)
@@ -148,9 +149,13 @@ def _sampled(out: Translation, job: JobSettings) -> str:
     name = "gspo" if of_sequence else name
     out.put("algorithm.name", name, "critic:" if has_critic else mean or "no actor.reward_norm", of_sequence)
     out.put("algorithm.samples_per_prompt", number, samples)
+    if not compares:
+        out.drop(mean, "scores are compared in groups of several responses alone")
     if name in ("grpo", "gspo"):
         scale = "group" if std is not None and std.value == "group" else "none"
         out.put("algorithm.scale", scale, std or "std_level: null")
+        if scale == "none":
+            out.drop(std, "scores are scaled in groups or not at all")
         out.put("algorithm.baseline", "others" if others else "mean", others or mean)
         whitened = job.get("actor.adv_norm.mean_level")
         out.drop(whitened, "advantages of a group are not whitened over the batch again")
@@ -196,18 +201,19 @@ def _devices(
         put_cluster(out, [(max(1, training.devices // devices), min(devices, training.devices))], *sources)
         out.put("placement", None, "the model on all devices")
         return
-    total = training.devices + generating.devices
-    if total > count * devices:
+    sizes = [training.devices, generating.devices]
+    if sum(sizes) > count * devices:
         put_cluster(out, [(count, devices)], nodes, per_node)
-        why = f"{total} devices of both are more than {count * devices}: every model on all of them"
+        why = f"{sum(sizes)} devices of both are more than {count * devices}: every model on all of them"
         out.put("placement", None, why)
         return
-    parts = [each.devices for each in (training, generating)]
-    machines_of = [1 if total <= GPUS_PER_NODE else max(1, each // devices) for each in parts]
-    first, second = ((number, each // number) for number, each in zip(machines_of, parts, strict=True))
+    numbers = [1 if sum(sizes) <= GPUS_PER_NODE else max(1, size // devices) for size in sizes]
+    first, second = ((number, size // number) for number, size in zip(numbers, sizes, strict=True))
     put_apart(out, first, second, *sources)
     if lag is not None:
-        out.put("schedule.lag", min(16, int(lag.value)), lag)
+        out.put("schedule.lag", min(MAX_LAG, int(lag.value)), lag)
+        if lag.value > MAX_LAG:
+            out.drop(lag, f"a lag is at most {MAX_LAG} steps")
 
 
 def _engine(out: Translation, job: JobSettings, role: str, training: Backend, source: Setting | None) -> None:
@@ -217,10 +223,10 @@ def _engine(out: Translation, job: JobSettings, role: str, training: Backend, so
         out.drop(source, f"{training.engine} is not here; torch with shards stands for it")
     shards = (1, "its distributed optimizer") if is_megatron else (3, "FSDP shards parameters")
     out.put("models.all.zero", *shards)
-    for key, size in (("tp", training.tensor), ("pp", training.pipeline if is_megatron else 1)):
+    for key, size in (("tp", training.sizes["t"]), ("pp", training.sizes["p"] if is_megatron else 1)):
         if size > 1:
             out.put(f"models.all.{key}", size, source)
-    if training.context > 1:
+    if training.sizes["c"] > 1:
         out.drop(source, "a sequence is on one device, or on tensor-parallel ranks")
     dtype = job.get("actor.dtype")
     out.put("models.all.dtype", "bfloat16" if dtype is None else dtype.value, dtype or "bfloat16 (AReaL's default)")
@@ -237,5 +243,5 @@ def _rollout(out: Translation, job: JobSettings, generating: Backend, source: Se
         out.note(f"{generating.engine} generates there, vLLM here")
     share = "vllm.gpu_memory_utilization" if generating.engine == "vllm" else "sglang.mem_fraction_static"
     rows = (out.value("algorithm.prompts_per_step") or 1) * (out.value("algorithm.samples_per_prompt") or 1)
-    tp, pp = (Setting(f"{source.key}={source.value}", size) for size in (generating.tensor, generating.pipeline))
-    put_vllm(out, tp, pp, job.number(share), rows, tokens, generating.data)
+    tp, pp = (Setting(f"{source.key}={source.value}", generating.sizes[key]) for key in "tp")
+    put_vllm(out, tp, pp, job.number(share), rows, tokens, generating.sizes["d"])

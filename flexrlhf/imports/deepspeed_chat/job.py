@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexrlhf.imports.deepspeed_chat.reasons import WITH_EFFECT, WITHOUT_EFFECT
@@ -14,6 +15,7 @@ from flexrlhf.imports.parts import (
     put_lengths,
     put_lora,
     put_micro_batch,
+    put_name,
     put_needed_model,
     put_optimizer,
     put_reals,
@@ -37,22 +39,21 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def translate(out: Translation, launch: Launch, step: str) -> None:
-    """Translate a command line. ``step``: the folder that the script is in. Raises UserError for a job without a
+def translate(out: Translation, launch: Launch, folders: Sequence[str]) -> None:
+    """Translate a command line. ``folders``: the parts of the script's path. Raises UserError for a job without a
     model."""
+    step = next((each for each in reversed(folders) if re.match(r"step\d|dpo|reward|sft", each)), "")
     job = JobSettings(
         {name: Setting(f"--{name}", read_scalar(value)) for name, value in flags(launch.arguments).items()}, DEFAULTS
     )
     nodes, per_node = launch.devices()
     devices = (nodes.value if nodes else 1) * (per_node.value if per_node else 8)
     if per_node is None:
-        single = "single_gpu" in step
-        devices = 1 if single else devices
+        devices = 1 if "single_gpu" in folders else devices
         out.note(f"deepspeed takes all GPUs of the machine, whose number is not in the file: {devices} assumed")
     is_rlhf = job.has("actor_model_name_or_path")
     name = "ppo" if is_rlhf else "dpo" if "dpo" in step else "reward" if "step2" in step or "reward" in step else "sft"
-    out.put("algorithm.name", name, "its main.py" if is_rlhf else f"the folder {step}" if step else "its main.py")
-    out.put("algorithm.like", "deepspeed-chat", "what is not written")
+    put_name(out, "deepspeed-chat", name, "its main.py" if is_rlhf or not step else f"the folder {step}")
     tokens = _rlhf(out, job, devices, name) if is_rlhf else _supervised(out, job, devices, name)
     data, count = job.get("data_path"), nodes.value if nodes else 1
     put_data(out, data and Setting(data.key, str(data.value).split()), "data/train.jsonl")

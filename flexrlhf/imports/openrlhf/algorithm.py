@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.imports.parts import CUT, put_overlong
+from flexrlhf.imports.parts import CUT, put_estimator, put_overlong
 from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
@@ -20,19 +19,9 @@ _ESTIMATORS = {
 def put_algorithm(out: Translation, job: JobSettings) -> str:
     """Write the algorithm and return its name."""
     estimator, loss = job.get("algo.advantage.estimator"), job.get("actor.policy_loss_type")
-    name = "ppo" if estimator is None else _ESTIMATORS.get(str(estimator.value), "")
-    if not name:
-        out.drop(estimator, "these advantages are not here; grpo has the same models and passes")
-        name = "grpo"
-    if loss is not None and loss.value == "gspo" and name == "grpo":
-        name = "gspo"
-    elif loss is not None and loss.value not in ("ppo", "gspo"):
+    name = put_estimator(out, "openrlhf", _ESTIMATORS, estimator, loss, "grpo")
+    if loss is not None and loss.value not in ("ppo", "gspo"):
         out.drop(loss, "this loss is not here; PPO's stands for it")
-    out.put(
-        "algorithm.name", name, estimator or "estimator: gae (OpenRLHF's default)", loss if name == "gspo" else None
-    )
-    if name in PEERS["openrlhf"].trainers:
-        out.put("algorithm.like", "openrlhf", "what is not written")
     if estimator is not None and estimator.value == "reinforce_baseline":
         out.put("algorithm.baseline", "group", estimator)
     no_std = job.truth("algo.advantage.no_std_norm") or (

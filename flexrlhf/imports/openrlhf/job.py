@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.errors import UserError
 from flexrlhf.imports.device_parts import machines, other_roles, put_cluster, put_generating, put_gpus, put_vllm, span
 from flexrlhf.imports.launches import Launch, flags
@@ -19,20 +18,23 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_micro_batch,
     put_model,
+    put_name,
     put_needed_model,
     put_optimizer,
     put_recomputation,
     put_scored_by_code,
+    sizes_of,
     split_length,
 )
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _ROLES = ("actor", "critic", "ref", "reward")
+_SIZES = sizes_of("openrlhf", "ppo")
 DEFAULTS: dict[str, Any] = {
-    "rollout.batch_size": 1024,
-    "train.batch_size": 128,
-    "rollout.n_samples_per_prompt": 1,
+    "rollout.batch_size": _SIZES["prompts_per_step"],
+    "train.batch_size": _SIZES["num_mini_batches"],
+    "rollout.n_samples_per_prompt": _SIZES["samples_per_prompt"],
     "data.max_len": 2048,
     **{f"{role}.num_nodes": 1 for role in _ROLES},
     **{f"{role}.num_gpus_per_node": 8 for role in _ROLES},
@@ -66,9 +68,7 @@ def translate(out: Translation, launch: Launch) -> None:
 
 def _supervised(out: Translation, job: JobSettings, name: str) -> None:
     role = "reward" if name == "reward" else "actor"
-    out.put("algorithm.name", name, "its trainer")
-    if name in PEERS["openrlhf"].trainers:
-        out.put("algorithm.like", "openrlhf", "what is not written")
+    put_name(out, "openrlhf", name, "its trainer")
     out.put_same("algorithm.prompts_per_step", job.count("train.batch_size"))
     if name in ("dpo", "kto"):
         out.put_real("algorithm.beta", job.number("model.beta"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.imports.parts import drop_cuts, put_model, put_overlong, put_reals, rule_for
+from flexrlhf.imports.parts import drop_cuts, put_estimator, put_model, put_overlong, put_reals, rule_for
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 
@@ -26,17 +26,9 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 def put_algorithm(out: Translation, job: JobSettings) -> int:
     """Write the algorithm; return the responses to a prompt."""
     estimator, mode = job.get("algorithm.adv_estimator"), job.get(f"{_A}policy_loss.loss_mode")
-    name = "ppo" if estimator is None else _ESTIMATORS.get(str(estimator.value))
     samples = job.count(f"{_R}n")
     number = 1 if samples is None else samples.value
-    if name is None:
-        out.drop(estimator, "these advantages are not here; the algorithm written has the same models and passes")
-        name = "grpo" if number > 1 else "reinforce++"
-    is_gspo = mode is not None and mode.value == "gspo" and name == "grpo"
-    name = "gspo" if is_gspo else name
-    out.put("algorithm.name", name, estimator or "adv_estimator: gae (verl's default)", mode if is_gspo else None)
-    if name in PEERS["verl"].trainers:
-        out.put("algorithm.like", "verl", "what is not written")
+    name = put_estimator(out, "verl", _ESTIMATORS, estimator, mode, "grpo" if number > 1 else "reinforce++")
     if name in ("grpo", "gspo", "rloo") and number == 1:
         out.note(f"{_R}n is 1, which leaves nothing to compare: here the algorithm's default number of responses")
         number = 4 if name == "rloo" else 8

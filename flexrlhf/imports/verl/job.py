@@ -22,9 +22,11 @@ from flexrlhf.imports.parts import (
     put_lora,
     put_micro_batch,
     put_model,
+    put_name,
     put_needed_model,
     put_optimizer,
     put_recomputation,
+    sizes_of,
     split_length,
     updates_of,
 )
@@ -34,13 +36,14 @@ from flexrlhf.imports.verl.algorithm import put_algorithm, put_scores
 from flexrlhf.imports.verl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+_SIZES = sizes_of("verl", "ppo")
 DEFAULTS: dict[str, Any] = {
-    "data.train_batch_size": 1024,
+    "data.train_batch_size": _SIZES["prompts_per_step"],
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
-    f"{_A}ppo_mini_batch_size": 256,
+    f"{_A}ppo_mini_batch_size": _SIZES["num_mini_batches"],
     f"{_A}ppo_max_token_len_per_gpu": 16384,
-    f"{_R}n": 1,
+    f"{_R}n": _SIZES["samples_per_prompt"],
     f"{_R}tensor_model_parallel_size": 2,
     f"{_R}gpu_memory_utilization": 0.5,
     f"{_M}enable_gradient_checkpointing": True,
@@ -50,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Of ``verl/trainer/config/_generated_ppo_trainer.yaml``; the algorithm has its own by ``like: verl``."""
 SFT_DEFAULTS: dict[str, Any] = {
-    "data.train_batch_size": 256,
+    "data.train_batch_size": sizes_of("verl", "sft")["prompts_per_step"],
     "data.max_length": 1024,
     "data.max_token_len_per_gpu": 8192,
     "data.use_dynamic_bsz": True,
@@ -278,8 +281,7 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
 
 def _supervised(out: Translation, job: JobSettings) -> None:
     job.defaults = SFT_DEFAULTS
-    out.put("algorithm.name", "sft", "the SFT trainer")
-    out.put("algorithm.like", "verl", "what is not written")
+    put_name(out, "verl", "sft", "the SFT trainer")
     _steps(out, job)
     out.put_same("algorithm.prompts_per_step", job.count("data.train_batch_size"))
     _model(out, job, "model.partial_pretrain", "model.path")
