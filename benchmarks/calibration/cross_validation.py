@@ -6,7 +6,7 @@ its result predicts the rows that were left out without that approximation.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,7 +14,7 @@ from math import exp, log
 from pathlib import Path
 
 from benchmarks.calibration.descent import descend, mean_and_square
-from benchmarks.calibration.problems import Catalogue, LeftOut, system_of
+from benchmarks.calibration.problems import Catalogue, LeftOut, source_of, system_of
 from benchmarks.calibration.rlhf import STEPS, predict, rows_of
 from benchmarks.calibration.rows import Prediction, Row, read_models
 from benchmarks.calibration.shared import ASSUMED, Constants, present, systems_with, tables_with
@@ -26,6 +26,8 @@ STEP = 1.15
 MOST_ERROR = 3.0
 """Relative error above which a row pulls no harder."""
 LEAST_SECONDS = 1e-6
+MOST_ROWS = 8
+"""Rows that a publication counts as, at most: one with many rows does not decide."""
 PULL = 0.003
 """Loss for a constant that differs from its assumed value by a factor of e."""
 
@@ -93,9 +95,12 @@ def fit(rows: Sequence[LinearRow], start: Constants) -> dict[str, float]:
 
     ``start``: constants that the rows are linear around."""
 
+    counts = Counter(source_of(each.row) for each in rows)
+    weights = [min(1.0, MOST_ROWS / counts[source_of(each.row)]) for each in rows]
+
     def loss(values: Constants) -> float:
         apart = sum(log(value / ASSUMED[name]) ** 2 for name, value in values.items())
-        return mean_and_square([each.error(values, start) for each in rows]) + PULL * apart
+        return mean_and_square([each.error(values, start) for each in rows], weights) + PULL * apart
 
     return descend(loss, start)
 

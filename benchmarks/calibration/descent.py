@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
@@ -25,6 +25,9 @@ def descend(
     return values
 
 
-def mean_and_square(errors: list[float]) -> float:
+def mean_and_square(errors: Sequence[float], weights: Sequence[float] | None = None) -> float:
     """Return the mean of relative errors plus a little of their squares: outliers count somewhat more."""
-    return sum(error + 0.1 * error * error for error in errors) / len(errors)
+    weights = weights or [1.0] * len(errors)
+    return sum(weight * (error + 0.1 * error * error) for error, weight in zip(errors, weights, strict=True)) / sum(
+        weights
+    )

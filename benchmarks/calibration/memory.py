@@ -11,8 +11,9 @@ from pathlib import Path
 from benchmarks.calibration.problems import Catalogue, LeftOut, PublishedStep, model_named, number, problem_of
 from benchmarks.calibration.rows import Row, device_of, read_models, read_rows
 from benchmarks.systems.footprint import (
+    CHUNKED_LOGIT_BYTES,
+    FLOAT_SHARDS,
     LOGIT_BYTES,
-    MIXED,
     capacity_bytes,
     decode_bytes,
     frozen_bytes,
@@ -23,18 +24,15 @@ from benchmarks.systems.meshes import mesh_of
 from benchmarks.systems.steps import best_step
 from benchmarks.systems.workload import ACTOR, Workload
 from flexrlhf.guideline.costs.cost_model import Call, Links, Transformer
-from flexrlhf.memory.states import PerParameter
 from flexrlhf.placement.devices import CONTEXT_BYTES, DeviceClass
 
-FLOAT_SHARDS = PerParameter(weights=4, gradients=4, optimizer=8)
-"""FSDP2: the float32 shards are their own master weights."""
 VLLM_TOKENS = 8192
 """Tokens of one prefill pass for which vLLM reserves memory when it starts."""
 HF_BYTES = 0.02
 """Memory of Transformers in addition to keys and values, as a fraction of the weights."""
 MARGIN = 0.04
 """Fraction of a device's memory that a setting must leave free to count as fitting, in addition to ``FRAGMENTATION``:
-the largest one that contradicts no published run."""
+together as much as a plan leaves (``UNFILLED``)."""
 CHUNKED = 1024
 """Tokens of one chunk in trainers that compute the log-probs of a rollout in chunks."""
 
@@ -216,6 +214,7 @@ def _as_measurement(row: Row) -> Row:
         "minibatches": "4" if group == "real-v1/a100" else "1",
         "lora": "16" if "LoRA" in setting else "",
         "gpus_per_node": "8",
+        "offload": "none" if row["source"] == "dschat-blog" and "offload" not in setting else "",
     }
 
 
@@ -315,8 +314,8 @@ def _training_bytes(row: Row, models: Mapping[str, Transformer]) -> float:
     call = Call(
         "train", model, "torch", 1, 0.0, (width,), width, recompute="full" if "AC full" in setting else "selective"
     )
-    state = trained_bytes(model, mesh, FLOAT_SHARDS if not rank else MIXED)
+    state = trained_bytes(model, mesh, FLOAT_SHARDS)
     rows = int(number(row["micro_batch"]) or 1)
     layers = pass_bytes(replace(call, model=model.as_scorer()), mesh, rows)
-    logits = LOGIT_BYTES * model.vocabulary * (CHUNKED if in_chunks else rows * width)
+    logits = model.vocabulary * (CHUNKED_LOGIT_BYTES * CHUNKED if in_chunks else LOGIT_BYTES * rows * width)
     return state + layers + logits

@@ -70,10 +70,18 @@ _FAMILIES = {
 _RECIPES = {("NeMo-RL", "Qwen3-32B"): "off"}
 """Activation checkpointing of recipes that leave it at their default, by system and model
 (examples/configs/recipes/llm/performance of NeMo-RL; those of 8B set it)."""
+DSCHAT_LOG = "dschat-log"
+"""Source of rows of DeepSpeed-Chat's published log, whose command sets no activation checkpointing and keeps a moving
+average of the actor."""
 HH_PROMPT = 150.0
 """Mean tokens of a prompt of Anthropic's HH set, in rows that name the set and no length (an assumption)."""
 OPENRLHF_ROWS = 128
 """Rows of an optimizer step in OpenRLHF's recipes, which its README's table does not repeat."""
+HH_RESPONSE = 350.0
+"""Mean tokens of a response to such prompts if the longest has 1,024 (NeMo-Aligner's table: 323 to 351), for rows whose
+lengths are limits, of an engine whose rows end apart: OpenRLHF's with vLLM."""
+SENT_ROWS = {7: 16, 13: 8, 34: 4, 70: 4}
+"""Rows of a micro-batch in OpenRLHF's benchmark by billions of parameters (34: as 70), for rows that do not say."""
 MATH_PROMPT = 100.0
 """The same of mathematical questions (OpenMathInstruct-2: about 100, by its source)."""
 
@@ -145,8 +153,12 @@ def system_of(row: Row, systems: Mapping[str, System]) -> System:
     if row["system"] == "verl" and "Megatron" in row["version"]:
         system = replace(system, trainer="megatron")
     checkpointing = _RECIPES.get((row["system"].split()[0], row["model"]), row["grad_ckpt"])
+    if row.get("source") == DSCHAT_LOG:
+        checkpointing = "off"
     if checkpointing in ("on", "off"):
         system = replace(system, recompute="full" if checkpointing == "on" else "none")
+    if row["offload"] == "none":
+        system = replace(system, offloads="no")
     if "async" in row["placement"]:  # a separate engine neither sleeps nor wakes
         system = replace(system, ahead=True, placements=("disaggregated",))
     return system
@@ -177,6 +189,7 @@ def problem_of(row: Row, known: Catalogue) -> PublishedStep:
         per_node=int(number(row["gpus_per_node"]) or 8),
         micro_rows=int(number(row["micro_bs"]) or 0) or None,
         decode_rows=_decode_rows(row),
+        sent_rows=_sent_rows(row),
         generate_tp=generate_tp,
         train_split=train_split,
     )
@@ -201,6 +214,17 @@ def _decode_rows(row: Row) -> int | None:
     return 256 if source_of(row) in ("nemo-rl", "verl") else None
 
 
+def _asks_vllm(row: Row) -> bool:
+    return row["system"] in ("OpenRLHF", "OpenRLHF-Ray+vLLM")
+
+
+def _sent_rows(row: Row) -> int | None:
+    """Return the prompts that a device of OpenRLHF's actor sends to vLLM at a time."""
+    if not _asks_vllm(row):
+        return None
+    return int(number(row["micro_bs"]) or 0) or SENT_ROWS.get(round(number(row["actor_b"]) or 0))
+
+
 def _links(row: Row, device: DeviceClass) -> Links:
     return Links(device.link_gb_s, NODE_GB_S.get(source_of(row), device.node_gb_s))
 
@@ -216,6 +240,8 @@ def _lengths(row: Row) -> tuple[float, tuple[float, ...]]:
     longest = re.search(r"max (?:seq|context) ([\d,]+)", row["notes"])
     if "HH" in prompt:
         return HH_PROMPT, spread(mean, 1024.0)
+    if source_of(row) in ("openrlhf", "openrlhf-bench") and _asks_vllm(row):
+        return mean, spread(HH_RESPONSE, mean)
     if source_of(row) == "nemo-rl":  # its mean counts the prompt
         return MATH_PROMPT, spread(mean - MATH_PROMPT, _thousands(longest) or 4 * mean)
     if source_of(row) == "verl":
@@ -247,6 +273,8 @@ def _roles(row: Row, models: Mapping[str, Transformer]) -> dict[str, Transformer
         return roles | ({REF: actor} if row["ref_b"] else {})
     roles = {ACTOR: actor, REF: replace(actor, adapters=0), CRITIC: critic.as_scorer()}
     roles[REWARD] = replace(critic.as_scorer(), adapters=0)
+    if row.get("source") == DSCHAT_LOG:
+        roles["average"] = roles[REF]
     if row["group"].endswith("share") and source == "flexrlhf":
         del roles[CRITIC]
     return roles
@@ -273,7 +301,7 @@ def _pair(row: Row, models: Mapping[str, Transformer]) -> tuple[Transformer, Tra
             raise LeftOut(f"models of {row['actor_b']} B are not described")
         return models[str(found[0])], models[str(found[1])]
     name = model_named(row["model"], models)
-    if source == "dschat":
+    if source == "dschat" and name.startswith("OPT"):
         return models[name], models["OPT-350M"]
     return models[name], models[name]
 

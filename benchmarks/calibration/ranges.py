@@ -40,7 +40,7 @@ def trained_family(row: CheckedRow) -> EngineFamily:
     if row.row["lora"] not in ("", "no"):
         return "adapters"
     trainer = system_of(row.row, SYSTEMS).trainer
-    return "deepspeed" if trainer == "deepspeed" else "torch and megatron"
+    return "deepspeed" if trainer.startswith("deepspeed") else "torch and megatron"
 
 
 def part_of(row: CheckedRow) -> StepPart | None:

@@ -35,7 +35,6 @@ _FIELDS: dict[Family, tuple[str, ...]] = {
     ("deepspeed-chat 0.9, hybrid engine",): ("passes",),
     ("deepspeed-chat, hybrid engine",): ("passes",),
     ("deepspeed-chat, no hybrid engine",): ("passes",),
-    ("real v1, heuristic", "real v1"): ("passes",),
 }
 """Families whose own overheads differ from the shared ones by more than their rows scatter, and which."""
 

@@ -6,7 +6,9 @@ bytes rank by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
 
 from __future__ import annotations
 
+from benchmarks.systems.engines import PROFILES
 from flexrlhf.guideline.costs.cost_model import Call, Mesh, Transformer
+from flexrlhf.guideline.costs.training import product_shapes
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.states import PerParameter, zero_split
 from flexrlhf.placement.devices import DeviceClass
@@ -16,13 +18,29 @@ MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
 """16-bit weights and gradients, float32 master weights and two moments (ZeRO, sec. 3.1)."""
 FLOAT_GRADIENTS = PerParameter(weights=2, gradients=4, optimizer=12)
 """Megatron's distributed optimizer: gradients in float32 (HybridFlow, sec. 8.1)."""
+FLOAT_SHARDS = PerParameter(weights=4, gradients=4, optimizer=8)
+"""FSDP: the float32 shards are their own master weights, those of frozen models with adapters too."""
+PER_PARAMETER = {
+    "deepspeed": MIXED,
+    "deepspeed-2021": MIXED,
+    "megatron": FLOAT_GRADIENTS,
+    "real": FLOAT_GRADIENTS,
+    "torch": FLOAT_SHARDS,
+}
+"""Trainer → bytes of a parameter."""
 
 FRAGMENTATION = 0.06
 """Unused fraction of the allocator's memory: 5 to 10 %."""
 LOGIT_BYTES, READ_LOGIT_BYTES = 16, 6
 """Bytes of each logit in a training pass (16 bits, float32, its logarithm, and gradients of all) and a forward pass."""
+CHUNKED_LOGIT_BYTES = 10
+"""Bytes of each logit in a training pass over one chunk of them at a time: 16 bits, float32, its logarithm."""
 SELECTIVE = 0.5
-"""Fraction of a layer's activations that selective recomputation keeps: results of matrix products."""
+"""Fraction of the results of a layer's products that selective recomputation keeps (torchtitan: every second one)."""
+SCORE_BYTES = 5
+"""Bytes of each score of attention that is not fused, for the backward pass (Korthikanti et al. 2022, section 4)."""
+UNFUSED = 0.5
+"""Relative speed of attention below which it is not fused."""
 HOST_BYTES = 1e12
 """Bytes of a node's memory that offloaded states can take."""
 LIVE_ELEMENTS = 1_000_000_000
@@ -68,14 +86,26 @@ def pass_bytes(call: Call, mesh: Mesh, rows: int) -> float:
 
 
 def _activation_bytes(call: Call, mesh: Mesh, rows: int) -> float:
-    """Return the bytes of activations. Attention is fused, without mask and scores, so a row of n tokens takes as much
-    as n rows of one. A pipeline's first stage has a micro-batch in flight for every stage, each with its part of the
-    layers: as many as a mesh without stages."""
+    """Return the bytes of activations. Fused attention keeps neither mask nor scores, so a row of n tokens takes as
+    much as n rows of one. A pipeline's first stage has a micro-batch in flight for every stage, each with its part of
+    the layers: as many as a mesh without stages."""
     blocks, tokens = blocks_of(call.model, call.item, mesh.tp), round(rows * call.width)
     if call.kind != "train":
         return blocks.forward_bytes(tokens, 1)
-    kept = blocks.train_bytes(tokens, 1, call.recompute == "full")
-    return kept * (SELECTIVE if call.recompute == "selective" else 1)
+    kept: float = blocks.train_bytes(tokens, 1, call.recompute != "none")
+    if call.recompute == "selective":
+        kept += tokens * call.item * call.model.layers * selected_numbers(call.model) / mesh.tp
+    if PROFILES[call.engine].attention < UNFUSED:
+        layers = 1 if call.recompute == "full" else call.model.layers
+        kept += SCORE_BYTES * layers * call.model.heads / mesh.tp * tokens * call.width
+    return kept
+
+
+def selected_numbers(model: Transformer) -> float:
+    """Return the number of values per token that selective recomputation keeps of a layer in addition to its input:
+    attention's result and some of its products' results."""
+    outer = sum(n for _, n in product_shapes(model, 1))
+    return model.heads * model.head_dim + SELECTIVE * outer
 
 
 def gathered_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:

@@ -110,9 +110,10 @@ def sized(
 
 def _sent_rows(workload: Workload, system: System, placement: SystemPlacement, placed: SystemCall) -> int | None:
     """Return the rows that a replica of the generator has at a time; None if it has all."""
-    if system.sends_tokens is None:
+    tokens = system.sends_tokens
+    each = workload.sent_rows if tokens is None else max(1, int(tokens / (workload.prompt + workload.mean)))
+    if each is None:
         return None
-    each = max(1, int(system.sends_tokens / (workload.prompt + workload.mean)))
     return max(1, each * placement.devices(ACTOR) // placed.mesh.dp)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.systems.footprint import FLOAT_GRADIENTS, MIXED, capacity_bytes, frozen_bytes, trained_bytes
+from benchmarks.systems.footprint import PER_PARAMETER, capacity_bytes, frozen_bytes, trained_bytes
 from benchmarks.systems.profiles import MeshRule, System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
 from flexrlhf.guideline.costs.cost_model import Mesh, Transformer
@@ -63,7 +63,7 @@ def mesh_candidates(workload: Workload, system: System, placement: SystemPlaceme
     largest = max(
         workload.models, key=lambda role: workload.models[role].parameters * (8 if role in (ACTOR, CRITIC) else 1)
     )
-    for offload in (False, True) if system.offloads else (False,):
+    for offload in {"no": (False,), "at last": (False, True), "always": (True,)}[system.offloads]:
         for mesh in role_meshes(workload, system, placement, largest):
             limit = state_bytes(workload, system, largest, mesh, offload)
             models: dict[str, Mesh] = {}
@@ -97,9 +97,16 @@ def _mesh_within(
 def state_bytes(workload: Workload, system: System, role: str, mesh: Mesh, offload: bool) -> float:
     """Return the bytes of ``role`` on one device."""
     model = workload.models[role]
+    if is_streamed(system, mesh, offload):
+        return 0.0
     if role not in (ACTOR, CRITIC):
         return frozen_bytes(model, mesh)
-    return trained_bytes(model, mesh, MIXED if system.layout == "ZeRO" else FLOAT_GRADIENTS, offload)
+    return trained_bytes(model, mesh, PER_PARAMETER[system.trainer], offload)
+
+
+def is_streamed(system: System, mesh: Mesh, offload: bool) -> bool:
+    """Whether the weights of a model are in host memory, from which each pass reads them."""
+    return offload and system.streams and mesh.zero == 3
 
 
 def _generation_meshes(

@@ -17,6 +17,8 @@ from flexrlhf.guideline.costs.profiles import named_rows, read_table
 Gathers = Literal["every step", "at once", "tensor parallel", "own copy", "reshard"]
 """How weights come to generation: ZeRO-3 gathers them for every token, or once for all; DeepSpeed's hybrid engine
 shards them over a node; a separate engine has a copy that is sent; 3D meshes exchange their shards."""
+Offloads = Literal["no", "at last", "always"]
+"""When gradients and optimizer are in host memory; at last: if nothing else fits."""
 MeshRule = Literal["ZeRO", "symmetric", "smallest", "searched"]
 """How a model's devices share its work: replicas alone; tensor parallel in the node, with the shortest pipeline that
 fits; as little of both as fits; the best mesh for each call."""
@@ -40,7 +42,8 @@ class System:
     placements:         names of the placements that it chooses among
     decode_rows:        most rows that a replica decodes together
     scores_again:       whether the actor computes the log-probs of its responses
-    offloads:           whether gradients and optimizer go to host memory if nothing else fits
+    offloads:           when gradients and optimizer are in host memory
+    streams:            whether the weights of all models are in host memory then too, if ZeRO-3 shards them
     ahead:              whether it generates the next batch while it trains
     sleeps:             whether trained states and the copy that generates leave the device for each other
     all_heads:          whether its planner counts keys and values of all heads
@@ -49,6 +52,7 @@ class System:
     recompute:          activations that the backward pass computes again
     micro_tokens:       most tokens of a pass, of at least one row
     sends_tokens:       tokens of the rows that each device of the actor has generated at a time, and waits for
+    pads:               whether all rows of a pass are as long as the longest of the step
     controller_seconds: time of a call in which a controlling process collects its rows and hands them on; 0: no process
                         does
     sync_seconds:       start of a weight sync between nodes, which such a process begins
@@ -63,7 +67,8 @@ class System:
     placements: tuple[str, ...] = ("co-located",)
     decode_rows: int | None = None
     scores_again: bool = True
-    offloads: bool = False
+    offloads: Offloads = "no"
+    streams: bool = False
     ahead: bool = False
     sleeps: bool = False
     all_heads: bool = False
@@ -72,6 +77,7 @@ class System:
     recompute: Recompute = "full"
     micro_tokens: int | None = None
     sends_tokens: int | None = None
+    pads: bool = False
     controller_seconds: float = 0.0
     sync_seconds: float = 0.0
     overheads: RunOverheads = OVERHEADS

@@ -88,7 +88,7 @@ def _step(
 ) -> SystemStep | None:
     """Return the step on ``meshes``; None if it does not fit."""
     usage = memory_use(workload, system, placement, meshes)
-    is_last = meshes.models[ACTOR].zero == 3 and (meshes.offload or not system.offloads)
+    is_last = meshes.models[ACTOR].zero == 3 and (meshes.offload or system.offloads == "no")
     if system.layout == "ZeRO" and not is_last and max(usage.most) > ROOMY * capacity_bytes(workload.device):
         return None
     rows = workload.rows or 4096 * workload.devices

@@ -28,6 +28,7 @@ class Workload:
     per_node:     devices in a node
     micro_rows:   rows of a pass of one replica
     decode_rows:  rows that one replica decodes together
+    sent_rows:    rows that each device of the actor has generated at a time, if it waits for them
     generate_tp:  tensor-parallel size of generation
     train_split:  tensor-parallel size and pipeline stages of training
     """
@@ -43,6 +44,7 @@ class Workload:
     per_node: int = 8
     micro_rows: int | None = None
     decode_rows: int | None = None
+    sent_rows: int | None = None
     generate_tp: int | None = None
     train_split: tuple[int, int] | None = None
 

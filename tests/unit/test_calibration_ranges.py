@@ -9,7 +9,7 @@ from benchmarks.calibration.ranges import LEAST_ROWS, part_of, range_of, trained
 from benchmarks.calibration.rlhf import CALLS, STEPS
 from benchmarks.calibration.rows import Prediction
 
-COLUMNS = ("lora", "placement", "version", "grad_ckpt", "model")
+COLUMNS = ("lora", "placement", "version", "grad_ckpt", "model", "offload")
 
 
 def row(ratio: float, system: str = "NeMo-RL", call: str = "", **cells: str) -> CheckedRow:
@@ -39,6 +39,7 @@ def test_too_few_rows_have_the_wider_range() -> None:
 def test_rows_are_of_the_family_that_they_train() -> None:
     assert trained_family(row(1.0)) == "torch and megatron"
     assert trained_family(row(1.0, "trlX", lora="no")) == "deepspeed"
+    assert trained_family(row(1.0, "DeepSpeed-Chat", group="dschat")) == "deepspeed"  # with kernels of its own era
     assert trained_family(row(1.0, "trlX", lora="dim 4")) == "adapters"
     calls = ("gen (incl. reshard)", "update_actor", "ref_log_prob", "weight reshard", "actor transition")
     assert [part_of(row(1.0, call=call)) for call in calls] == ["generation", "training", "other calls", None, None]
