@@ -21,8 +21,8 @@ COMMUNICATORS_IN_CONTEXT = 3
 """Communicators of a rank for which ``CONTEXT_BYTES`` has room, as those have whose memory was published: data, tensor
 and pipeline parallelism."""
 UNFILLED = 0.1
-"""Share of the rest that fragmentation and workspaces of kernels take: the largest with which no published setting that
-runs is predicted not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
+"""Share of the rest that fragmentation and workspaces of kernels take: with it no published setting that runs is
+predicted not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
 
 
 @dataclass(frozen=True)
