@@ -39,8 +39,8 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import tightest_rank
 
 TABLE = Path(__file__).with_suffix(".csv")
-JOBS = tuple(f":(glob)**/*.{ending}" for ending in ("sh", "yaml", "yml"))
-"""Files that a recipe may read."""
+ENDINGS = ("sh", "yaml", "yml")
+"""Of files that a recipe may read."""
 Row = Mapping[str, str]
 
 
@@ -100,9 +100,13 @@ def check_out(directory: Path, row: Row, checkouts: Path) -> None:
     target = checkouts / row["repository"] / row["commit"]
     if not target.is_dir():
         target.mkdir(parents=True)
-        words = ("git", "-C", str(directory / row["repository"]), "archive", row["commit"], *JOBS)
+        git = ("git", "-C", str(directory / row["repository"]))
+        listed = subprocess.run((*git, "ls-tree", "-r", "--name-only", row["commit"]), capture_output=True, text=True)
+        jobs = [f":(glob)**/*.{ending}" for ending in ENDINGS if f".{ending}\n" in listed.stdout]
         # fails at the end where a clone lacks large files, which are no job files
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as archive:
+        with subprocess.Popen(
+            (*git, "archive", row["commit"], *jobs), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as archive:
             subprocess.run(("tar", "-x", "-C", str(target)), stdin=archive.stdout, check=False)
 
 
