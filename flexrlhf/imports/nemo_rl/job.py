@@ -140,14 +140,19 @@ def _decay(out: Translation, job: JobSettings, role: str, prefix: str, scheduler
 
 def _stages(out: Translation, scheduler: Setting | None, role: str) -> None:
     """Write a warm-up and a schedule that are torch's, one after the other."""
+    prefix = f"models.{role}.optimizer."
     for stage in scheduler.value if scheduler is not None and isinstance(scheduler.value, list) else ():
         kwargs: Any = stage.get("kwargs") if isinstance(stage, dict) else None
-        name = str(stage.get("name", "")) if isinstance(stage, dict) else ""
-        if name.endswith("LinearLR") and isinstance(kwargs, dict) and isinstance(kwargs.get("total_iters"), int):
-            source = f"policy.scheduler: LinearLR, from {kwargs.get('start_factor', 0)} of the rate, here from 0"
-            out.put(f"models.{role}.optimizer.warmup_steps", kwargs["total_iters"], source)
-        elif "Cosine" in name:
-            out.put(f"models.{role}.optimizer.schedule", "cosine", f"policy.scheduler: {name.rpartition('.')[2]}")
+        if not isinstance(kwargs, dict):
+            continue
+        name = str(stage.get("name", "")).rpartition(".")[2]
+        start, steps = kwargs.get("start_factor", 1 / 3), kwargs.get("total_iters", 5)
+        rises = name == "LinearLR" and isinstance(start, int | float) and start < kwargs.get("end_factor", 1.0)
+        if rises and isinstance(steps, int):
+            source = f"policy.scheduler: {name}, from {start} of the rate, here from 0"
+            out.put(f"{prefix}warmup_steps", steps, source)
+        elif name in ("LinearLR", "CosineAnnealingLR"):
+            out.put(f"{prefix}schedule", "cosine" if "Cosine" in name else "linear", f"policy.scheduler: {name}")
 
 
 def _critic(out: Translation, job: JobSettings, is_megatron: bool) -> None:
