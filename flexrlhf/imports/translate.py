@@ -96,12 +96,11 @@ class JobFile:
             case "verl":
                 return self._verl(launch)
             case "OpenRLHF":
-                out = self._start("OpenRLHF")
-                openrlhf.translate(out, launch)
+                openrlhf.translate(out := self._start("OpenRLHF"), launch)
                 return out
             case "DeepSpeed-Chat":
-                out = self._start("DeepSpeed-Chat")
-                deepspeed_chat.translate(out, launch, self.path.absolute().parent.parts)
+                folders = self.path.absolute().parent.parts
+                deepspeed_chat.translate(out := self._start("DeepSpeed-Chat"), launch, folders)
                 return out
             case "TRL":
                 return self._trl(launch)

@@ -5,26 +5,14 @@ from __future__ import annotations
 import re
 
 from flexrlhf.errors import UserError
-from flexrlhf.imports.parts import (
-    put_model,
-    put_scored_by_code,
-)
+from flexrlhf.imports.parts import CUT, drop_cuts, put_model, put_reals, put_scored_by_code
 from flexrlhf.imports.settings import JobSettings
 from flexrlhf.imports.translation import Translation
 
-ALGORITHMS = {
-    "grpo": "grpo",
-    "gspo": "gspo",
-    "rloo": "rloo",
-    "ppo": "ppo",
-    "sft": "sft",
-    "dpo": "dpo",
-    "reward": "reward",
+ALGORITHMS = {name: name for name in ("grpo", "gspo", "rloo", "ppo", "sft", "dpo", "reward", "kto", "orpo", "simpo")}
+ALGORITHMS |= {
     "reward_modeling": "reward",
-    "kto": "kto",
-    "orpo": "orpo",
     "ppo_tldr": "ppo",
-    "simpo": "simpo",
     "cpo": "simpo",
     "asyncgrpo": "grpo",
     "async_grpo": "grpo",
@@ -64,29 +52,26 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
             out.drop(functions, "of several functions the one for accuracy is a rule here", matters=False)
     else:
         put_scored_by_code(out, functions)
-    beta = job.number("beta", "kl_coef")
-    if beta is not None:
-        out.put("algorithm.kl.coefficient", float(beta.value), beta)
-    elif (zero := job.get("beta", "kl_coef")) is not None and zero.value == 0:
-        out.put("algorithm.kl", None, zero)
-    pairs = {
+    beta = job.real("beta", "kl_coef")
+    if beta is not None and beta.value == 0:
+        out.put("algorithm.kl", None, beta)
+    else:
+        out.put_real("algorithm.kl.coefficient", beta)
+    own: dict[str, str | tuple[str, ...]] = {
         "clip_low": ("epsilon", "cliprange"),
         "clip_high": ("epsilon_high", "epsilon", "cliprange"),
-        "dual_clip": ("delta",),
+        "dual_clip": "delta",
+        "temperature": "temperature",
+        "gamma": "gamma",
+        "gae_lambda": "lam",
+        "value_clip": "cliprange_value",
+        "entropy_coefficient": "entropy_coef",
     }
-    pairs |= {
-        "temperature": ("temperature",),
-        "gamma": ("gamma",),
-        "gae_lambda": ("lam",),
-        "value_clip": ("cliprange_value",),
-    }
-    pairs |= {"entropy_coefficient": ("entropy_coef",)}
-    for key, own in pairs.items():
-        out.put_real(f"algorithm.{key}", job.number(*own))
-    for key, plain in (("top_p", (1, 1.0)), ("top_k", (0, -1)), ("min_p", ()), ("repetition_penalty", (1, 1.0))):
-        setting = job.get(key)
-        if setting is not None and setting.value not in plain:
-            out.drop(setting, "a cut distribution needs importance weights here: algorithm.importance")
+    put_reals(out, job, own)
+    drop_cuts(out, job.get("top_p"), job.get("top_k"))
+    out.drop(job.get("min_p"), CUT)
+    if (repeated := job.get("repetition_penalty")) is not None and repeated.value != 1:
+        out.drop(repeated, CUT)
     loss, scale = job.get("loss_type"), job.get("scale_rewards")
     means = {
         "dapo": "token-mean",
@@ -107,27 +92,21 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
     masked, penalty = job.truth("mask_truncated_completions"), job.number("missing_eos_penalty")
     if masked is not None:
         out.put("algorithm.truncation", "mask", masked)
-    elif penalty is not None:
-        out.put("algorithm.truncation.penalty", float(penalty.value), penalty)
-    job.get("stop_token")
+    else:
+        out.put_real("algorithm.truncation.penalty", penalty)
+    job.pass_over("stop_token")
 
 
 def put_supervised(out: Translation, job: JobSettings, name: str) -> None:
     """Write the settings of an algorithm that trains on given responses."""
-    beta, gamma = job.number("beta"), job.number("simpo_gamma")
-    if beta is not None and name in ("dpo", "kto", "orpo", "simpo"):
-        out.put("algorithm.beta", float(beta.value), beta)
-    if gamma is not None and name == "simpo":
-        out.put("algorithm.gamma", float(gamma.value), gamma)
-    weights = {
-        "desirable_weight": "desirable_weight",
-        "undesirable_weight": "undesirable_weight",
-        "label_smoothing": "label_smoothing",
+    if name in ("dpo", "kto", "orpo", "simpo"):
+        put_reals(out, job, {"beta": "beta"})
+    own = {
+        "simpo": {"gamma": "simpo_gamma"},
+        "kto": {key: key for key in ("desirable_weight", "undesirable_weight")},
+        "dpo": {"label_smoothing": "label_smoothing"},
     }
-    for key, own in weights.items():
-        setting = job.number(own)
-        if setting is not None and (name == "kto") == key.endswith("weight") and name in ("kto", "dpo"):
-            out.put(f"algorithm.{key}", float(setting.value), setting)
+    put_reals(out, job, own.get(name, {}))
     loss = job.listed("loss_type")
     values = loss.value if loss is not None and isinstance(loss.value, list) else [] if loss is None else [loss.value]
     if name == "dpo" and values in (["sigmoid"], ["ipo"], ["robust"]):

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.device_parts import machines_of, put_apart, put_gpus, put_vllm
@@ -17,7 +16,9 @@ from flexrlhf.imports.parts import (
     put_decoded,
     put_lengths,
     put_lora,
+    put_micro_batch,
     put_model,
+    put_name,
     put_optimizer,
     put_recomputation,
     split_length,
@@ -99,9 +100,7 @@ def translate(
         raise UserError(f"{out.file}: TRL's trainer cpo has no counterpart without loss_type: simpo")
     if name == "grpo" and (level := job.get("importance_sampling_level")) is not None and level.value == "sequence":
         name = "gspo"
-    out.put("algorithm.name", name, f"TRL's trainer {trainer}")
-    if name in PEERS["trl"].trainers:
-        out.put("algorithm.like", "trl", "what is not written")
+    put_name(out, "trl", name, f"TRL's trainer {trainer}")
     processes = _processes(out, devices, accelerate)
     rows = _batch(out, job, name, processes)
     out.put_same("steps", job.count("max_steps"))
@@ -126,7 +125,7 @@ def translate(
     if name == "ppo":
         put_optimizer(out, job, "critic", _OPTIMIZER)
     tp = _devices(out, job, processes, served)
-    _engine(out, job, accelerate, role, tokens, name)
+    _engine(out, job, accelerate, role, tokens)
     if name in ("grpo", "gspo", "rloo"):
         _rollout(out, job, rows, tokens, processes.value, tp)
     elif name == "ppo":
@@ -158,11 +157,8 @@ def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) ->
         out.put("algorithm.num_mini_batches", number.value, number)
         out.put_same("algorithm.epochs", job.count("num_ppo_epochs"))
         return int(update * number.value)
-    samples, whole, generated = (
-        _known(job, "num_generations"),
-        job.count("generation_batch_size"),
-        job.count("steps_per_generation"),
-    )
+    samples = _known(job, "num_generations")
+    whole, generated = job.count("generation_batch_size"), job.count("steps_per_generation")
     size = whole.value if whole else update // accumulated.value * (generated.value if generated else accumulated.value)
     prompts = max(1, size // samples.value)
     if size % samples.value:
@@ -192,7 +188,7 @@ def _lengths(out: Translation, job: JobSettings, name: str) -> int:
     return split_length(out, whole)
 
 
-def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role: str, tokens: int, name: str) -> None:
+def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role: str, tokens: int) -> None:
     kind, deepspeed = str(accelerate.get("distributed_type", "")).upper(), accelerate.get("deepspeed_config") or {}
     stage = deepspeed.get("zero_stage")
     if kind == "DEEPSPEED" and stage in (0, 1, 2, 3):
@@ -203,32 +199,23 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
     else:
         is_fsdp = kind == "FSDP"
         out.put("models.all.engine", "torch", "FSDP of accelerate's file" if is_fsdp else "transformers' Trainer")
-        out.put(
-            "models.all.zero",
-            3 if is_fsdp else 0,
-            "FSDP shards parameters" if is_fsdp else "a whole model in every process",
-        )
-    dtype = job.get("dtype", "torch_dtype")
-    full = job.get("bf16")
+        shards = (3, "FSDP shards parameters") if is_fsdp else (0, "a whole model in every process")
+        out.put("models.all.zero", *shards)
+    dtype, full = job.get("dtype", "torch_dtype"), job.get("bf16")
     if full is not None and full.value is False:
         out.put("models.all.dtype", "float32", full)
     else:
-        out.put(
-            "models.all.dtype",
-            "bfloat16",
-            dtype if dtype is not None and dtype.value == "bfloat16" else "bf16 (TRL's default)",
-        )
+        is_named = dtype is not None and dtype.value == "bfloat16"
+        out.put("models.all.dtype", "bfloat16", dtype if is_named else "bf16 (TRL's default)")
     put_recomputation(out, job.truth("gradient_checkpointing"), "gradient_checkpointing=false")
     if job.truth("use_peft") is not None or job.has("lora_r"):
-        put_lora(
-            out, role, job.count("lora_r"), job.number("lora_alpha"), job.listed("lora_target_modules") or _TARGETS
-        )
+        targets = job.listed("lora_target_modules") or _TARGETS
+        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), targets)
     rows, budget = _known(job, "per_device_train_batch_size"), job.count("token_budget")
     if budget is not None or "max_staleness" in job.defaults:
         out.put("models.all.micro_batch_tokens", budget.value if budget else tokens, budget or "the longest sequence")
-        return
-    pair = 2 if name in ("dpo", "reward", "orpo", "simpo") else 1
-    out.put("models.all.micro_batch_tokens", rows.value * tokens * pair, rows, f"times {tokens * pair} tokens")
+    else:
+        put_micro_batch(out, rows, tokens)
 
 
 def _devices(
