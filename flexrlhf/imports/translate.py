@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,9 @@ class JobFile:
                 deepspeed_chat.translate(out := self._start("DeepSpeed-Chat"), launch, folders)
                 return out
             case "TRL":
-                return self._trl(launch)
+                file = launch.config
+                tree = {} if file is None else resolved(read_tree(self._beside(file)), self.given)
+                return self._trl(tree, launch)
         if launch.config is None:
             raise UserError(
                 f"import {self.path}: {launch.system} is started without --config, which names its settings"
@@ -129,19 +132,16 @@ class JobFile:
         verl.translate(out, JobSettings(found), launch.program)
         return out
 
-    def _trl(self, launch: Launch) -> Translation:
-        options = flags(launch.arguments)
-        found: dict[str, Any] = {}
-        if launch.config is not None:
-            found = resolved(read_tree(self._beside(launch.config)), self.given)
-        found |= {name: read_scalar(value) for name, value in options.items()}
+    def _trl(self, found: Mapping[str, Any], launch: Launch) -> Translation:
+        """Translate a job of TRL. ``found``: settings in addition to the command's arguments, which replace them."""
+        found = {**found, **{name: read_scalar(value) for name, value in flags(launch.arguments).items()}}
+        if "model_name_or_path" in self.given:
+            found["model_name_or_path"] = self.given["model_name_or_path"]
         out = self._start("TRL")
-        named = (
-            flags(launch.before).get("config_file"),
-            *(found.get(key) for key in ("accelerate_config", "deepspeed")),
+        named = flags(launch.before).get("config_file"), found.get("accelerate_config"), found.get("deepspeed")
+        accelerate = trl.accelerate_file(
+            next((each for each in named if isinstance(each, str)), None), self.path.parent
         )
-        file = next(filter(None, named), None)
-        accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
         trl.translate(out, found, launch.program, launch.devices(), self.served, accelerate)
         return out
 
@@ -170,12 +170,7 @@ class JobFile:
         trainer = launch.program if launch.program in ALGORITHMS else trainer or launch.program
         if trainer == launch.program and not any(re.fullmatch(names, trainer) for names in (*ALGORITHMS, *MISSING)):
             raise self._unknown()
-        found |= {name: read_scalar(value) for name, value in flags(launch.arguments).items()}
-        if "model_name_or_path" in self.given:
-            found["model_name_or_path"] = self.given["model_name_or_path"]
-        out = self._start("TRL")
-        accelerate = trl.accelerate_file(flags(launch.before).get("config_file"), self.path.parent)
-        trl.translate(out, found, trainer, launch.devices(), self.served, accelerate)
+        out = self._trl(found, replace(launch, program=trainer))
         if launches:
             out.note("settings are of the first command in the file's description")
         return out
@@ -192,16 +187,13 @@ class JobFile:
         raise self._unknown()
 
     def _trl_tree(self, leaves: dict[str, Any]) -> Translation:
-        out = self._start("TRL")
         words = re.findall(r"[a-z]+", str(self.path.absolute()).lower())
         trainer = next((word for word in reversed(words) if word in ALGORITHMS), None)
         if trainer is None:
             is_grpo = any(key.startswith(("num_generations", "max_completion")) for key in leaves)
             trainer = "grpo" if is_grpo else "dpo" if "beta" in leaves else "sft"
-            out.note(f"the file does not name its trainer: {trainer} is assumed")
-        file = leaves.get("deepspeed")
-        accelerate = trl.accelerate_file(file if isinstance(file, str) else None, self.path.parent)
-        trl.translate(out, leaves, trainer, (None, None), None, accelerate)
+        out = self._trl(leaves, Launch("TRL", trainer, ()))
+        out.note(f"the file does not name its trainer: {trainer} is assumed")
         return out
 
 
