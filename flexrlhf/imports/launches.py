@@ -56,13 +56,13 @@ class Launch:
         nodes, per_node = found
         visible = [word for word in self.before if re.fullmatch(rf"{VISIBLE}=\d+(,\d+)*", word)]
         if per_node is None and visible and nodes is None:
-            return None, Setting(VISIBLE, visible[0].count(",") + 1)
+            return None, Setting(f"devices in {VISIBLE}", visible[0].count(",") + 1)
         total = options.get("--num_processes")
         if per_node is None and total is not None and re.fullmatch(r"\d+", str(total)):
             machines = 1 if nodes is None else nodes.value
             per_node = Setting("--num_processes", max(1, int(total) // machines))
         if per_node is None and self.system == "TRL" and self.before and not _LAUNCHERS & set(self.before):
-            per_node = Setting("one process, without a launcher", 1)
+            per_node = Setting("processes without a launcher", 1)
         return nodes, per_node
 
 
@@ -75,7 +75,7 @@ def served_devices(commands: Sequence[Sequence[str]]) -> tuple[Setting, Setting]
                 texts = (options.get(f"{key}_parallel_size", "1") for key in ("tensor", "data"))
                 tp, dp = (int(text) if text.isdecimal() else 1 for text in texts)
                 name = f"{word} {words[place + 1]}"
-                return Setting(name, tp * dp), Setting(f"{name} --tensor-parallel-size", tp)
+                return Setting(f"devices of {name}", tp * dp), Setting(f"{name} --tensor-parallel-size", tp)
     return None
 
 

@@ -226,7 +226,7 @@ def _devices(
     mode, lag, every = job.get("vllm_mode"), job.count("max_staleness"), job.count("weight_sync_steps")
     if lag is not None and served is None:
         out.note("the vLLM server's devices are not in the file: one is assumed")
-        served = (Setting("vllm serve, assumed", 1),) * 2
+        served = (Setting("devices of vllm serve, assumed", 1),) * 2
     if served is None or mode is None or mode.value != "server":
         put_gpus(out, processes.value, processes)
         out.put("placement", None, "every model in every process")
@@ -244,6 +244,8 @@ def _devices(
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, processes: int, tp: Setting | None) -> None:
     uses, share = job.truth("use_vllm"), job.number("vllm_gpu_memory_utilization")
+    if tp is not None:  # a server's share is its own
+        share = Setting("gpu_memory_utilization of its server", 0.9, default=True)
     tp = tp or job.count("vllm_tensor_parallel_size")
     if uses is None:
         out.put("rollout.engine", "transformers", "no use_vllm")
