@@ -187,6 +187,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.actor.lora.rank": 64,
         "models.actor.lora.alpha": 1,
         "models.actor.generate_tokens": 4 * 2 * 512,
+        "models.critic.activation_checkpointing": False,
         "data.sources": [{"path": "some/dialogues"}, {"path": "other/dialogues"}],
         "rollout.engine": "torch",
         "rollout.tp": 2,

@@ -129,10 +129,15 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
     out.put("models.all.dtype", name, dtype or "fp16 (its default)")
     recomputes = f"{prefix}gradient_checkpointing"
     put_recomputation(out, job.truth(recomputes), f"no --{recomputes}")
+    others = job.truth("critic_gradient_checkpointing") is not None
+    if is_rlhf and others != out.value("models.all.activation_checkpointing"):
+        source = f"{'' if others else 'no '}--critic_gradient_checkpointing"
+        out.put("models.critic.activation_checkpointing", others, source)
     if (offload := job.truth("offload")) is not None:
         out.put("models.all.offload_optimizer", True, offload)
-        if out.value("models.all.zero") == 3:
-            out.put("models.all.offload_parameters", True, offload)
+        for each in ("models.all", "models.critic"):
+            if out.value(f"{each}.zero") == 3:
+                out.put(f"{each}.offload_parameters", True, offload)
     alpha, alone = Setting("lora_scaling", 1, default=True), job.truth("only_optimize_lora")
     roles = {"actor": "actor_lora_dim", "critic": "critic_lora_dim"} if is_rlhf else {role: "lora_dim"}
     for own, name in roles.items():
