@@ -70,6 +70,14 @@ def test_a_changed_setting_is_the_run_with_it(
     assert "not a setting" not in found[change].note
 
 
+def test_a_cache_that_is_not_written_is_sized_again() -> None:
+    settings = NODES % (1, ", memory_gb: 60"), "placement=[1,1,1,1]", "rollout={engine: vllm}"
+    found = outcomes(planned(*settings), "rollout=float32")["rollout=float32"]
+    changed, written = simulated(found).plan, planned(*settings, "rollout.dtype=float32")
+    assert changed.spec.rollout.kv_tokens == written.spec.rollout.kv_tokens
+    assert written.cache and found.peak == max(memory.peak_bytes for memory in written.memories)
+
+
 def test_eight_bits_halve_the_matrices_that_decoding_reads_and_stores(plan: Plan) -> None:
     found = outcomes(plan, "rollout=fp8")
     # Llama 2 7B: 32 layers of 4 x 4096^2 + 3 x 4096 x 11008 numbers, of 6.74e9 in all

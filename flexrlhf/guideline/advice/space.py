@@ -183,7 +183,7 @@ class Space:
 
     def _bytes_of_source(self, model: SearchModel, mesh: UniformMesh) -> float:
         """Bytes of the trained copy while it sends its weights to a rollout engine on the same devices, if it is in
-        host memory otherwise."""
+        host memory otherwise. The engine's cache is there, too: not at a sync, but while the engine is loaded."""
         if not model.is_rollout or self.has_shadows or model.role not in self.offloaded:
             return 0.0
         source = replace(next(each for each in self.models if each.name == model.role), switches=())

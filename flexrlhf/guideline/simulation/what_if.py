@@ -18,6 +18,7 @@ from flexrlhf.memory.states import State, item_bytes
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Primitive
+from flexrlhf.plan.cache_size import unsized_spec
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
@@ -114,11 +115,11 @@ def what_if(plan: Plan, costs: CostModel, lengths: TextLengths, names: Sequence[
 
 
 def _outcome(name: str, plan: Plan, costs: CostModel, lengths: TextLengths, changes: Sequence[Change]) -> Outcome:
-    spec = plan.spec
+    spec = planned = unsized_spec(plan)
     for each in changes:
         spec = each.spec(spec)
         costs = ChangedCosts(costs, each.call)
-    plan = plan if spec is plan.spec else make_plan(spec)
+    plan = plan if spec is planned else make_plan(spec)
     memories = plan.memories
     eight = frozenset(name for each in changes for name in each.eight)
     if eight:

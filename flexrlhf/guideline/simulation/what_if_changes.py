@@ -17,6 +17,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Transformer
 from flexrlhf.guideline.costs.speculation import Speculation
 from flexrlhf.guideline.simulation.pricing import UNKNOWN
 from flexrlhf.placement.devices import GPUS_PER_NODE
+from flexrlhf.plan.changes import SettingChange, changed_spec
 from flexrlhf.plan.plan import Plan
 
 EIGHT_BIT = "fp8"
@@ -67,9 +68,8 @@ def _rollout_type(value: str, plan: Plan) -> Change:
     if value == current:
         raise UserError(f"the rollout has {value} as planned")
     if value != EIGHT_BIT:
-        changed = rollout.model_copy(update={"dtype": value})
-        note = f"rollout.dtype: {value}"
-        return Change(note, spec=lambda spec: spec.model_copy(update={"rollout": changed}))
+        typed = SettingChange("rollout.dtype", value)
+        return Change(f"rollout.dtype: {value}", spec=lambda spec: changed_spec(spec, (typed,)))
     note = (
         f"{NO_SETTING}; matrices of layers are stored and read in one byte a number, embeddings, head, cache and syncs "
         f"as planned; products at the 16-bit rate, since device classes have no other"
