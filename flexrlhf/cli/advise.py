@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexrlhf.cli.basis import Basis
 from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError, either
+
+if TYPE_CHECKING:
+    from flexrlhf.config.spec import Spec
+    from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
+    from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 
 Text = str | None
 Count = int | None
@@ -102,17 +110,8 @@ def advise(
 
     And their predicted times. Starts nothing.
     """
-    from flexrlhf.guideline.advice.advice_text import (
-        format_advice,
-        format_operator_advice,
-        is_advised,
-        write_advised,
-        write_operator_advice,
-    )
-    from flexrlhf.guideline.advice.advise import advise
-    from flexrlhf.guideline.advice.operator_space import advise_operators
+    from flexrlhf.guideline.advice.advice_text import is_advised
     from flexrlhf.guideline.advice.request import AdviceOptions
-    from flexrlhf.guideline.simulation.inputs import costs_for
     from flexrlhf.guideline.simulation.lengths import expected_lengths
 
     if per_operator and tie is not None:
@@ -138,43 +137,70 @@ def advise(
     )
     if output is not None:
         check_output(output, "--output", "advised.yaml", is_advised, (config, cluster, profile))
-    run = None
-    if from_ is not None:
-        from flexrlhf.guideline.simulation.measured_run import measured_run
-        from flexrlhf.report.run_record import read_record
-
-        run = measured_run(read_record(from_), profile)
-    is_as_trained = run is not None and config is None
+    is_as_trained = from_ is not None and config is None
     if is_as_trained and (options.given or set_ or per_operator):
         raise UserError(f"--from {from_}: decides on that run as it is; to change a setting, give a config, too")
-    spec = run.record.plan.spec if run is not None and is_as_trained else options.spec(config, tuple(set_ or ()))
-    if run is not None and lengths is None and mean_response is None:
-        expected = run.lengths
+    basis = Basis.of(profile, from_)
+    if basis.run is not None and is_as_trained:
+        spec = basis.run.record.plan.spec
     else:
-        expected = expected_lengths(spec, lengths, mean_response)
-    source = costs_for(spec, profile) if run is None else run.source
-    if run is not None and is_as_trained:
-        from flexrlhf.guideline.advice.replan import format_replan, replan
-        from flexrlhf.report.run_record import restart_seconds
-
-        with working("searching for a placement"):
-            found = replan(replace(run, lengths=expected), restart_seconds(run), None, seconds, tie)
-        typer.echo(f"{format_advice(found.advice, source)}\n\n{format_replan(found)}")
-        if output is not None:
-            write_advised(found.best, output)
+        spec = options.spec(config, tuple(set_ or ()))
+    expected = basis.lengths(lengths, mean_response, read=partial(expected_lengths, spec, lengths, mean_response))
+    if basis.run is not None and is_as_trained:
+        found = _on_run(replace(basis.run, lengths=expected), seconds, tie)
     elif per_operator:
-        with working("searching for a placement of each operator"):
-            operators = advise_operators(spec, source.costs, expected, seconds)
-        typer.echo(format_operator_advice(operators, source))
-        if output is not None:
-            write_operator_advice(operators, output)
+        found = _on_operators(spec, basis.source(spec), expected, seconds)
     else:
-        with working("searching for a placement"):
-            margin = source.accuracy.tie if tie is None else tie
-            advice = advise(spec, source.costs, expected, seconds, margin, max_lag=max_lag)
-        typer.echo(format_advice(advice, source))
-        if output is not None:
-            write_advised(advice.best, output)
+        found = _on_models(spec, basis.source(spec), expected, seconds, tie, max_lag)
+    typer.echo(found.text)
     if output is not None:
+        found.write(output)
         next_command = "run --resume auto" if is_as_trained else "plan"
         typer.echo(f"\nwritten to {output}: flexrlhf {next_command} {shlex.quote(str(output))}")
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Recommendation for a request.
+
+    text:   for the terminal
+    write:  writes the YAML that is recommended
+    """
+
+    text: str
+    write: Callable[[Path], None]
+
+
+def _on_run(run: MeasuredRun, seconds: float, tie: float | None) -> Recommendation:
+    """Return whether a run should go on under another placement."""
+    from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
+    from flexrlhf.guideline.advice.replan import format_replan, replan
+    from flexrlhf.report.run_record import restart_seconds
+
+    with working("searching for a placement"):
+        found = replan(run, restart_seconds(run), None, seconds, tie)
+    text = f"{format_advice(found.advice, run.source)}\n\n{format_replan(found)}"
+    return Recommendation(text, partial(write_advised, found.best))
+
+
+def _on_operators(spec: Spec, source: CostSource, lengths: TextLengths, seconds: float) -> Recommendation:
+    """Return a placement of each operator."""
+    from flexrlhf.guideline.advice.advice_text import format_operator_advice, write_operator_advice
+    from flexrlhf.guideline.advice.operator_space import advise_operators
+
+    with working("searching for a placement of each operator"):
+        operators = advise_operators(spec, source.costs, lengths, seconds)
+    return Recommendation(format_operator_advice(operators, source), partial(write_operator_advice, operators))
+
+
+def _on_models(
+    spec: Spec, source: CostSource, lengths: TextLengths, seconds: float, tie: float | None, max_lag: int | None
+) -> Recommendation:
+    """Return a placement of each model."""
+    from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
+    from flexrlhf.guideline.advice.advise import advise
+
+    with working("searching for a placement"):
+        margin = source.accuracy.tie if tie is None else tie
+        advice = advise(spec, source.costs, lengths, seconds, margin, max_lag=max_lag)
+    return Recommendation(format_advice(advice, source), partial(write_advised, advice.best))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flexrlhf.cli.basis import Basis
 from flexrlhf.cli.options import MeasuredIn, Profile, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
 from flexrlhf.config.user_paths import check_output
@@ -64,10 +66,10 @@ def simulate(
 
     And what the step consists of. Starts nothing.
     """
+    from flexrlhf.guideline.advice.replan import measured_text
     from flexrlhf.guideline.simulation.asynchrony import compare_lags, read_lags, read_segments
     from flexrlhf.guideline.simulation.asynchrony_text import format_asynchrony
     from flexrlhf.guideline.simulation.compare import compare, read_run
-    from flexrlhf.guideline.simulation.inputs import costs_for
     from flexrlhf.guideline.simulation.lengths import read_lengths
     from flexrlhf.guideline.simulation.simulate import is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
@@ -84,23 +86,17 @@ def simulate(
     if what_if and len(several) > 1:
         raise UserError(f"--what-if: not together with {several[0]}; give one of them")
     measured = read_run(against) if against is not None else None
-    found = None
-    if from_ is not None:
-        from flexrlhf.guideline.advice.replan import measured_text
-        from flexrlhf.guideline.simulation.measured_run import measured_run
-        from flexrlhf.report.run_record import read_record
-
-        found = measured_run(read_record(from_), profile)
-        typer.echo(measured_text(found) + "\n")
-        if not runs.paths:
-            runs = replace(runs, configs=[from_ / "config.yaml"])
+    basis = Basis.of(profile, from_)
+    if from_ is not None and basis.run is not None:
+        typer.echo(measured_text(basis.run) + "\n")
+        runs = runs if runs.paths else replace(runs, configs=[from_ / "config.yaml"])
     plans = plan_runs(runs.specs())
     if len(plans) > 1 and (against or output):
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     for plan in plans:
-        source = costs_for(plan.spec, profile) if found is None else found.source
-        is_measured = found is not None and lengths is None and mean_response is None
-        expected = found.lengths if found is not None and is_measured else read_lengths(lengths, plan, mean_response)
+        source = basis.source(plan.spec)
+        read = partial(read_lengths, lengths, plan, mean_response)
+        expected = basis.lengths(lengths, mean_response, read=read)
         if what_if:
             outcomes = find_outcomes(plan, source.costs, expected, what_if)
             typer.echo(format_what_if(plan, outcomes, source) + "\n")

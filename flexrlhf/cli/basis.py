@@ -1,0 +1,46 @@
+"""Costs and lengths that predictions start from: of device classes or a profile, or as a run measured them
+(``--from``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from flexrlhf.config.spec import Spec
+    from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
+    from flexrlhf.guideline.simulation.measured_run import MeasuredRun
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Basis of predictions.
+
+    profile:  file of ``flexrlhf profile``; None: the usual one
+    run:      measurements of a run, which go before it
+    """
+
+    profile: Path | None
+    run: MeasuredRun | None = None
+
+    @classmethod
+    def of(cls, profile: Path | None, run: Path | None) -> Self:
+        """Read the directory of a ``run``, if one is given."""
+        if run is None:
+            return cls(profile)
+        from flexrlhf.guideline.simulation.measured_run import measured_run
+        from flexrlhf.report.run_record import read_record
+
+        return cls(profile, measured_run(read_record(run), profile))
+
+    def source(self, spec: Spec) -> CostSource:
+        """Return the costs of the devices of ``spec``."""
+        from flexrlhf.guideline.simulation.inputs import costs_for
+
+        return costs_for(spec, self.profile) if self.run is None else self.run.source
+
+    def lengths(self, *given: object, read: Callable[[], TextLengths]) -> TextLengths:
+        """Return the lengths by ``read``, but those of the run if there is one and no option is ``given``."""
+        return read() if self.run is None or any(each is not None for each in given) else self.run.lengths
