@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.calibration.cross_validation import CheckedRow
+from benchmarks.calibration.cross_validation import CheckedRow, LinearRow, fit
 from benchmarks.calibration.ranges import LEAST_ROWS, part_of, range_of, trained_family, widened
 from benchmarks.calibration.rlhf import CALLS, STEPS
 from benchmarks.calibration.rows import Prediction
+from benchmarks.calibration.shared import ASSUMED
 
 COLUMNS = ("lora", "placement", "version", "grad_ckpt", "model", "offload")
 
@@ -24,6 +25,18 @@ def test_a_system_with_many_rows_counts_as_a_few() -> None:
     assert range_of([*many, *few], "torch and megatron", "step") == (1.0, 1.5)
     # nor does a single row decide
     assert range_of([*many, *few, row(9.0, "verl")], "torch and megatron", "step") == (1.0, 1.5)
+
+
+def test_a_publication_with_many_rows_does_not_decide_a_fit() -> None:
+    """Rows of one publication take 1.5 times as long as predicted, of nine others as long."""
+    many = [LinearRow(row(1.0).row | {"group": "one/a100"}, 1.5, 1.0, {"passes": -1.0}) for _ in range(100)]
+    few = [
+        LinearRow(row(1.0).row | {"group": f"{name}/a100"}, 1.0, 1.0, {"passes": -1.0})
+        for name in "abcdefghi"
+        for _ in range(2)
+    ]
+    assert fit([*many, *few], ASSUMED)["passes"] == pytest.approx(1.0, abs=0.02)
+    assert fit(many, ASSUMED)["passes"] < 0.75
 
 
 def test_too_few_rows_have_the_wider_range() -> None:

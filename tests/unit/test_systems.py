@@ -10,14 +10,17 @@ import pytest
 from benchmarks.systems.calls import SystemCall, call_seconds, transition_seconds
 from benchmarks.systems.engines import COSTS, TABLES
 from benchmarks.systems.footprint import (
+    FLOAT_SHARDS,
     MIXED,
+    SCORE_BYTES,
     capacity_bytes,
     frozen_bytes,
     pass_bytes,
     rows_that_fit,
+    selected_numbers,
     trained_bytes,
 )
-from benchmarks.systems.meshes import mesh_of
+from benchmarks.systems.meshes import mesh_of, state_bytes
 from benchmarks.systems.profiles import SYSTEMS, System
 from benchmarks.systems.steps import SystemStep, best_step, part_seconds, steps_of, timed_as
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload, placements_of
@@ -208,6 +211,66 @@ def test_weights_are_sent_as_slowly_as_the_system_sends_them():
     sent = 2 * llama(7).parameters / (0.5 * ACROSS.share * workload.links.node_gb_s * 1e9)
     assert seconds("own copy") == pytest.approx(8 * sent, rel=0.05)
     assert seconds("reshard") == pytest.approx(sent, rel=0.25)
+
+
+def test_rows_are_padded_to_the_longest_of_the_step():
+    workload = replace(task_of(7, 16, rows=512), responses=(100.0, 500.0))
+    for name, width in (("nemo-aligner", 756.0), ("nemo-rl", 556.0)):
+        found = best_step(workload, SYSTEMS[name])
+        assert found is not None
+        assert {placed.call.width for placed in found.calls if placed.call.kind != "generate"} == {width}
+
+
+def test_an_engine_decodes_the_rows_that_it_is_sent():
+    groups = {REF: (0,), REWARD: (1,), CRITIC: (2,), ACTOR: (3,), ROLLOUT: (4,)}
+    placement = SystemPlacement("standalone", (2, 2, 4, 4, 4), groups)
+    workload = replace(task_of(7, 16, rows=512), sent_rows=8)
+    found = best_step(workload, SYSTEMS["openrlhf"], placement=placement)
+    assert found is not None
+    generate = next(placed for placed in found.calls if placed.call.kind == "generate")
+    assert generate.call.decode_rows * generate.mesh.dp == 8 * 4
+    trains = [placed.call for placed in found.calls if placed.call.kind == "train"]
+    assert all(call.offload_optimizer for call in trains)  # OpenRLHF's recipes do so even if they need not
+
+
+def test_streamed_weights_take_no_device_memory_but_time_in_every_pass():
+    system, workload = SYSTEMS["deepspeed-chat 0.9, hybrid engine"], task_of(7, 1, rows=4)
+    mesh = mesh_of(workload, 1, zero=3)
+    assert state_bytes(workload, system, ACTOR, mesh, True) == state_bytes(workload, system, REF, mesh, True) == 0
+    assert state_bytes(workload, replace(system, streams=False), REF, mesh, True) == frozen_bytes(llama(7), mesh)
+    resident = replace(work("train"), mesh=mesh, call=replace(work("train").call, rows=4, micro_rows=2))
+    host = 2 * llama(7).parameters / (0.8 * A100.host_gb_s * 1e9)
+    streamed = call_seconds(replace(resident, streamed=2 * llama(7).parameters), COSTS)
+    assert streamed - call_seconds(resident, COSTS) == pytest.approx(2 * 3 * host)
+
+
+def test_attention_that_is_not_fused_keeps_its_scores():
+    """Korthikanti et al. 2022, section 4: 5 a s^2 b bytes for each layer."""
+    mesh, model = Mesh(A100, LINKS), llama(7).as_scorer()
+
+    def scores(recompute) -> float:
+        call = Call("train", model, "deepspeed", 4, 256.0, (256.0,), 512.0, recompute=recompute)
+        return pass_bytes(replace(call, engine="deepspeed-2021"), mesh, 4) - pass_bytes(call, mesh, 4)
+
+    of_layer = SCORE_BYTES * model.heads * 4 * 512**2
+    assert (scores("none"), scores("full")) == pytest.approx((model.layers * of_layer, of_layer))
+
+
+def test_selective_recomputation_keeps_less_than_all_and_more_than_inputs():
+    mesh, model = Mesh(A100, LINKS), llama(7)
+    kept = [
+        pass_bytes(Call("train", model, "torch", 1, 0.0, (512.0,), 512.0, recompute=recompute), mesh, 1)
+        for recompute in ("full", "selective", "none")
+    ]
+    assert kept == sorted(kept)
+    # attention's result; half of query, key, value, output, gate, up and down
+    assert selected_numbers(model) == 4096 + (4 * 4096 + 2 * 11008 + 4096) / 2
+
+
+def test_fsdp_keeps_frozen_weights_in_float32():
+    model, mesh = with_adapters(llama(7)), Mesh(A100, LINKS, 8, zero=3)
+    frozen = model.parameters - model.adapters
+    assert trained_bytes(model, mesh, FLOAT_SHARDS) == pytest.approx((4 * frozen + 16 * model.adapters) / 8)
 
 
 @pytest.mark.parametrize("name", ["co-located", "reward alone", "interleaved", "split", "halves", "standalone"])
