@@ -21,6 +21,8 @@ from benchmarks.systems.workload import ACTOR, CRITIC, ROLLOUT, SystemPlacement,
 from flexrlhf.guideline.costs.cost_model import Call
 from flexrlhf.operators.graph import CallKind
 
+IN_WORKSPACE = ("deepspeed-kernels",)
+"""Generators whose cache is a workspace of the engine (its log prints size and address), which they fill in place."""
 RESTLESS = 0.1
 """Fraction of a device that an allocator without release leaves fragmented."""
 
@@ -135,7 +137,8 @@ def _rows_at_once(
     system: System, placement: SystemPlacement, calls: tuple[SystemCall, ...], block: int, free: float
 ) -> int:
     """Return the rows of the whole step that fit the devices of one group. An allocator without release keeps the
-    memory of generation and training, and eager generation copies its cache, a token longer, in every step."""
+    memory of generation and training, and eager generation copies its cache, a token longer, in every step; kernels of
+    a workspace do not."""
     here = [placed for placed in calls if block in placed.blocks]
     most = min(
         (placed.mesh.dp * (system.decode_rows or sys.maxsize) for placed in here if _generates(placed)),
@@ -149,7 +152,8 @@ def _rows_at_once(
         for kind, of_kind in kinds.items()
     }
     own = max((_own_bytes(system, placed, placement) for placed in here), default=0.0)
-    per_row = 2 * row_bytes["generate"] + max(row_bytes["train"], row_bytes["forward"])
+    copies = 1 if system.generator in IN_WORKSPACE else 2
+    per_row = copies * row_bytes["generate"] + max(row_bytes["train"], row_bytes["forward"])
     return min(most, int((free - own) / per_row)) if per_row else most
 
 

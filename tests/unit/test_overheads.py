@@ -161,10 +161,10 @@ def test_a_range_has_what_is_predicted(accuracy: Accuracy) -> None:
 
 
 def test_ranges_of_families_are_between_the_measured_and_the_general_one() -> None:
-    """A family's own rows scatter less than all together."""
+    """Plans of several engines have no narrower range than those of one."""
     width = {family: accuracy_by_figures(family).high / accuracy_by_figures(family).low for family in FAMILIES}
     assert all(
-        FROM_MEASUREMENTS.high / FROM_MEASUREMENTS.low < width[family] < width["figures"] for family in FAMILIES[:3]
+        FROM_MEASUREMENTS.high / FROM_MEASUREMENTS.low < width[family] <= width["figures"] for family in FAMILIES[:3]
     )
 
 
