@@ -283,6 +283,18 @@ def test_more_replicas_never_gather_weights_faster():
         assert costs == sorted(costs)
 
 
+def test_shards_in_host_memory_come_over_its_link_before_each_gather():
+    chance = random.Random(22)
+    for _ in range(100):
+        call, mesh = _call(chance), replace(_mesh(chance), zero=3)
+        near, far = (
+            training.gather_weights_seconds(replace(call, offload_parameters=offloads), mesh, PROFILES[call.engine])
+            for offloads in (False, True)
+        )
+        shard = call.item * call.model.parameters / (mesh.tp * mesh.pp * mesh.num_shards)
+        assert far - near == pytest.approx(shard / (1e9 * mesh.device.host_gb_s))
+
+
 def test_an_engine_that_reaches_less_of_its_links_is_never_faster():
     chance = random.Random(20)
     for _ in range(200):

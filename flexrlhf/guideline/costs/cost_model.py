@@ -209,6 +209,7 @@ class Call:
     item:               bytes of a weight
     recompute:          activations that the backward pass computes again
     offload_optimizer:  whether the optimizer runs on the host
+    offload_parameters: whether ZeRO-3 shards of weights are in host memory between passes
     cache_item:         bytes of one number of a key or value
     passes:             passes over sequences of several lengths; None: ``micro_rows`` rows of ``width``
     prompt_samples:     rows that a generation reads one prompt for
@@ -231,6 +232,7 @@ class Call:
     item: int = 2
     recompute: Recompute = "none"
     offload_optimizer: bool = False
+    offload_parameters: bool = False
     cache_item: int = 2
     passes: MeanPass | None = None
     prompt_samples: int = 1

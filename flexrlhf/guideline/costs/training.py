@@ -126,9 +126,10 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
 
 def gather_weights_seconds(call: Call, mesh: Mesh, profile: EngineProfile) -> float:
     """Return the time of gathering all weights of a pipeline stage that ZeRO-3 shards over replicas, one layer after
-    the other."""
+    the other, each shard from where it is."""
     size = call.item * call.model.parameters / (mesh.tp * mesh.pp)
-    return _gather(size, mesh, profile, ceil(call.model.layers / mesh.pp))
+    host = size / mesh.num_shards / mesh.device.host_gb_s / 1e9 if call.offload_parameters else 0.0
+    return host + _gather(size, mesh, profile, ceil(call.model.layers / mesh.pp))
 
 
 def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACROSS)) -> float:

@@ -201,6 +201,7 @@ class CallMaker:
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
+            offload_parameters=settings.offload_parameters,
             passes=None if kind == "generate" else self._passes(model, shape, fullest, epochs * texts, compares),
             adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
             prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
