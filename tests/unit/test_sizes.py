@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.guideline.advice.sizes import ENGINES, MOST_DEVICES, SizeTable, least_count
+from flexrlhf.guideline.advice.sizes import MOST_DEVICES, SizeTable, least_count
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
@@ -32,7 +32,7 @@ def cells(page: str) -> dict[Cell, str]:
 def numbers(cell: str) -> tuple[int, list[float]]:
     """Return the devices and the samples per second of a cell."""
     devices, _, speeds = cell.partition(":")
-    return int(devices.removesuffix(" (host)")), [float(speed) for speed in speeds.split(" / ")]
+    return int(devices.split()[0]), [float(speed) for speed in speeds.split(" / ")]
 
 
 def option(name: str) -> str:
@@ -54,7 +54,8 @@ def test_a_cell_fits_and_half_of_its_devices_do_not(
     lora = None if training == "full" else int(training.split()[-1])
     table = SizeTable([model], 16, [option("--algorithm")], [gpu_type], [int(response)], overrides=(option("--set"),))
     (cell,) = [each for each in table.cells if each.lora == lora]
-    found = table.plan_on(cell, devices, ENGINES)
+    ways = table.ways(cell)
+    found = table.plan_on(ways, devices)
     assert found is not None
     low, high = FROM_FIGURES.seconds(found.samples_per_second)
     assert low < speeds[0] < high
@@ -68,8 +69,8 @@ def test_a_cell_fits_and_half_of_its_devices_do_not(
     check_fits(plan)
     assert len(plan.cluster.devices) == devices
     assert plan.spec.placement == found.chosen.plan.spec.placement
-    assert not any(table.fits(cell, devices // 2, engine) for engine in ENGINES)
-    assert table.plan_on(cell, devices // 2, ENGINES) is None
+    assert not any(table.fits(way, devices // 2) for way in ways)
+    assert table.plan_on(ways, devices // 2) is None
 
 
 def test_the_fewest_devices_are_found_in_few_tries() -> None:

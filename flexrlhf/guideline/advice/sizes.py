@@ -25,6 +25,8 @@ RESPONSES = (1024, 8192)
 """Response lengths of a table, where none is named."""
 ENGINES = ("torch", "deepspeed")
 """Training engines that are tried, where none is named; the optimizer of the second may be in host memory."""
+ROLLOUTS = (None, "transformers")
+"""Rollouts that are tried, where none is named: the usual one of ``advise``, then one without weights of its own."""
 FASTER = 1.1
 """Speed at which an engine is preferred to one before it in ``ENGINES``."""
 TIMES = (1, 2, 4)
@@ -83,6 +85,12 @@ class Size:
     least: int
     plans: tuple[SizedPlan, ...]
 
+    @property
+    def other_rollout(self) -> str:
+        """Rollout on the fewest devices, if it is neither the usual nor the given one."""
+        chosen = self.plans[0].options.rollout if self.plans else None
+        return "" if chosen is None or chosen == self.options.rollout else chosen
+
 
 @dataclass(frozen=True)
 class SizeTable:
@@ -123,46 +131,57 @@ class SizeTable:
         return cells
 
     def size(self, options: AdviceOptions) -> Size:
-        """Return the devices for one cell. Raises UserError for settings that its engine has not."""
-        engines = [engine for engine in _engines(options) if self._is_possible(options, engine)]
-        least = least_count(lambda count: any(self.fits(options, count, engine) for engine in engines))
+        """Return the devices for one cell. Raises UserError for settings that its first engines have not."""
+        ways = self.ways(options)
+        least = least_count(lambda count: any(self.fits(way, count) for way in ways))
         if least is None:
             return Size(options, 0, ())
-        first = self.plan_on(options, least, engines)
+        first = self.plan_on(ways, least)
         # short of memory there, the first engine may fit more devices and be the slower one still
-        tries_all = first is not None and first.options.engine != engines[0]
-        more = (self.plan_on(options, times * least, engines, tries_all) for times in TIMES[1:])
+        tries_all = first is not None and first.options.engine != ways[0].engine
+        more = (self.plan_on(ways, times * least, tries_all) for times in TIMES[1:])
         return Size(options, least, tuple(plan for plan in (first, *more) if plan is not None))
 
-    def fits(self, options: AdviceOptions, devices: int, engine: str) -> bool:
+    def ways(self, options: AdviceOptions) -> list[AdviceOptions]:
+        """Return ``options`` with each rollout and training engine that has the settings of the cell, in the order of
+        preference. Raises UserError if the first has not."""
+        engines = ENGINES if options.engine is None else (options.engine,)
+        rollouts = ROLLOUTS if options.rollout is None else (options.rollout,)
+        found: list[AdviceOptions] = []
+        specs: list[Spec] = []
+        for rollout, engine in product(rollouts, engines):
+            way = replace(options, engine=engine, rollout=rollout)
+            try:
+                spec = self._spec(way)
+                make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean))
+            except UserError:
+                if not found:
+                    raise
+                continue
+            # an algorithm that generates nothing is the same with each rollout
+            if spec not in specs:
+                found.append(way)
+                specs.append(spec)
+        return found
+
+    def fits(self, options: AdviceOptions, devices: int) -> bool:
         """Whether any plan fits ``devices``."""
-        spec = self._spec(replace(options, gpus=devices, engine=engine))
+        spec = self._spec(replace(options, gpus=devices))
         return last_resort(make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean))) is not None
 
-    def _is_possible(self, options: AdviceOptions, engine: str) -> bool:
-        """Whether ``engine`` has the settings of the cell. Raises UserError if the first one that is tried has not."""
-        try:
-            spec = self._spec(replace(options, engine=engine))
-            make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean))
-        except UserError:
-            if engine == _engines(options)[0]:
-                raise
-            return False
-        return True
-
-    def plan_on(
-        self, options: AdviceOptions, devices: int, engines: Iterable[str], tries_all: bool = False
-    ) -> SizedPlan | None:
+    def plan_on(self, ways: Iterable[AdviceOptions], devices: int, tries_all: bool = False) -> SizedPlan | None:
         """Return the recommended placement on ``devices``; None if none fits.
 
         An engine is taken if it is faster than the ones before it by ``FASTER``. It is tried if they have no placement
-        without idle models in host memory, or ``tries_all``.
+        without idle models in host memory, or ``tries_all``; a rollout is tried if none fits with those before it.
         """
         best = None
-        for engine in engines:
-            if best is not None and not (tries_all or best.chosen.candidate.space.offloaded):
+        for way in ways:
+            if best is not None and (
+                way.rollout != best.options.rollout or not (tries_all or best.chosen.candidate.space.offloaded)
+            ):
                 break
-            on_devices = replace(options, gpus=devices, engine=engine)
+            on_devices = replace(way, gpus=devices)
             spec = self._spec(on_devices)
             source, lengths = costs_for(spec, None), lengths_for(spec, self.mean)
             advice = advise(spec, source.costs, lengths, margin=source.accuracy.tie, explains=False)
@@ -174,10 +193,6 @@ class SizeTable:
 
     def _spec(self, options: AdviceOptions) -> Spec:
         return options.spec(None, self.overrides)
-
-
-def _engines(options: AdviceOptions) -> tuple[str, ...]:
-    return ENGINES if options.engine is None else (options.engine,)
 
 
 def least_count(fits: Callable[[int], bool]) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from flexrlhf.guideline.advice.request import AdviceOptions
+from flexrlhf.guideline.advice.request import AdviceOptions, AdviceRequest
 from flexrlhf.guideline.advice.sizes import MOST_DEVICES, TIMES, Size, SizedPlan, SizeTable
 from flexrlhf.guideline.costs.profiles import accuracy_by_figures
 from flexrlhf.guideline.simulation.inputs import engine_family
@@ -17,7 +17,7 @@ from flexrlhf.text import bytes_text, table
 GENERATOR = "<!-- flexrlhf size "
 """Start of the first line of a Markdown page, which has the command that writes it."""
 NONE = f"over {MOST_DEVICES}"
-ON_HOST = " (host)"
+ON_HOST = "host"
 Row = tuple[str, ...]
 
 
@@ -93,7 +93,9 @@ class SizesText:
             which = f" ({each.name})" if len(families) > 1 else ""
             times = f"{each.low:.3g} to {each.high:.3g} times the predicted seconds"
             yield f"measured steps take {times}, in {each.share:.0%} of cases{which}"
-        yield f"{ON_HOST.strip()}: optimizer states (deepspeed), or models while others compute, are in host memory"
+        for rollout in dict.fromkeys(size.other_rollout for size in self.sizes if size.other_rollout):
+            yield f"{rollout}: generates, since {AdviceRequest.rollout}, which has weights of its own, needs more devices"
+        yield f"({ON_HOST}): optimizer states (deepspeed), or models while others compute, are in host memory"
         plan = next((plan for size in self.sizes for plan in size.plans), None)
         if plan is not None:
             command = plan.command(self.table.overrides, self.table.mean)
@@ -122,7 +124,7 @@ def _cells(size: Size) -> Row:
     memory = f"{bytes_text(int(chosen.peak))} {chosen.share:.0%}"
     return (
         str(first.devices),
-        first.options.engine or "",
+        ", ".join(filter(None, (first.options.engine, size.other_rollout))),
         ", ".join(_on_host(first)),
         memory,
         seconds_text(chosen.seconds).removesuffix(" s"),
@@ -145,7 +147,8 @@ def _short(size: Size) -> str:
     first = next(iter(size.plans), None)
     if first is None:
         return NONE
-    mark = ON_HOST if any(_on_host(first)) else ""
+    marks = ", ".join(filter(None, (ON_HOST if any(_on_host(first)) else "", size.other_rollout)))
+    mark = f" ({marks})" if marks else ""
     return f"{first.devices}{mark}: {' / '.join(_speeds(size))}"
 
 
