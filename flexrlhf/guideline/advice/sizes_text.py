@@ -94,7 +94,7 @@ class SizesText:
             times = f"{each.low:.3g} to {each.high:.3g} times the predicted seconds"
             yield f"measured steps take {times}, in {each.share:.0%} of cases{which}"
         for rollout in dict.fromkeys(size.other_rollout for size in self.sizes if size.other_rollout):
-            yield f"{rollout}: generates, since {AdviceRequest.rollout}, which has weights of its own, needs more devices"
+            yield f"{rollout}: generates, since {AdviceRequest.rollout}, with weights of its own, needs more devices"
         yield f"({ON_HOST}): optimizer states (deepspeed), or models while others compute, are in host memory"
         plan = next((plan for size in self.sizes for plan in size.plans), None)
         if plan is not None:
