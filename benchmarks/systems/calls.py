@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.systems.meshes import ModelMeshes, is_streamed
 from benchmarks.systems.profiles import System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
-from flexrlhf.guideline.costs.cost_model import Call, CostModel, Mesh, Traffic, Transformer
+from flexrlhf.guideline.costs.cost_model import Call, CostModel, Mesh, Traffic
 from flexrlhf.guideline.costs.links import MeshSide, gather_seconds
 from flexrlhf.operators.graph import CallKind
 
@@ -25,7 +25,6 @@ class SystemCall:
     after:     names of calls whose results it reads
     portions:  parts of the rows that run one after the other, each on the whole mesh
     gathered:  bytes that all devices of the mesh gather before it
-    streamed:  bytes of weights that each device reads from host memory in a pass
     """
 
     name: str
@@ -36,7 +35,6 @@ class SystemCall:
     after: tuple[str, ...] = ()
     portions: int = 1
     gathered: float = 0.0
-    streamed: float = 0.0
 
 
 def calls_of(
@@ -47,21 +45,20 @@ def calls_of(
     gathered = _gathered(workload, system, meshes)
     home = groups.get(ROLLOUT, groups[ACTOR])
     call = call_of(workload, system, "generate", ACTOR, meshes.generate, rows)
-    streamed = {role: _streamed(system, models[role], mesh, meshes.offload) for role, mesh in meshes.models.items()}
-    yield SystemCall("actor generate", ACTOR, call, meshes.generate, home, gathered=gathered, streamed=streamed[ACTOR])
+    yield SystemCall("actor generate", ACTOR, call, meshes.generate, home, gathered=gathered)
     first = ("actor generate",)
     readers = [role for role in (REF, REWARD, CRITIC) if role in models]
     readers += [ACTOR] if system.scores_again else []
     for role in readers:
         mesh = meshes.models[role]
-        call = call_of(workload, system, "forward", role, mesh, rows)
-        yield SystemCall(f"{role} forward", role, call, mesh, groups[role], first, streamed=streamed[role])
+        call = call_of(workload, system, "forward", role, mesh, rows, meshes.offload)
+        yield SystemCall(f"{role} forward", role, call, mesh, groups[role], first)
     read = tuple(f"{role} forward" for role in readers)
     for role in (CRITIC, ACTOR):
         if role in models:
             mesh = meshes.models[role]
             call = call_of(workload, system, "train", role, mesh, rows, meshes.offload)
-            yield SystemCall(f"{role} train", role, call, mesh, groups[role], read or first, streamed=streamed[role])
+            yield SystemCall(f"{role} train", role, call, mesh, groups[role], read or first)
 
 
 def call_of(
@@ -78,6 +75,7 @@ def call_of(
         updates=workload.minibatches if kind == "train" else 1,
         recompute=system.recompute if kind == "train" else "none",
         offload_optimizer=offload and kind == "train",
+        offload_parameters=is_streamed(system, mesh, offload),
     )
 
 
@@ -89,20 +87,8 @@ def _gathered(workload: Workload, system: System, meshes: ModelMeshes) -> float:
     return 2.0 * workload.models[ACTOR].parameters if zero3 and once and apart else 0.0
 
 
-def _streamed(system: System, model: Transformer, mesh: Mesh, offload: bool) -> float:
-    return 2 * model.parameters / mesh.size if is_streamed(system, mesh, offload) else 0.0
-
-
 def call_seconds(placed: SystemCall, costs: CostModel) -> float:
-    """Return the time of one call with all its portions, in seconds. Streamed weights are read in the forward pass,
-    in the pass that computes activations again and in the backward pass, and once for all tokens of a generation."""
-    call = placed.call
-    passes = 1 if call.kind == "generate" else -(-call.rows // call.micro_rows) * (3 if call.kind == "train" else 1)
-    streamed = costs.switch(int(passes * placed.streamed), placed.mesh.device).seconds if placed.streamed else 0.0
-    return streamed + _computed_seconds(placed, costs)
-
-
-def _computed_seconds(placed: SystemCall, costs: CostModel) -> float:
+    """Return the time of one call with all its portions, in seconds."""
     if placed.call.kind == "generate":
         return _generate_seconds(placed, costs)
     call = replace(placed.call, rows=max(1, -(-placed.call.rows // placed.portions)))
