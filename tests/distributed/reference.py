@@ -1,6 +1,7 @@
 """Textbook versions of the algorithms that generate, in one process, which every placement must reproduce.
 
-No padding, no KV cache, no batching: every response is sampled token by token and computed as a sequence of its own.
+No KV cache: responses are sampled token by token, each time from all tokens before. Whatever is computed of a response
+is computed of it alone: no padding, no batches.
 Only the definition of a run comes from the package: its spec, the order of its data and the noise of its sampling.
 """
 
@@ -18,7 +19,7 @@ from reference_losses import policy_loss, pretraining_loss, shared_loss, value_l
 from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
 from reference_outcomes import outcome_column, row_metrics
 from reference_responses import Response, Result, Step, pad_columns, read_examples
-from reference_sampling import Sampler, describe_responses
+from reference_sampling import Sampled, Sampler, describe_responses
 from reference_scores import Judge
 from reference_surrogates import reject, select
 from reference_terms import Metric, Terms
@@ -209,16 +210,18 @@ class Reference:
                 scores = [[r.scores["reward"] for r in group if is_scored(policy, r)] for group in groups]
                 if attempt and sum(not are_alike(each) for each in scores) >= len(part):
                     continue
+                rows = dict[int, Response]()
                 for number in part:
-                    index = step_indices(self.spec.seed, self.taken, 1, len(self.examples))[0]
+                    example = self.examples[step_indices(self.spec.seed, self.taken, 1, len(self.examples))[0]]
                     for sample in range(policy.samples_per_prompt):
                         row = (number * policy.attempts + attempt) * policy.samples_per_prompt + sample
-                        response = self._sampled(step, row, self.examples[index])
-                        response.place, response.number, response.attempt = row, number, attempt
-                        response.position = self.taken
-                        self._look_at(response)
-                        found.append(response)
+                        rows[row] = Response.empty(example, self.taken)
+                        rows[row].place, rows[row].number, rows[row].attempt = row, number, attempt
                     self.taken += 1
+                self._sample(step, rows)
+                for response in rows.values():
+                    self._look_at(response)
+                found += rows.values()
         self.rows_taken.append(len(found))
         return sorted(found, key=lambda response: response.place)
 
@@ -239,7 +242,8 @@ class Reference:
         indices = step_indices(self.spec.seed, step, self.policy.num_prompts, len(self.examples))
         rows = [self.examples[i] for i in indices for _ in range(self.policy.samples_per_prompt)]
         if self.spec.rollout.segment_tokens is None:
-            responses = [self._sampled(step, row, example) for row, example in enumerate(rows)]
+            responses = [Response.empty(example) for example in rows]
+            self._sample(step, dict(enumerate(responses)))
         else:
             self._begin(step, dict(enumerate(rows[:: self.policy.samples_per_prompt])))
             responses = self._continued(step)
@@ -249,19 +253,24 @@ class Reference:
             self._look_at(response)
         return responses
 
-    def _sampled(self, step: int, row: int, example: Example) -> Response:
-        response = self._response(self.sampler, "tokens", step, row, example)
+    def _sample(self, step: int, rows: dict[int, Response]) -> None:
+        """Whole responses, by their rows, and greedy ones next to them."""
+        self._extend(self.sampler, "tokens", step, rows)
         if isinstance(self.policy, RemaxSpec):
-            greedy = Sampler(self.spec, self.tokenizer, 0.0)
-            response.greedy = self._response(greedy, "tokens.greedy", step, row, example)
-        return response
+            for response in rows.values():
+                assert response.example is not None
+                response.greedy = Response.empty(response.example)
+            greedy = {row: response.greedy for row, response in rows.items() if response.greedy is not None}
+            self._extend(Sampler(self.spec, self.tokenizer, 0.0), "tokens.greedy", step, greedy)
 
-    def _response(self, sampler: Sampler, column: str, step: int, row: int, example: Example) -> Response:
-        width = self.spec.data.max_prompt_tokens
-        forced = None if self.forced is None else self.forced[step][column][row, width:]
-        response = sampler.response(self.old_actor, list(example.prompt), step, row, forced)
-        response.versions, response.example = [self.version(step)] * len(response.tokens), example
-        return response
+    def _extend(self, sampler: Sampler, column: str, step: int, rows: dict[int, Response]) -> None:
+        sampled = [Sampled(response, step, row, self._forced(step, column, row)) for row, response in rows.items()]
+        sampler.extend(self.old_actor, sampled)
+        for response in rows.values():
+            response.versions = [self.version(step)] * len(response.tokens)
+
+    def _forced(self, step: int, column: str, place: int) -> Tensor | None:
+        return None if self.forced is None else self.forced[step][column][place, self.spec.data.max_prompt_tokens :]
 
     def _is_apart(self, role: str) -> bool:
         """Whether inference with ``role`` has a copy on other ranks, if generation has."""
@@ -287,10 +296,8 @@ class Reference:
     def _begin(self, step: int, examples: dict[int, Example], position: int = 0) -> None:
         """Responses to further prompts, by their number in the step; ``position``: of the first in the data."""
         for index, (number, example) in enumerate(examples.items()):
-            self.under_way[step, number] = [
-                Response(list(example.prompt), [], [], False, example=example, position=position + index)
-                for _ in range(self.policy.samples_per_prompt)
-            ]
+            samples = range(self.policy.samples_per_prompt)
+            self.under_way[step, number] = [Response.empty(example, position + index) for _ in samples]
 
     def _replace(self, step: int) -> None:
         """The next prompts of the data: a step's share, and one for each group that was left out, as far as there are
@@ -308,20 +315,19 @@ class Reference:
         """The responses that are whole after a further segment of each that has not ended, by their places."""
         samples, most = self.policy.samples_per_prompt, self.spec.rollout.segment_tokens
         assert most is not None
-        whole, self.requests = [], 0
-        for (of_step, number), group in list(self.under_way.items()):
-            age = step - of_step
+        whole, sampled = [], list[Sampled]()
+        for (of_step, number), group in self.under_way.items():
             for sample, response in enumerate(group):
-                response.place = (number * self.segments + age) * samples + sample
-                if response.finished or len(response.tokens) == self.sampler.longest:
-                    continue
-                forced = None if self.forced is None else self.forced[step]["tokens"][response.place]
-                forced = None if forced is None else forced[self.spec.data.max_prompt_tokens :]
-                row = number * samples + sample
-                self.sampler.continued(self.old_actor, response, of_step, row, most, forced)
-                self.requests += 1
+                response.place = (number * self.segments + step - of_step) * samples + sample
+                if not response.finished and len(response.tokens) < self.sampler.longest:
+                    forced = self._forced(step, "tokens", response.place)
+                    sampled.append(Sampled(response, of_step, number * samples + sample, forced))
+        self.sampler.extend(self.old_actor, sampled, most)
+        self.requests = len(sampled)
+        for (of_step, number), group in list(self.under_way.items()):
+            for response in group:
                 response.versions += [self.version(step)] * (len(response.tokens) - len(response.versions))
-            is_last = age == self.segments - 1
+            is_last = step - of_step == self.segments - 1
             ended = [r for r in group if is_last or r.finished or len(r.tokens) == self.sampler.longest]
             if self.spec.rollout.groups == "as-ended":
                 for response in ended:

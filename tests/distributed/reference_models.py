@@ -1,11 +1,14 @@
 """The models of the reference and their training: one sequence at a time, without padding, cache or batches.
 
-Low-rank adapters are peft's own models.
+Low-rank adapters are peft's own models. Sampling alone takes several sequences at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model
 from reference_terms import Terms
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -29,12 +33,17 @@ def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
     By definition of a run the weights that no file contains, such as new adapters, are sampled by torch after its seed
     when the model is loaded and peft then adds its adapters, module by module.
     """
+    return deepcopy(_loaded(kind, str(spec.path), spec.lora, seed, **further))
+
+
+@cache
+def _loaded(kind: Any, path: str, lora: LoraSpec | None, seed: int, **further: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind.from_pretrained(spec.path, dtype=torch.float32, **further)
-        if spec.lora is not None:
+        model = kind.from_pretrained(path, dtype=torch.float32, use_cache=False, **further)
+        if lora is not None:
             task = TaskType.CAUSAL_LM if kind is AutoModelForCausalLM else TaskType.SEQ_CLS
-            model = get_peft_model(model, lora_config(spec.lora, task))
+            model = get_peft_model(model, lora_config(lora, task))
     return model.eval()
 
 
@@ -53,8 +62,10 @@ class Policy:
         if has_values:
             self.inner.score = value_head(str(spec.path))
 
-    def next_logits(self, text: list[int]) -> Tensor:
-        return self.model(input_ids=torch.tensor([text])).logits[0, -1].double()
+    def next_logits(self, texts: Sequence[list[int]]) -> Tensor:
+        """Logits (n, vocabulary) after each text. Padding follows the texts, so none of their tokens attends to it."""
+        ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+        return self.model(input_ids=ids).logits[range(len(texts)), [len(text) - 1 for text in texts]].double()
 
     def distributions(self, prompt: list[int], response: list[int], temperature: float | None = None) -> Tensor:
         """Log-probs (len(response), vocabulary) at every position of the response."""

@@ -69,6 +69,11 @@ class Response:
     advantages: list[float] = field(default_factory=list)
     returns: dict[str, list[float]] = field(default_factory=dict)
 
+    @classmethod
+    def empty(cls, example: Example, position: int = 0) -> Response:
+        """A response to ``example`` before its first token."""
+        return cls(list(example.prompt), [], [], False, example=example, position=position)
+
     @property
     def is_trained(self) -> bool:
         return self.counts and self.is_taken

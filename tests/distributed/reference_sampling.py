@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,20 @@ def ends_of(spec: Spec, tokenizer: Any) -> list[int]:
     return [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
 
 
+@dataclass
+class Sampled:
+    """A response that receives tokens.
+
+    step, row:  of its noise.
+    forced:     (R,), tokens to take at ties.
+    """
+
+    response: Response
+    step: int
+    row: int
+    forced: Tensor | None = None
+
+
 class Sampler:
     """Sampling of responses. ``temperature`` 0: always the likeliest token."""
 
@@ -69,28 +85,24 @@ class Sampler:
         return scores + gumbel_noise(self.seed, step, torch.tensor([row]), position, len(scores))[0]
 
     @torch.no_grad()
-    def response(
-        self, policy: Policy, prompt: list[int], step: int, row: int, forced: Tensor | None = None
-    ) -> Response:
-        """Token by token, until one ends the response or there are R of them. ``forced`` (R,): tokens to take at
-        ties."""
-        return self.continued(policy, Response(prompt, [], [], False), step, row, self.longest, forced)
+    def extend(self, policy: Policy, sampled: Sequence[Sampled], most: int | None = None) -> None:
+        """Add tokens to responses until each has ended, has R of them, or ``most`` further ones."""
+        lengths = [min(self.longest, len(s.response.tokens) + (most or self.longest)) for s in sampled]
+        limits = list(zip(sampled, lengths, strict=True))
+        while left := [s for s, length in limits if len(s.response.tokens) < length and not s.response.finished]:
+            logits = policy.next_logits([s.response.prompt + s.response.tokens for s in left])
+            for each, own in zip(left, logits, strict=True):
+                self._add_token(each, own)
 
-    @torch.no_grad()
-    def continued(
-        self, policy: Policy, response: Response, step: int, row: int, most: int, forced: Tensor | None = None
-    ) -> Response:
-        """The response with at most ``most`` further tokens."""
-        longest, prompt = min(self.longest, len(response.tokens) + most), response.prompt
-        while len(response.tokens) < longest and not response.finished:
-            position = len(response.tokens)
-            scores = self.scores(policy.next_logits(prompt + response.tokens), position)
-            token, margin = self._choose(self.perturbed(scores, step, row, position), step, row, position, forced)
-            response.tokens.append(token)
-            response.margins.append(margin)
-            response.rollout_logprobs.append(float(scores.log_softmax(0)[token]))
-            response.finished = self.finishes(response.tokens)
-        return response
+    def _add_token(self, sampled: Sampled, logits: Tensor) -> None:
+        response, position = sampled.response, len(sampled.response.tokens)
+        scores = self.scores(logits, position)
+        perturbed = self.perturbed(scores, sampled.step, sampled.row, position)
+        token, margin = self._choose(perturbed, sampled.step, sampled.row, position, sampled.forced)
+        response.tokens.append(token)
+        response.margins.append(margin)
+        response.rollout_logprobs.append(float(scores.log_softmax(0)[token]))
+        response.finished = self.finishes(response.tokens)
 
     @staticmethod
     def _choose(perturbed: Tensor, step: int, row: int, position: int, forced: Tensor | None) -> tuple[int, float]:
@@ -127,13 +139,11 @@ def describe_responses(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms)
     # greedy responses to a prompt are all the same
     samples = spec.eval.samples_per_prompt or (1 if own == 0 else spec.algorithm.samples_per_prompt)
     bigrams: list[tuple[int, int]] = []
-    responses: list[list[Response]] = []
-    for number, example in enumerate(examples):
-        rows = range(number * samples, (number + 1) * samples)
-        responses.append([sampler.response(policy, list(example.prompt), EVAL_STEP, row) for row in rows])
-        for response in responses[-1]:
-            response.example = example
-            terms.add("eval_response_length", [len(response.tokens)])
-            bigrams += pairwise(response.tokens)
+    responses = [[Response.empty(example) for _ in range(samples)] for example in examples]
+    whole = [response for group in responses for response in group]
+    sampler.extend(policy, [Sampled(response, EVAL_STEP, row) for row, response in enumerate(whole)])
+    for response in whole:
+        terms.add("eval_response_length", [len(response.tokens)])
+        bigrams += pairwise(response.tokens)
     terms.add("eval_distinct_2", [len(set(bigrams)) / max(len(bigrams), 1)])
     return responses

@@ -247,7 +247,7 @@ def test_cuts_have_teeth(launches: Launches) -> None:
         inside = step.columns["response_mask"].bool()
         assert (step.columns["rollout_logprobs"] > step.columns["logprobs"] + 0.1)[inside].float().mean() > 0.5
         assert {len(response.tokens) for response in step.responses} <= {4, 5, 6, 7, 8}
-    logits = [reference.actor.next_logits(list(example.prompt)) for example in reference.examples]
+    logits = reference.actor.next_logits([list(example.prompt) for example in reference.examples])
     reference.sampler.top_k = 0
     by_p = [allowed(reference.sampler, each) for each in logits]
     reference.sampler.top_k = spec.algorithm.top_k
