@@ -24,10 +24,12 @@ class Deadline:
 
     seconds:  the time from its start
     end:      as ``time.monotonic`` counts
+    work:     name of what is late afterwards
     """
 
     seconds: float
     end: float
+    work: str = "scores"
 
     @classmethod
     def after(cls, seconds: float) -> Self:
@@ -40,7 +42,7 @@ class Deadline:
 
     def failure(self) -> ScoreFailure:
         """The failure of a batch that has no reply by the deadline."""
-        return ScoreFailure("late", f"not all scores within {self.seconds:g} s, half of the run's timeout_seconds")
+        return ScoreFailure("late", f"not all {self.work} within {self.seconds:g} s, half of the run's timeout_seconds")
 
 
 class ScoreSource(Protocol):

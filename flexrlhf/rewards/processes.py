@@ -1,8 +1,8 @@
 """Start and end of a worker process, and its output. Worker processes load this: the standard library alone.
 
-A worker leads a session of its own, so that its children can be ended with it. The kernel ends it when its rank dies:
-a thread of its own could not, while a function has the interpreter's lock. Its children may then stay, and
-so may, always, those that have left its process group.
+A worker leads a session of its own, so that its children can be ended with it; on Linux also children that have left
+its session, if the worker is ended from here. The kernel ends it when its rank dies: a thread of its own could not,
+while a function has the interpreter's lock. Its children may then stay.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
@@ -24,6 +25,8 @@ END_SECONDS = 1.0
 """Limit for a worker to end by itself before it is killed."""
 PR_SET_PDEATHSIG = 1
 """Constant of <sys/prctl.h>: the signal that this process gets when the thread that started it ends."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Constant of <sys/prctl.h>: whether this process becomes the parent of its children's orphans."""
 
 _SAFE_PATH = ("PYTHONSAFEPATH", "of a rank")
 """Variable by which Python finds no module in the current directory, and its value in a rank."""
@@ -34,10 +37,12 @@ class WorkerProcess(SpawnProcess):
 
     def terminate(self) -> None:
         """Send SIGTERM, and after at most END_SECONDS SIGKILL, to the process and all that it has started."""
+        children = {} if self.pid is None else descendants(self.pid)
         super().terminate()
         self.join(END_SECONDS)
         if self.pid is not None:
             kill_group(self.pid)
+        end_processes(children)
 
 
 class WorkerContext(SpawnContext):
@@ -60,6 +65,39 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def descendants(process: int) -> dict[int, int]:
+    """Return the processes that ``process`` has started, and all that they have: id → time of its start, in ticks.
+
+    There are none elsewhere than on Linux.
+    """
+    children: dict[int, dict[int, int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent, start = _parent_and_start(stat)
+            children.setdefault(parent, {})[int(stat.parent.name)] = start
+    found: dict[int, int] = {}
+    pending = [process]
+    while pending:
+        started = children.get(pending.pop(), {})
+        found |= started
+        pending += started
+    return found
+
+
+def end_processes(found: Mapping[int, int]) -> None:
+    """End processes, as ``descendants`` returns them; not others that have their ids by now."""
+    for process, start in found.items():
+        with suppress(OSError):
+            if _parent_and_start(Path(f"/proc/{process}/stat"))[1] == start:
+                os.kill(process, signal.SIGKILL)
+
+
+def _parent_and_start(stat: Path) -> tuple[int, int]:
+    # the name, in parentheses, may have any character
+    fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19])
+
+
 def begin(parent: int) -> None:
     """Lead a group, and end with the thread of process ``parent`` that started this one.
 
@@ -70,6 +108,8 @@ def begin(parent: int) -> None:
         # what a user's function starts finds its modules as elsewhere
         del os.environ[_SAFE_PATH[0]]
     os.setsid()
+    if sys.platform == "linux":
+        set_process_option(PR_SET_CHILD_SUBREAPER, 1)
     if not is_killed_with_parent():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     # it may have died before
@@ -114,8 +154,12 @@ def is_killed_with_parent() -> bool:
     """Have the kernel kill this process when the thread that started it ends; return whether it does that."""
     if sys.platform != "linux":
         return False
-    arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
-    done: int = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, *arguments)
+    return set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_process_option(option: int, value: int) -> bool:
+    """Call prctl(2), which Linux has; return whether it succeeded."""
+    done: int = ctypes.CDLL(None).prctl(option, *(ctypes.c_ulong(each) for each in (value, 0, 0, 0)))
     return done == 0
 
 

@@ -23,7 +23,7 @@ NO_SCORE = ScoreFailure("none", "returned no score for a response")
 
 
 class BadReply(ValueError):
-    """A reply that is not a list of one score a response."""
+    """A reply of another form than is read."""
 
 
 def read_reply(reply: Any, batch: ScoreBatch, level: str) -> Reply:

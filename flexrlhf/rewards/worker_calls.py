@@ -20,12 +20,14 @@ import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from errno import EMFILE, ENFILE
 from inspect import Parameter, Signature
 from inspect import signature as signature_of
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from flexrlhf.config.code_loading import line_of, load_function
+from flexrlhf.errors import is_exhaustion
 from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure, failed_reply
 from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
 
@@ -66,7 +68,7 @@ def required_columns(signature: Signature, form: Form) -> list[str]:
 
 def load(reference: str) -> ScoreFailure | None:
     """Load the function, once in a process. Return why it could not be loaded, or not be called."""
-    with _Caught("load", "could not be loaded") as caught:
+    with Caught("load", "could not be loaded") as caught:
         signature = signature_of(function_of(reference))
         if form_of(signature) is None:
             return ScoreFailure("load", f"its signature {signature} is neither {FORMS}")
@@ -75,7 +77,7 @@ def load(reference: str) -> ScoreFailure | None:
 
 def call(reference: str, level: str, batch: ScoreBatch) -> Reply:
     """Return the function's scores of a batch; whatever it raises is a reply with a failure."""
-    with _Caught("raise", "raised") as caught:
+    with Caught("raise", "raised") as caught:
         function = function_of(reference)
         signature = signature_of(function)
         # the function may change its arguments
@@ -117,9 +119,9 @@ def task_score(batch: ScoreBatch) -> Reply:
     from reasoning_gym.utils import extract_answer
 
     def score(task: Any, settings: Any, entry: Any, response: str) -> tuple[Score, ScoreFailure | None]:
-        with _Caught("task", "a row has no task of reasoning-gym:") as row:
-            scorer, right = _scorer(task, settings), ast.literal_eval(entry)
-            with _Caught("raise", f"{task} raised") as scored:
+        with Caught("task", "a row has no task of reasoning-gym:") as row:
+            scorer, right = task_scorer(task, settings), ast.literal_eval(entry)
+            with Caught("raise", f"{task} raised") as scored:
                 return float(scorer(extract_answer(response), right)), None
             return 0.0, scored.failure
         return None, row.failure
@@ -130,7 +132,7 @@ def task_score(batch: ScoreBatch) -> Reply:
 
 
 @functools.cache
-def _scorer(task: str, settings: str) -> Callable[[str | None, dict[str, Any]], float]:
+def task_scorer(task: str, settings: str) -> Callable[[str | None, dict[str, Any]], float]:
     """Return the scorer of a task: of some it depends on their settings."""
     from reasoning_gym.factory import create_dataset
 
@@ -169,19 +171,38 @@ def _accepted(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in values.items() if name in names}
 
 
-class _Caught:
-    """Context that catches whatever a user's code raises, ``sys.exit`` too: it costs a score, not the process."""
+class Caught:
+    """Context that catches whatever a user's code raises, ``sys.exit`` too: it costs a score, not the process.
 
-    def __init__(self, kind: str, verb: str) -> None:
-        self._kind, self._verb = kind, verb
+    passes:  errors that are not caught
+    """
+
+    def __init__(self, kind: str, verb: str, passes: tuple[type[BaseException], ...] = ()) -> None:
+        self._kind, self._verb, self._passes = kind, verb, passes
         self.failure: ScoreFailure | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if isinstance(error, BadReply):
-            self.failure = ScoreFailure("reply", str(error))
-        elif error is not None:
-            self.failure = ScoreFailure(self._kind, f"{self._verb} {line_of(error)}")
+        if isinstance(error, self._passes):
+            return False
+        if error is not None:
+            self.failure = failure_of(error, self._kind, self._verb)
         return True
+
+
+def failure_of(error: BaseException, kind: str, verb: str) -> ScoreFailure:
+    """Return the failure of a call that raised.
+
+    Memory and open files are kinds of their own: another call of the process may have used them up.
+    """
+    if isinstance(error, BadReply):
+        return ScoreFailure("reply", str(error))
+    # str(error) may raise
+    line = line_of(error)
+    if isinstance(error, MemoryError) or is_exhaustion(RuntimeError(line)):
+        kind = "memory"
+    elif isinstance(error, OSError) and error.errno in (EMFILE, ENFILE):
+        kind = "files"
+    return ScoreFailure(kind, f"{verb} {line}")

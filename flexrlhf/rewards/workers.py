@@ -34,6 +34,7 @@ from pebble import ProcessExpired, ProcessPool
 from flexrlhf.rewards.base import CallFailed, Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
 from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
 from flexrlhf.rewards.processes import WorkerContext, begin, kill_group
+from flexrlhf.rewards.worker_calls import failure_of
 
 START_SECONDS = 60.0
 """Limit for a process to start, on a machine that is busy."""
@@ -44,9 +45,13 @@ T = TypeVar("T")
 
 
 class Worker:
-    """One process, started at the first call, and again after a call that ended it."""
+    """One process, started at the first call, and again after a call that ended it.
 
-    def __init__(self) -> None:
+    start:  runs first in the process, with the id of this one
+    """
+
+    def __init__(self, start: Callable[[int], None] = begin) -> None:
+        self._start = start
         self._pool: ProcessPool | None = None
         self._starter: ThreadPoolExecutor | None = None
 
@@ -58,24 +63,34 @@ class Worker:
         limit = min(seconds, deadline.left())
         if limit <= 0:
             raise CallFailed(deadline.failure())
+        future: Future[T] = Future()
         try:
             future = self._schedule(function, args, limit)
-            return future.result(timeout=max(0.0, min(limit + START_SECONDS, deadline.left())))
-        except TimeoutError:
-            is_ended = future.done()
-            if not is_ended:
+            error = future.exception(timeout=max(0.0, min(limit + START_SECONDS, deadline.left())))
+        except (TimeoutError, BrokenProcessPool) as unfinished:
+            error = unfinished
+        match error:
+            case None:
+                return future.result()
+            case TimeoutError():
+                is_ended = future.done()
+                if not is_ended:
+                    self.close()
+                if limit < seconds or deadline.left() <= 0:
+                    raise CallFailed(deadline.failure())
+                if is_ended:
+                    raise CallFailed(ScoreFailure("timeout", f"took longer than {seconds:g} s"))
+                raise CallFailed(ScoreFailure("start", f"no worker process within {START_SECONDS:g} s"))
+            case ProcessExpired():
+                kill_group(error.pid)
+                raise CallFailed(ScoreFailure("crash", f"ended its process, {_exit(error.exitcode)}"))
+            case BrokenProcessPool():
                 self.close()
-            if limit < seconds or deadline.left() <= 0:
-                raise CallFailed(deadline.failure()) from None
-            if is_ended:
-                raise CallFailed(ScoreFailure("timeout", f"took longer than {seconds:g} s")) from None
-            raise CallFailed(ScoreFailure("start", f"no worker process within {START_SECONDS:g} s")) from None
-        except ProcessExpired as error:
-            kill_group(error.pid)
-            raise CallFailed(ScoreFailure("crash", f"ended its process, {_exit(error.exitcode)}")) from None
-        except BrokenProcessPool:
-            self.close()
-            raise CallFailed(ScoreFailure("crash", "its worker process ended between two calls")) from None
+                raise CallFailed(
+                    ScoreFailure("crash", "its worker process ended at the start of this call, or before it")
+                )
+        # such as memory that is used up where errors are caught
+        raise CallFailed(failure_of(error, "raise", "raised"))
 
     def stop(self) -> None:
         """Start to end the process; ``close`` waits for it."""
@@ -97,9 +112,19 @@ class Worker:
         if self._pool is not None and not self._pool.active:
             self.close()
         if self._pool is None or self._starter is None:
-            self._pool = ProcessPool(1, initializer=begin, initargs=(os.getpid(),), context=WorkerContext())
+            self._pool = ProcessPool(1, initializer=self._start, initargs=(os.getpid(),), context=WorkerContext())
             self._starter = ThreadPoolExecutor(1)
         return self._starter.submit(self._pool.schedule, function, args=args, timeout=limit).result()
+
+
+def loaded(worker: Worker, load: Callable[[], T], deadline: Deadline) -> T:
+    """Run ``load`` in a worker. Raises CallFailed, of kind ``late`` or one that begins with ``load``."""
+    try:
+        return worker.run(load, seconds=LOAD_SECONDS, deadline=deadline)
+    except CallFailed as error:
+        kind, text = error.failure.kind, error.failure.text
+        failure = error.failure if kind == "late" else ScoreFailure(f"load {kind}", f"could not be loaded: {text}")
+        raise CallFailed(failure) from None
 
 
 class Workers:
@@ -164,14 +189,11 @@ class Workers:
         if self._load is None or self._given_up:
             return self._given_up
         try:
-            return worker.run(self._load, seconds=LOAD_SECONDS, deadline=deadline)
+            return loaded(worker, self._load, deadline)
         except CallFailed as error:
-            if error.failure.kind == "late":
-                return error.failure
-            failure = ScoreFailure(f"load {error.failure.kind}", f"could not be loaded: {error.failure.text}")
-            if error.failure.kind == "timeout":
-                self._given_up = failure
-            return failure
+            if error.failure.kind == "load timeout":
+                self._given_up = error.failure
+            return error.failure
 
 
 class WorkerSource:

@@ -1,0 +1,81 @@
+"""Settings of an environment: the code that replies to the policy's turns, and the limits of its processes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.user_paths import UserPath
+from flexrlhf.errors import nearest, shown
+
+
+class EnvironmentSpec(StrictModel):
+    """Replies to the turns of the policy: an environment, or tools that it may call.
+
+    A response is then an episode: turns of the policy, of which it is trained on the tokens that it sampled, with the
+    replies between them. It ends when the environment says so, after ``max_turns``, or at
+    ``data.max_response_tokens``, replies included.
+    """
+
+    path: UserPath | None = Field(
+        None,
+        description="path/to/file.py:Name or module:Name of a class with reset and step; verifiers:NAME, openenv:URL, "
+        "reasoning-gym:TASK or gymnasium:ID; null: tools alone",
+    )
+    tools: tuple[UserPath, ...] = Field(
+        (), description="functions that the policy may call, path/to/file.py:name or module:name"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the class, by name")
+    max_turns: int = Field(8, ge=1, le=1024, description="turns of the policy in an episode")
+    turn_tokens: int | None = Field(None, ge=1, description="tokens that a turn may have; null: what is left")
+    calls: str = Field(
+        "hermes",
+        description="how calls of tools are written: hermes (Qwen's), llama3, or a regular expression with the group "
+        "name (not needed for an only tool) and the group arguments (JSON), or one for each argument (text)",
+    )
+    processes: int = Field(4, ge=1, le=16384, description="processes of all ranks; an episode has one at a time")
+    timeout_seconds: float = Field(30.0, gt=0, description="limit of one reply; its process is then ended")
+    seconds: float = Field(0.0, ge=0, description="time of one reply that simulate and advise assume")
+    memory_mb: int | None = Field(None, ge=64, description="limit of a process's memory; null: none")
+    open_files: int = Field(256, ge=16, description="limit of a process's open files")
+    max_failures: int = Field(
+        100, ge=1, description="so many failed episodes in a row stop the run; others are left out of training"
+    )
+    bridge: bool = Field(
+        False,
+        description="also with a chat template that renders turns in another way once others follow: what stands "
+        "around a reply is then rendered behind a short chat; false: such a template is refused",
+    )
+
+    @property
+    def name(self) -> str:
+        """The environment, or its tools, as written."""
+        return self.path or ", ".join(self.tools)
+
+    @model_validator(mode="after")
+    def _replies_exist(self) -> Self:
+        if self.path is None and not self.tools:
+            raise ValueError("path or tools: missing; give a class, a package's environment, or functions")
+        return self
+
+    @field_validator("calls")
+    @classmethod
+    def _is_form(cls, value: str) -> str:
+        forms: tuple[str, ...] = get_args(Calls)
+        if value in forms:
+            return value
+        expected = f"expected {', '.join(forms)} or a regular expression with groups such as name and arguments"
+        try:
+            groups = re.compile(value, re.DOTALL).groupindex
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{expected}, found {shown(value)}: {error}") from None
+        if not groups:
+            raise ValueError(f"{expected}, found {shown(value)}{nearest(value, forms)}")
+        return value
+
+
+Calls = Literal["hermes", "llama3"]
+"""Known ways to write calls of tools."""

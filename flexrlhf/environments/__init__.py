@@ -1,0 +1,1 @@
+"""Environments: replies to the policy's turns, in worker processes."""

@@ -1,0 +1,87 @@
+"""Input and output of an environment. Worker processes load this: the standard library alone.
+
+An environment is a class with ``reset`` and ``step``, plain or ``async``; one object plays one episode:
+
+    class Guess:
+        def reset(self, row, seed):              # row: the columns of the prompt's row
+            self.number = seed % 10
+            return "guess a digit"               # a text, or messages; "" adds nothing to the prompt
+        def step(self, reply):                   # the text of the policy's turn
+            right = reply.strip() == str(self.number)
+            return Turn("right" if right else "wrong", reward=float(right), is_done=right)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flexrlhf.rewards.base import ScoreFailure
+
+Messages = str | Sequence[Mapping[str, Any]]
+"""A text, or messages with role and content."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Reply of an environment to one turn of the policy.
+
+    messages:  what it says: a text, or messages with role and content
+    reward:    of the turn
+    is_done:   whether the episode has ended
+    """
+
+    messages: Messages = ""
+    reward: float = 0.0
+    is_done: bool = False
+
+
+class Environment(Protocol):
+    """One episode. Methods may be ``async``; ``close`` is called if there is one."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Messages: ...
+
+    def step(self, reply: str) -> Turn: ...
+
+
+@dataclass(frozen=True)
+class EpisodeCall:
+    """One call of an episode: its reset, or the reply to its last turn.
+
+    A process that does not have the episode plays it again from its reset, so that it may move or be resumed.
+
+    key:      names the episode: (step, row); (step, place) of a prompt for all its samples would be two episodes
+    row:      columns of the prompt's row
+    seed:     of the episode, a function of (seed, step, row)
+    turns:    texts of the policy's turns so far; empty: the reset
+    is_last:  whether no turn follows, so that the episode is closed
+    """
+
+    key: tuple[int, int]
+    row: Mapping[str, Any]
+    seed: int
+    turns: tuple[str, ...] = ()
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class EpisodeReply:
+    """Reply to one call.
+
+    messages:   (role, content) of what the environment says; role "" for a text that is no chat
+    reward:     of the turn
+    is_done:    whether the episode has ended
+    calls:      calls of tools in the turn
+    bad_calls:  those of them that could not be parsed, or named no tool, or had wrong arguments, or whose tool raised
+    seconds:    that the environment took
+    failure:    why there is no reply, and the episode is left out
+    """
+
+    messages: tuple[tuple[str, str], ...] = ()
+    reward: float = 0.0
+    is_done: bool = False
+    calls: int = 0
+    bad_calls: int = 0
+    seconds: float = 0.0
+    failure: ScoreFailure | None = field(default=None)

@@ -1,0 +1,1 @@
+"""Environments of other packages, by the packages themselves: a file each."""

@@ -1,0 +1,266 @@
+"""Episodes of one process. Worker processes load this: here alone an environment's code is loaded and run.
+
+Episodes whose environment or tools have ``async`` methods run concurrently, on an event loop that also runs between
+calls; others run one after another. A call that waits longer than its limit is cancelled; one that blocks the process
+is ended with it, by the process that called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from inspect import iscoroutinefunction
+from typing import Any, TypeVar
+
+from flexrlhf.environments.base import EpisodeReply
+from flexrlhf.environments.episode import Episode
+from flexrlhf.environments.sources import load_environment
+from flexrlhf.environments.tool_runs import load_tools
+from flexrlhf.rewards.base import ScoreFailure
+from flexrlhf.rewards.processes import descendants
+from flexrlhf.rewards.worker_calls import Caught
+
+BLOCKED = "blocked"
+"""Kind of failure of a call that may have waited only for another one, which blocked its process."""
+PUNCTUAL = 0.2
+"""Part of the limit by which the end of a waiting call may be late if nothing blocks the process."""
+RESERVE = 8 << 20
+"""Bytes that a process frees once its memory is used up."""
+CLOSE_SECONDS = 1.0
+"""Limit of ``close`` after a failure."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings of an environment, as a process receives them.
+
+    path, tools, calls:  as in EnvironmentSpec
+    options:             as JSON
+    seconds:             limit of one turn
+    """
+
+    path: str | None
+    tools: tuple[str, ...]
+    options: str
+    calls: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TurnToPlay:
+    """One turn to play.
+
+    key:      of the episode
+    number:   of the turn; 0 is the reset
+    text:     of the policy's turn
+    is_last:  whether no turn follows
+    row, seed: of the episode, for the reset
+    """
+
+    key: tuple[int, int]
+    number: int
+    text: str = ""
+    is_last: bool = False
+    row: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+def is_stale(key: tuple[int, int], step: int) -> bool:
+    """Return whether an episode is of a step so early that no call of it follows, once ``step`` has begun."""
+    return key[0] < step - 1
+
+
+def load(setup: Setup) -> bool | ScoreFailure:
+    """Load environment and tools, once in a process. Return whether they are ``async``, or why they do not load."""
+    return _stage(setup).load()
+
+
+@dataclass(frozen=True)
+class Played:
+    """Replies to turns.
+
+    replies:    None if this process does not have the episode, or has not loaded anything
+    children:   processes that episodes have started, as ``descendants`` returns them
+    is_blocked: whether no other episode of this process can go on
+    """
+
+    replies: Sequence[EpisodeReply | None]
+    children: Mapping[int, int]
+    is_blocked: bool
+
+
+def play(setup: Setup, turns: Sequence[TurnToPlay]) -> Played:
+    """Play one turn of each of some episodes."""
+    stage = _stage(setup)
+    replies = stage.play(turns)
+    return Played(replies, stage.children(), stage.is_blocked)
+
+
+def waiting_limit(seconds: float) -> float:
+    """Return how long ``async`` turns may take whose limit is ``seconds`` each, if none blocks the process."""
+    return seconds + min(0.5 + seconds / 4, 5.0)
+
+
+def children(setup: Setup) -> dict[int, int]:
+    """Return the processes that episodes have left behind."""
+    return _stage(setup).children()
+
+
+class _Stage:
+    """Episodes of this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._process = os.getpid()
+        self._make: Callable[[], Episode] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._episodes: dict[tuple[int, int], Episode] = {}
+        self._reserve = bytes(RESERVE)
+        self._of_loading: dict[int, int] = {}
+        self.is_blocked = False
+
+    def load(self) -> bool | ScoreFailure:
+        with Caught("raise", "raised") as caught:
+            if self._make is None:
+                self._make, is_async = _factory(self._setup)
+                if is_async:
+                    self._loop = asyncio.new_event_loop()
+                    threading.Thread(target=self._loop.run_forever, daemon=True).start()
+                self._of_loading = descendants(self._process)
+        self._end_copies()
+        return caught.failure or self._loop is not None
+
+    def play(self, turns: Sequence[TurnToPlay]) -> Sequence[EpisodeReply | None]:
+        if self._make is None:
+            return [None] * len(turns)
+        if self._loop is None:
+            return [_at_once(self._reply(turn)) for turn in turns]
+        tasks: list[asyncio.Task[EpisodeReply | None]] = []
+
+        async def together() -> None:
+            tasks.extend(asyncio.create_task(self._reply(turn)) for turn in turns)
+            await asyncio.wait(tasks)
+
+        try:
+            asyncio.run_coroutine_threadsafe(together(), self._loop).result(waiting_limit(self._setup.seconds))
+        except TimeoutError:
+            # one does not end when it is cancelled, or blocks all others, or has ended the loop
+            running = asyncio.current_task(self._loop)
+            has_loop = self._loop.is_running() and bool(tasks)
+            self.is_blocked = running is not None or not has_loop
+            if not tasks:
+                return [self._late(is_sure=False) for _ in turns]
+            return [
+                task.result() if task.done() else self._late(is_sure=has_loop and running in (None, task))
+                for task in tasks
+            ]
+        return [task.result() for task in tasks]
+
+    def children(self) -> dict[int, int]:
+        """Return the processes that have been started since loading."""
+        if sys.platform != "linux":
+            return {}
+        try:
+            # that there are none is seen at once
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return {}
+        found = descendants(self._process)
+        return {process: found[process] for process in found.keys() - self._of_loading.keys()}
+
+    async def _reply(self, turn: TurnToPlay) -> EpisodeReply | None:
+        """Return the reply to one turn, whatever the environment does, but for blocking the process."""
+        began = time.monotonic()
+        limit = None if self._loop is None else asyncio.timeout(self._setup.seconds)
+        reply: EpisodeReply | None = None
+        with Caught("raise", "raised") as caught:
+            try:
+                async with limit or nullcontext():
+                    reply = await self._played(turn)
+            except MemoryError:
+                # room to report it
+                self._reserve = b""
+                raise
+        self._end_copies()
+        seconds = time.monotonic() - began
+        failure = caught.failure
+        if limit is not None and limit.expired():
+            failure = self._late(is_sure=seconds < self._setup.seconds * (1 + PUNCTUAL)).failure
+        if failure is None:
+            return reply and replace(reply, seconds=seconds)
+        with Caught("raise", "raised"):
+            async with nullcontext() if limit is None else asyncio.timeout(CLOSE_SECONDS):
+                await self._close(turn.key)
+        text = failure.text.encode(errors="backslashreplace").decode()
+        return EpisodeReply(seconds=seconds, failure=replace(failure, text=text))
+
+    def _late(self, is_sure: bool) -> EpisodeReply:
+        """Return the reply of a turn that takes too long. ``is_sure``: whether it is not another one that does."""
+        kind = "timeout" if is_sure else BLOCKED
+        return EpisodeReply(failure=ScoreFailure(kind, f"took longer than {self._setup.seconds:g} s"))
+
+    async def _played(self, turn: TurnToPlay) -> EpisodeReply | None:
+        assert self._make is not None, "nothing is loaded"
+        if turn.number == 0:
+            # also episodes that no last call has ended
+            for key in [key for key in self._episodes if key == turn.key or is_stale(key, turn.key[0])]:
+                await self._close(key)
+            episode = self._episodes[turn.key] = self._make()
+            reply = await episode.reset(turn.row, turn.seed)
+        else:
+            found = self._episodes.get(turn.key)
+            if found is None or found.turn != turn.number - 1:
+                return None
+            episode = found
+            reply = await episode.reply(turn.text, turn.is_last)
+        if reply.is_done or turn.is_last:
+            await self._close(turn.key)
+        return reply
+
+    async def _close(self, key: tuple[int, int]) -> None:
+        """End an episode, if there is one; what its ``close`` raises is of no matter any more."""
+        if episode := self._episodes.pop(key, None):
+            with Caught("raise", "raised", passes=(asyncio.CancelledError,)):
+                await episode.close()
+
+    def _end_copies(self) -> None:
+        """End this process if it is a copy that an environment has made of the one with the episodes."""
+        if os.getpid() != self._process:
+            os._exit(0)
+
+
+@functools.cache
+def _stage(setup: Setup) -> _Stage:
+    return _Stage(setup)
+
+
+def _factory(setup: Setup) -> tuple[Callable[[], Episode], bool]:
+    """Return a function that makes an episode, and whether any of its parts is ``async``."""
+    kind, make_environment = (None, None) if setup.path is None else load_environment(setup.path)
+    tools = load_tools(setup.tools)
+    options = json.loads(setup.options)
+    parts = [*tools.values(), *(getattr(kind, name) for name in dir(kind) if not name.startswith("_"))]
+
+    def make() -> Episode:
+        return Episode(make_environment and make_environment(**options), tools, setup.calls)
+
+    return make, any(map(iscoroutinefunction, parts))
+
+
+def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that waits for nothing, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a coroutine without an event loop waits")

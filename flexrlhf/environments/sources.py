@@ -1,0 +1,57 @@
+"""Environments by the setting ``path``. Worker processes load this: the standard library, and the package named."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from flexrlhf.config.code_loading import load_function
+from flexrlhf.errors import UserError
+
+PACKAGES = {
+    "gymnasium": ("gymnasium", "gymnasium_text", "GymnasiumText"),
+    "openenv": ("openenv", "openenv_client", "OpenEnvClient"),
+    "reasoning-gym": ("reasoning_gym", "reasoning_tasks", "ReasoningTask"),
+    "verifiers": ("verifiers.v1", "verifiers_rollout", "VerifiersRollout"),
+}
+"""Prefix of a path → the package's module, ours of ``packages`` and its class, which receives the rest of the path."""
+
+EXTRAS = {"reasoning-gym": "reasoning"}
+"""Extras whose names are not the prefixes."""
+
+
+def package_of(path: str) -> tuple[str, str] | None:
+    """Return prefix and name of a package's environment; None for a class of the user's."""
+    prefix, _, name = path.partition(":")
+    return (prefix, name) if prefix in PACKAGES else None
+
+
+def check_package(path: str | None) -> None:
+    """Raise UserError for an environment of a package that is not installed."""
+    found = None if path is None else package_of(path)
+    if found is not None and find_spec(module := PACKAGES[found[0]][0].partition(".")[0]) is None:
+        raise UserError(
+            f"environment.path: {path} needs the package {module}, which is not installed; "
+            f"pip install 'flexrlhf[{EXTRAS.get(found[0], found[0])}]'"
+        )
+
+
+def load_environment(path: str) -> tuple[type, Callable[..., Any]]:
+    """Return the class of ``path``, and a function that makes an object, which plays one episode.
+
+    Raises TypeError for another thing than a class.
+    """
+    if found := package_of(path):
+        prefix, name = found
+        package, module, kind_name = PACKAGES[prefix]
+        # now, as loading may take longer than a turn
+        importlib.import_module(package)
+        kind = getattr(importlib.import_module(f"flexrlhf.environments.packages.{module}"), kind_name)
+        return kind, partial(kind, name)
+    kind = load_function(path)
+    if not isinstance(kind, type) or not callable(getattr(kind, "reset", None)):
+        raise TypeError(f"{path} is {kind!r:.60}, not a class with reset and step")
+    return kind, kind

@@ -1,0 +1,127 @@
+"""JSON schemas of the tools of an environment, by transformers' own function, made in a process of its own.
+
+A user's code is loaded there alone. Its tools are the functions of ``environment.tools`` and, of a class in TRL's form
+(``reset`` and no ``step``), its public methods; environments of packages have tools of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flexrlhf.config.code_checks import check_function
+from flexrlhf.config.code_loading import load_function
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.data.chat import Tool
+from flexrlhf.environments.sources import PACKAGES
+from flexrlhf.environments.tool_runs import tool_names
+from flexrlhf.errors import UserError
+from flexrlhf.rewards.processes import is_killed_with_parent, kill_group
+from flexrlhf.rewards.worker_calls import Caught
+from flexrlhf.rewards.workers import LOAD_SECONDS
+
+Made = list[Tool] | str
+"""Schemas of the tools of one setting, or why there are none."""
+
+
+def has_code(settings: EnvironmentSpec) -> bool:
+    """Whether the files of all functions and classes are there: a run may be planned on another machine."""
+    files = [reference.rpartition(":")[0] for reference in _places(settings).values()]
+    return all(Path(file).is_file() for file in files if file.endswith(".py"))
+
+
+def tool_schemas(settings: EnvironmentSpec) -> tuple[Tool, ...]:
+    """Return the schemas of all tools, in order. Raises UserError for a tool without one, and for two of one name."""
+    places = _places(settings)
+    for key, reference in places.items():
+        check_function(reference, key, may_be_async=True)
+    tools: dict[str, Tool] = {}
+    for (key, reference), made in zip(places.items(), _in_process(tuple(places.values())), strict=True):
+        if isinstance(made, str):
+            raise UserError(f"{key}: {reference}: {made}")
+        for schema in made:
+            name = schema["function"]["name"]
+            if name in tools:
+                raise UserError(f"{key}: {reference}: there is another tool named {name!r}; give it another name")
+            tools[name] = schema
+    return tuple(tools.values())
+
+
+def _places(settings: EnvironmentSpec) -> dict[str, str]:
+    """Return the functions and classes with tools, by setting."""
+    places = {f"environment.tools.{number}": reference for number, reference in enumerate(settings.tools)}
+    # a package's tools are its own
+    if settings.path is not None and settings.path.partition(":")[0] not in PACKAGES:
+        places["environment.path"] = settings.path
+    return places
+
+
+@cache
+def _in_process(references: tuple[str, ...]) -> list[Made]:
+    """Return the schemas of each of ``references``, once in a process: a run goes on with the tools it began with."""
+    if not references:
+        return []
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "schemas.json"
+        # no worker: it would run the main script of this process again, which may plan runs
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(file), *references],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(LOAD_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"environment: its tools were not loaded within {LOAD_SECONDS:g} s") from None
+        finally:
+            kill_group(process.pid)
+            process.wait()
+        if not file.exists():
+            raise UserError(f"environment: its tools ended the process that loads them, exit code {code}")
+        made: list[Made] = json.loads(file.read_text())
+        return made
+
+
+def make_schemas(references: Sequence[str]) -> list[Made]:
+    """Load the code of each of ``references`` in this process, and return its schemas."""
+    return [_made(reference) for reference in references]
+
+
+def _made(reference: str) -> Made:
+    # slow to load, and only that process needs it
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    with Caught("load", "could not be loaded:") as caught:
+        tools = list(_tools(load_function(reference)))
+        try:
+            return [get_json_schema(tool) for tool in tools]
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            return " ".join(str(error).split())
+    assert caught.failure is not None, "code that neither returned nor raised"
+    return caught.failure.text
+
+
+def _tools(found: Any) -> Iterator[Callable[..., Any]]:
+    """Yield a function, or the methods that are tools of a class."""
+    if not inspect.isclass(found):
+        yield found
+    elif not hasattr(found, "step"):
+        yield from (getattr(found, name) for name in tool_names(found))
+
+
+if __name__ == "__main__":
+    is_killed_with_parent()
+    Path(sys.argv[1]).write_text(json.dumps(make_schemas(sys.argv[2:])))

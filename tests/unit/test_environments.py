@@ -1,0 +1,364 @@
+"""Environments in worker processes: whose forms there are, what an episode is, tools, packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.environments import sandbox, sources
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.episodes import Episodes
+from flexrlhf.environments.sources import check_package
+from flexrlhf.errors import UserError
+from flexrlhf.rewards import workers
+from flexrlhf.rewards.limits import Deadline
+
+FILE = Path(__file__).with_name("example_environments.py")
+Play = Callable[..., list[EpisodeReply]]
+
+
+@pytest.fixture
+def play() -> Iterator[Play]:
+    """Function that plays the turns of one episode, and returns the reply to its reset and to each of them."""
+    opened: dict[str, Episodes] = {}
+
+    def turns(texts: Sequence[str], row: dict[str, Any] | None = None, **settings: Any) -> list[EpisodeReply]:
+        spec = EnvironmentSpec(**settings)
+        episodes = opened.setdefault(repr(spec), Episodes(spec, 1))
+        calls = [
+            EpisodeCall((0, len(opened)), row or {}, 7, tuple(texts[:count]), is_last=count == len(texts))
+            for count in range(len(texts) + 1)
+        ]
+        return [episodes.replies([call], Deadline.after(60))[0] for call in calls]
+
+    yield turns
+    for episodes in opened.values():
+        episodes.close()
+
+
+def own(name: str) -> str:
+    return f"{FILE}:{name}"
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call as the policy writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def said(replies: Sequence[EpisodeReply]) -> list[tuple[tuple[str, str], ...]]:
+    assert [reply.failure for reply in replies] == [None] * len(replies)
+    return [reply.messages for reply in replies]
+
+
+# --- episodes
+
+
+def test_an_episode_of_a_class(play: Play) -> None:
+    replies = play(["3", "7"], {"greeting": "hello"}, path=own("Guess"), options={"limit": 8})
+    prompt = (("user", "hello: guess a number below 8"),)
+    assert said(replies) == [prompt, (("", "wrong at 1"),), (("", "right at 2"),)]
+    assert [(reply.reward, reply.is_done) for reply in replies] == [(0, False), (0, False), (1, True)]
+
+
+def test_episodes_are_shared_by_processes_and_stay_in_theirs() -> None:
+    episodes = Episodes(EnvironmentSpec(path=own("Process")), 2)
+
+    def replies(texts: Sequence[str], rows: Sequence[int] = range(6)) -> list[str]:
+        calls = [EpisodeCall((1, row), {}, 0, tuple(texts)) for row in rows]
+        return [reply.messages[0][1] for reply in episodes.replies(calls, Deadline.after(60))]
+
+    try:
+        processes = replies([])
+        assert len(set(processes)) == 2 and str(os.getpid()) not in processes
+        assert replies(["on"]) == [f"{process} 1" for process in processes]
+        assert replies(["on", "modules"]) == ["modules "] * 6
+        os.kill(int(processes[1]), signal.SIGKILL)
+        later = replies(["on", "on", "on"])
+        assert [each.split()[1] for each in later] == ["3"] * 6
+        assert [one == other.split()[0] for one, other in zip(processes, later, strict=True)] == [True, False] * 3
+    finally:
+        episodes.close()
+
+
+def test_an_episode_is_resumed_by_its_turns(play: Play) -> None:
+    """By another process, which has none of it."""
+    episodes = Episodes(EnvironmentSpec(path=own("Guess")), 1)
+    try:
+        (reply,) = episodes.replies([EpisodeCall((3, 1), {"greeting": "a"}, 5, ("1", "2", "5"))], Deadline.after(60))
+    finally:
+        episodes.close()
+    assert (reply.messages, reply.reward, reply.is_done, reply.failure) == ((("", "right at 3"),), 1.0, True, None)
+
+
+def test_async_episodes_of_a_process_wait_together() -> None:
+    episodes = Episodes(EnvironmentSpec(path=own("Together")), 1)
+    try:
+        for turns in ((), ("go",)):
+            calls = [EpisodeCall((0, row), {}, 0, turns) for row in range(5)]
+            replies = episodes.replies(calls, Deadline.after(60))
+        assert [reply.messages[0][1] for reply in replies] == ["5"] * 5
+    finally:
+        episodes.close()
+
+
+def test_episodes_are_closed() -> None:
+    """Once done, failed, at the last turn, or when a later step has begun."""
+    episodes = Episodes(EnvironmentSpec(path=own("Open")), 1)
+
+    def reply(step: int, row: int, *turns: str, is_last: bool = False) -> EpisodeReply:
+        return episodes.replies([EpisodeCall((step, row), {}, 0, turns, is_last)], Deadline.after(60))[0]
+
+    try:
+        assert [reply(1, row).messages for row in range(4)] == [(("", str(row + 1)),) for row in range(4)]
+        assert reply(1, 0, "done").is_done and reply(1, 1, "raise").failure is not None
+        assert said([reply(1, 2, "go", is_last=True)]) == [(("", "2"),)]
+        assert said([reply(2, 0), reply(2, 0), reply(3, 0)]) == [(("", "2"),), (("", "2"),), (("", "2"),)]
+    finally:
+        episodes.close()
+
+
+def test_all_replies_are_there_by_the_deadline() -> None:
+    episodes = Episodes(EnvironmentSpec(path=own("Late")), 1)
+    try:
+        calls = [EpisodeCall((0, row), {}, 0) for row in range(3)]
+        replies = episodes.replies(calls, Deadline.after(1))
+        assert [reply.failure.kind for reply in replies if reply.failure] == ["late"] * 3
+        assert "row 2, reset: not all replies of environments within 1 s" in str(replies[2].failure)
+    finally:
+        episodes.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("no_class", "load raise", "could not be loaded: raised TypeError: .* is 7, not a class with reset and step"),
+        ("Missing", "load raise", "could not be loaded: raised AttributeError: .*Missing"),
+        ("NotAsync", "reply", "returned something to wait for, but is no async def"),
+        ("Guess", "raise", "raised KeyError: 'greeting'"),
+    ],
+)
+def test_what_cannot_be_played_is_named(name: str, kind: str, words: str, play: Play) -> None:
+    (reply,) = play([], path=own(name))
+    assert reply.failure is not None and reply.failure.kind == kind
+    assert re.search(words, reply.failure.text), reply.failure.text
+
+
+def test_a_replay_that_ends_earlier_is_named(tmp_path: Path) -> None:
+    episodes = Episodes(EnvironmentSpec(path=own("Chance")), 1)
+    row = {"file": str(tmp_path / "file")}
+    try:
+        for turns in ((), ("a",), ("a", "b")):
+            (reply,) = episodes.replies([EpisodeCall((0, 0), row, 0, turns)], Deadline.after(60))
+            assert reply.failure is None and not reply.is_done
+        calls = [EpisodeCall((0, 1), row, 0, ("die",)), EpisodeCall((0, 0), row, 0, ("a", "b", "c"))]
+        crash, replay = (reply.failure for reply in episodes.replies(calls, Deadline.after(60)))
+        assert crash is not None and crash.kind == "crash"
+        assert replay is not None and replay.kind == "replay"
+        assert "row 0, turn 1: its replay ended here, after 3 recorded turns" in replay.text
+    finally:
+        episodes.close()
+
+
+def test_loading_that_hangs_is_not_waited_for_twice(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "LOAD_SECONDS", 0.5)
+    file = tmp_path / "slow.py"
+    file.write_text("import time\nopen(__file__ + '.loads', 'a').write('x')\ntime.sleep(1000)\n")
+    for _ in range(2):
+        (reply,) = play([], path=f"{file}:Any")
+        assert reply.failure is not None and reply.failure.kind == "load timeout"
+    assert Path(f"{file}.loads").read_text() == "x"
+
+
+# --- tools
+
+
+def test_calls_of_tools_are_run(play: Play) -> None:
+    turns = [call("multiply", first=6, second=7), "It is 42."]
+    reset, results, end = play(turns, tools=(own("multiply"),))
+    assert said([reset, results, end]) == [(), (("tool", "42"),), ()]
+    assert [(reply.calls, reply.bad_calls, reply.is_done) for reply in (reset, results, end)] == [
+        *[(0, 0, False), (1, 0, False), (0, 0, True)]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (call("multipl", first=6), "error: no tool 'multipl' (did you mean 'multiply'?); there are multiply"),
+        (call("multiply", first=6), "error: multiply: missing a required argument: 'second'"),
+        (call("multiply", first=6, second=7, third=8), "error: multiply: got an unexpected keyword argument 'third'"),
+        (call("multiply", first="a", second="b"), "error: multiply raised TypeError: can't multiply"),
+        ("<tool_call>{no json</tool_call>", "error: "),
+    ],
+)
+def test_a_bad_call_is_a_reply_that_says_so(text: str, words: str, play: Play) -> None:
+    _, reply, _ = play([text, "end"], tools=(own("multiply"),))
+    assert (reply.calls, reply.bad_calls, reply.is_done, reply.failure) == (1, 1, False, None)
+    assert reply.messages[0][0] == "tool" and reply.messages[0][1].startswith(words)
+
+
+def test_tools_come_before_the_environment(play: Play) -> None:
+    turns = [call("multiply", first=1, second=2) + call("multiply", first=3, second=4), "7"]
+    replies = play(turns, {"greeting": "hello"}, path=own("Guess"), tools=(own("multiply"),))
+    assert said(replies)[1:] == [(("tool", "2"), ("tool", "12")), (("", "right at 1"),)]
+    assert [(reply.calls, reply.reward) for reply in replies] == [(0, 0), (2, 0), (0, 1)]
+
+
+def test_a_class_in_trls_form(play: Play) -> None:
+    turns = [call("add", number=3), call("add", number=-1) + call("look"), call("get_reward"), "done"]
+    replies = play(turns, {"start": 2, "prompt": "count"}, path=own("Counter"))
+    assert [messages[0] if messages else None for messages in said(replies)] == [
+        *[("", "the count is 2"), ("tool", "5"), ("tool", replies[2].messages[0][1]), replies[3].messages[0], None]
+    ]
+    assert replies[2].messages[0][1].startswith("error: add raised ValueError: only up")
+    assert replies[2].messages[1] == ("tool", '{"count": 5}')
+    assert "no tool 'get_reward'" in replies[3].messages[0][1]
+    assert [(reply.reward, reply.calls, reply.bad_calls) for reply in replies[1:]] == [
+        *[(0, 1, 0), (0, 2, 1), (0, 1, 1), (5, 0, 0)]
+    ]
+
+
+def test_the_last_turn_of_an_episode_in_trls_form_has_its_reward(play: Play) -> None:
+    *_, reply = play([call("add", number=3)], {"start": 2}, path=own("Counter"))
+    assert (reply.reward, reply.is_done) == (5, False)
+
+
+# --- packages
+
+
+def test_gymnasium(play: Play) -> None:
+    pytest.importorskip("gymnasium")
+    options = {"render_mode": "ansi", "is_slippery": False}
+    replies = play(["I go right: 2", "nowhere", "9", "1"], path="gymnasium:FrozenLake-v1", options=options)
+    start, right, nowhere, nine, hole = (messages[0][1] for messages in said(replies))
+    assert start == "\n[S]FFF\nFHFH\nFFFH\nHFFG\n" and right == "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG\n"
+    assert nowhere == nine == "no action of Discrete(4)"
+    assert "F[H]FH" in hole and replies[4].is_done and replies[4].reward == 0
+    assert re.fullmatch(r"\[\d+, \d+, [01]\]", said(play([], path="gymnasium:Blackjack-v1"))[0][0][1])
+
+
+def test_reasoning_gym(play: Play) -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    task = gym.create_dataset("chain_sum", seed=7, size=1)[0]
+    replies = play(
+        ["<answer>no</answer>", f"<answer>{task['answer']}</answer>"],
+        path="reasoning-gym:chain_sum",
+        options={"attempts": 3},
+    )
+    assert said(replies)[0] == (("", task["question"]),) and said(replies)[2] == ()
+    assert "Try again" in said(replies)[1][0][1]
+    assert [reply.is_done for reply in replies] == [False, False, True]
+    assert sum(reply.reward for reply in replies) == 1
+    row = {"task": "chain_sum", "settings": "{}", "entry": repr(task)}
+    replies = play([f"<answer>{task['answer']}</answer>"], row, path="reasoning-gym:chain_sum")
+    assert said(replies) == [(), ()] and replies[1].reward == 1 and replies[1].is_done
+
+
+@pytest.fixture(scope="module")
+def openenv_url() -> Iterator[str]:
+    pytest.importorskip("openenv")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(FILE.with_name("openenv_server.py")), str(port)])
+    try:
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            assert server.poll() is None
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_openenv(openenv_url: str) -> None:
+    """Sessions of one process are open at the same time."""
+    options = {"message": "text", "greeting": "hello"}
+    episodes = Episodes(EnvironmentSpec(path=f"openenv:{openenv_url}", options=options), 1)
+    try:
+        for count in range(3):
+            calls = [EpisodeCall((0, row), {}, row, ("a", "b")[:count]) for row in range(3)]
+            replies = episodes.replies(calls, Deadline.after(60))
+            expected = [" ".join([f"seed {row} hello", *("a", "b")[:count]]) for row in range(3)]
+            assert said(replies) == [(("", text),) for text in expected]
+        assert [(reply.reward, reply.is_done) for reply in replies] == [(1.5, True)] * 3
+    finally:
+        episodes.close()
+
+
+def test_verifiers(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own rollout, with its own tools and reward."""
+    pytest.importorskip("verifiers")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FILE.parent), os.environ.get("PYTHONPATH", "")]))
+    turns = [call("sums_add", first=3, second=4), call("no_tool"), "It is 7."]
+    path, options = "verifiers:verifiers-tasks", {"largest": 5}
+    replies = play(turns, {"idx": 3}, path=path, options=options, timeout_seconds=60)
+    prompt = (("system", "Add."), ("user", "What is 3 + 4?"))
+    assert said(replies) == [prompt, (("tool", "7"),), (("tool", "error: no tool 'no_tool'; there are sums_add"),), ()]
+    assert [(reply.reward, reply.is_done) for reply in replies] == [*[(0, False)] * 3, (1, True)]
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_package("gymnasium:FrozenLake-v1")
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    check_package(own("Guess"))
+    words = (
+        r"environment\.path: reasoning-gym:x needs the package reasoning_gym, .* pip install 'flexrlhf\[reasoning\]'"
+    )
+    with pytest.raises(UserError, match=words):
+        check_package("reasoning-gym:x")
+
+
+# --- code that a model writes
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("print('a')\n2 ** 10", "a\n1024"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x ===", "SyntaxError: invalid syntax"),
+        ("import os\nsorted(os.environ)", "['LC_CTYPE']"),
+        ("import os\nos.listdir()", "[]"),
+        ("'a' * 10**10", "MemoryError"),
+        ("open('x', 'w').write('a' * 10**8)", "OSError: [Errno 27] File too large"),
+        ("import os\nos._exit(3)", "ended with code 3"),
+        ("input()", "EOFError: EOF when reading a line"),
+        ("while True: pass", "ended after 0.5 s"),
+    ],
+)
+def test_code_is_run_with_limits(code: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "while" in code:
+        monkeypatch.setattr(sandbox, "SECONDS", 0.5)
+    assert sandbox.python(code) == output
+
+
+def test_code_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    code = "import os\nopen('file', 'w').write('x')\nif os.fork() == 0: os.execvp('sleep', ['sleep', '987654'])"
+    assert sandbox.python(code) == ""
+    assert list(tmp_path.iterdir()) == []
+    names = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert not any(b"987654" in name for name in names)
+
+
+def test_code_is_a_tool(play: Play) -> None:
+    _, reply, _ = play([call("python", code="print(6 * 7)"), "42"], tools=("flexrlhf.environments.sandbox:python",))
+    assert said([reply]) == [(("tool", "42"),)]
