@@ -64,9 +64,18 @@ FAMILIES = {
 }
 
 
+TOOL_FAMILIES = {
+    "qwen2_5": FAMILIES["qwen2_5"],
+    "llama3_1": Family((*FAMILIES["llama3"].specials, "<|python_tag|>"), "<|eot_id|>", "<|begin_of_text|>"),
+    "qwen3": FAMILIES["qwen2_5"],
+    "qwen3_instruct_2507": FAMILIES["qwen2_5"],
+}
+"""Families whose chat templates write tools."""
+
+
 def build_chat_tokenizer(name: str, directory: Path) -> PreTrainedTokenizerFast:
     """Save the tokenizer of a family in ``directory``, with its chat template, and return it."""
-    family = FAMILIES[name]
+    family = (FAMILIES | TOOL_FAMILIES)[name]
     inner = _splitter(family)
     kind = trainers.BpeTrainer(
         vocab_size=400,

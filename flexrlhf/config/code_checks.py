@@ -15,14 +15,14 @@ from flexrlhf.errors import UserError, nearest, shown
 FORM = "path/to/file.py:name or module:name"
 
 
-def check_function(reference: str, key: str) -> None:
+def check_function(reference: str, key: str, may_be_async: bool = False) -> None:
     """Raise UserError, for the setting ``key``, where ``reference`` names no function that could be called."""
     place, colon, name = reference.rpartition(":")
     if not (colon and place and name.isidentifier()):
         raise UserError(f"{key}: expected {FORM}, found {shown(reference)}")
     file = python_file(place, key)
     if file is not None:
-        _check_defined(file, name, key)
+        _check_defined(file, name, key, may_be_async)
 
 
 def python_file(place: str, key: str) -> Path | None:
@@ -85,7 +85,7 @@ def _module_file(module: str, key: str) -> Path | None:
     return Path(spec.origin) if is_source and spec is not None and spec.origin is not None else None
 
 
-def _check_defined(file: Path, name: str, key: str) -> None:
+def _check_defined(file: Path, name: str, key: str, may_be_async: bool) -> None:
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except SyntaxError as error:
@@ -99,7 +99,7 @@ def _check_defined(file: Path, name: str, key: str) -> None:
         raise UserError(f"{key}: {file} defines no {name!r}{hint}")
     if isinstance(defined.get(name), ast.Constant):
         raise UserError(f"{key}: {name!r} in {file} is a value, not a function")
-    if isinstance(defined.get(name), ast.AsyncFunctionDef):
+    if isinstance(defined.get(name), ast.AsyncFunctionDef) and not may_be_async:
         raise UserError(f"{key}: {name!r} in {file} is async; give a plain function")
 
 

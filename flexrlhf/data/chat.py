@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,12 @@ MOST_CHARACTERS = 2**24
 """Longest chat as text, more than any model reads: a tokenizer takes a hundred times its bytes."""
 _STATM = Path("/proc/self/statm")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = (Message("user", "question"), Message("assistant", "reply"))
+_REPLY, _NEXT = "reply-4f1d", "next-4f1d"
+_PROBE = (Message("user", "question"), Message("assistant", _REPLY))
+_THOUGHTS = "<think>\nthought\n</think>\n\n"
+"""Text in front of a reply that some templates drop from earlier turns."""
+Tool = Mapping[str, Any]
+"""JSON schema of a function that the policy may call, as transformers writes it."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,13 @@ class ChatFormat:
     use:       rows that the template renders
     template:  its text; None: the tokenizer's own
     control:   use of control tokens of the tokenizer in a row's own text
+    tools:     functions that the policy may call, which the template writes into prompts
     """
 
     use: ChatUse = "auto"
     template: str | None = None
     control: ControlUse = "auto"
+    tools: tuple[Tool, ...] = ()
 
 
 DEFAULT_CHAT = ChatFormat()
@@ -53,23 +60,29 @@ DEFAULT_CHAT = ChatFormat()
 class ChatTemplate:
     """A chat template with the tokenizer whose special tokens it writes.
 
-    Raises UserError if the tokenizer has none and no other is given.
+    Raises UserError if the tokenizer has none and no other is given, or if it does not write ``tools``.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None, tools: Sequence[Tool] = ()) -> None:
         self._tokenizer = tokenizer
-        self._template = own_template(tokenizer) if template is None else template
+        self._tools = [dict(tool) for tool in tools] or None
+        self._template = own_template(tokenizer, bool(tools)) if template is None else template
         if self._template is None:
             raise UserError(
                 "the row is a chat, but the tokenizer has no chat template: name a file with one in "
                 "data.chat_template, or another data.tokenizer"
             )
+        if tools:
+            self._check_tools()
 
-    def prompt(self, turns: Sequence[Message]) -> str:
-        """Return the text of a prompt, up to where the assistant begins, or goes on where the last turn is its own."""
+    def prompt(self, turns: Sequence[Message], is_bounded: bool = True) -> str:
+        """Return the text of a prompt, up to where the assistant begins, or goes on where the last turn is its own.
+
+        ``is_bounded``: as in ``chat``.
+        """
         _check_turns(turns)
         is_continued = is_assistant(turns[-1])
-        return self._render(turns, generation=not is_continued, continued=is_continued)
+        return self._render(turns, generation=not is_continued, continued=is_continued, is_bounded=is_bounded)
 
     def response(
         self, turns: Sequence[Message], completion: Sequence[Message]
@@ -102,6 +115,50 @@ class ChatTemplate:
         _, found, end = text.rpartition(_PROBE[-1].content)
         return end if found else ""
 
+    def after_turn(self, messages: Sequence[Message]) -> str:
+        """Return the text behind an assistant's turn: its end, ``messages``, and the beginning of its next turn.
+
+        It is rendered behind a short chat, during training: without a bound of memory.
+        """
+        text = self._render((*_PROBE, *messages), generation=True, is_bounded=False)
+        _, found, after = text.partition(_REPLY)
+        if not found:
+            raise UserError("the chat template leaves out the assistant's turn once others follow")
+        return after
+
+    def check_reply(self, role: str) -> None:
+        """Raise UserError if a turn of ``role`` behind the assistant's is left out."""
+        if _NEXT not in self.after_turn([Message(role, _NEXT)]):
+            raise UserError(
+                f"the chat template leaves out a turn of the {role} behind one of the assistant's that is a text: name "
+                "another one in data.chat_template"
+            )
+
+    def check_turns_stay(self, role: str) -> None:
+        """Raise UserError if an assistant's turn is rendered in another way once a turn of ``role`` follows."""
+        for content in (_REPLY, _THOUGHTS + _REPLY):
+            turns = (_PROBE[0], Message("assistant", content))
+            begun, ended = self._render(turns[:1], generation=True), self._render(turns)
+            going_on = self._render((*turns, Message(role, _NEXT)), generation=True)
+            if not (content in ended and ended.startswith(begun) and going_on.startswith(ended)):
+                thoughts = " and its thoughts" * (content is not _REPLY)
+                raise UserError(
+                    f"the chat template renders a turn of the assistant{thoughts} in another way once a turn of the "
+                    f"{role} follows, so the tokens of an episode would not be the template's: set "
+                    "environment.bridge=true, or name a template that keeps turns as they are in data.chat_template"
+                )
+
+    def _check_tools(self) -> None:
+        """Raise UserError if a prompt does not have the tools."""
+        text = self._render(_PROBE[:1], generation=True)
+        for tool in self._tools or ():
+            name = tool["function"]["name"]
+            if name not in text:
+                raise UserError(
+                    f"the chat template does not write tools into a prompt, such as {name!r} of environment.tools: "
+                    "name one that does in data.chat_template"
+                )
+
     def _marked(self, turns: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return ``turns`` as text, and the ranges of characters that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -109,6 +166,7 @@ class ChatTemplate:
         with _one_sentence(), _bounded_memory():
             (text,), (spans,) = render_jinja_template(
                 conversations=[_plain(turns)],
+                tools=self._tools,
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
@@ -141,6 +199,7 @@ class ChatTemplate:
         with _one_sentence(), _bounded_memory() if is_bounded else nullcontext():
             text: str = self._tokenizer.apply_chat_template(
                 _plain(turns),
+                tools=self._tools,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation,
@@ -159,10 +218,12 @@ def read_chat_format(use: ChatUse, file: str | None) -> ChatFormat:
         raise UserError(f"data.chat_template {file}: cannot be read ({error})") from None
 
 
-def own_template(tokenizer: Any) -> str | None:
-    """Return the tokenizer's chat template, the default one of several; None if it has none."""
+def own_template(tokenizer: Any, with_tools: bool = False) -> str | None:
+    """Return the tokenizer's chat template, of several the one ``with_tools`` or the default; None if it has none."""
     template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
-    return template.get("default") if isinstance(template, dict) else template
+    if not isinstance(template, dict):
+        return template
+    return template.get("tool_use" if with_tools else "default", template.get("default"))
 
 
 def encode_with_cuts(

@@ -117,7 +117,9 @@ class RowEncoder:
         return EncodedResponse(ids, length <= self._limit, tuple(is_trained[: len(ids)]), length)
 
     def _encode_chat(self, row: TextExample) -> EncodedRow:
-        template = self._template = self._template or ChatTemplate(self._tokenizer, self._chat.template)
+        template = self._template = self._template or ChatTemplate(
+            self._tokenizer, self._chat.template, self._chat.tools
+        )
         if not row.completions:
             text = template.prompt(row.turns)
             return EncodedRow(self._controls.unmark(text), tuple(self._controls.encode(text)), ())

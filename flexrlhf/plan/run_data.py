@@ -21,14 +21,16 @@ from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.order import SourceShare, whole_parts
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.row_layout import RowLayout
+from flexrlhf.data.turn_tokens import TurnTokens
+from flexrlhf.environments.tool_schemas import has_code
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_tokenizer import (
-    chat_format,
     end_tokens,
     load_run_tokenizer,
     load_tokenizer,
+    prompt_format,
     tokenizer_path,
     trusts_tokenizer,
 )
@@ -133,7 +135,7 @@ class RunData:
 
 def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
-    chat, tokenizer = chat_format(plan), load_run_tokenizer(plan)
+    chat, tokenizer = prompt_format(plan), load_run_tokenizer(plan)
     sources = data_sources(plan)
     reads = any(operator.reads_texts for operator in (*plan.graph.operators, *plan.graph.evaluation))
     long_prompts = plan.spec.data.long_prompts
@@ -175,7 +177,7 @@ def _loaded(
         long_prompts=long_prompts,
         with_columns=with_columns,
         layout=source.layout,
-        chat=chat_format(plan),
+        chat=prompt_format(plan),
     )
 
 
@@ -190,14 +192,21 @@ def text_encoder(plan: Plan, role: str) -> TextEncoder:
     )
 
 
+def turn_tokens(plan: Plan, tokenizer: Any) -> TurnTokens:
+    """Return the encoder of what environments say, for the tokenizer of the run."""
+    environment = plan.spec.environment
+    assert environment is not None, "a run without an environment has no episodes"
+    return TurnTokens(tokenizer, prompt_format(plan), environment.bridge)
+
+
 def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:
-    """Yield the inspection of a sample of the rows of each file that exists; none before the tokenizer does.
+    """Yield the inspection of a sample of the rows of each file that exists; none before tokenizer and tools do.
 
     ``earlier``: runs of the same command before this one. Raises UserError for a row that cannot be used, and for
     prompts over the limit where ``run`` would stop.
     """
     sources, owner = [source for source in data_sources(plan) if is_present(source.path)], tokenizer_run(plan, earlier)
-    if not sources or owner is None:
+    if not sources or owner is None or not _has_tools(plan):
         return
     tokenizer = load_run_tokenizer(owner)
     for source in sources:
@@ -228,7 +237,7 @@ def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int
         needs=source.needs,
         layout=source.layout,
         tokenizer=tokenizer,
-        chat=chat_format(plan),
+        chat=prompt_format(plan),
         limits=TokenLimits(data.max_prompt_tokens, data.max_response_tokens, data.long_prompts),
         max_rows=max_rows,
     )
@@ -273,9 +282,9 @@ def prompt_lengths(plan: Plan) -> tuple[int, ...]:
 def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:
     """Return a sample of a file's examples.
 
-    None if the file or the tokenizer does not exist yet, or where responses are needed and the file has none.
+    None if the file, the tokenizer or the tools do not exist yet, or where responses are needed and the file has none.
     """
-    if tokenizer_run(plan, ()) is None or not is_present(source.path):
+    if tokenizer_run(plan, ()) is None or not is_present(source.path) or not _has_tools(plan):
         return []
     if with_responses:
         row, form, layout = read_rows(source.path)[0], source.form, source.layout
@@ -285,3 +294,23 @@ def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Examp
     needs: Needs = "responses" if with_responses else "prompts"
     examples = _loaded(plan, source, load_run_tokenizer(plan), needs, long_prompts).examples
     return examples[:: max(1, len(examples) // PLANNED_ROWS)]
+
+
+def first_rows(plan: Plan, number: int) -> list[tuple[Example, str]]:
+    """Return the first training rows, each with a text that stands for a turn of the policy: its response in the data,
+    else its prompt; none if the data does not exist yet."""
+    if tokenizer_run(plan, ()) is None or not _has_tools(plan):
+        return []
+    tokenizer, rows = load_run_tokenizer(plan), list[tuple[Example, str]]()
+    for source in data_sources(plan):
+        if source.is_training and is_present(source.path) and len(rows) < number:
+            texts = [example.responses[0] for example in _sampled(plan, source, with_responses=True)]
+            examples = _loaded(plan, source, tokenizer, "prompts", plan.spec.data.long_prompts, with_columns=True)
+            for place, example in enumerate(examples.examples[: number - len(rows)]):
+                rows.append((example, tokenizer.decode(texts[place] if place < len(texts) else example.prompt)))
+    return rows
+
+
+def _has_tools(plan: Plan) -> bool:
+    """Whether the code of the environment, whose tools are in prompts, is on this machine."""
+    return plan.spec.environment is None or has_code(plan.spec.environment)

@@ -12,6 +12,7 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, own_template, read_chat_format
 from flexrlhf.data.files import json_type
+from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.tokenizers import has_tokenizer, tokenizer_source
@@ -93,6 +94,12 @@ def chat_format(plan: Plan) -> ChatFormat:
     """Return which rows a chat template renders, and the template that the spec names."""
     data = plan.spec.data
     return replace(read_chat_format(data.chat, data.chat_template), control=data.control_tokens)
+
+
+def prompt_format(plan: Plan) -> ChatFormat:
+    """Return the chat format with the tools of the environment, whose code another process loads."""
+    environment = plan.spec.environment
+    return replace(chat_format(plan), tools=() if environment is None else tool_schemas(environment))
 
 
 def end_tokens(tokenizer: Any, template: str | None, policy: ModelSpec | None) -> tuple[int, ...]:

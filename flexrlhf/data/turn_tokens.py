@@ -1,0 +1,108 @@
+"""Token ids around the replies of an environment: tokens that the policy has sampled are never tokenised again.
+
+The prompt of the next turn is all ids so far, and the ids of the text that the chat template puts behind a turn: the
+rest of its end, the replies, and the beginning of the assistant's next turn. That text is rendered behind a short chat,
+so it is the template's own for the whole chat only if later turns leave earlier ones as they are, which is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts, own_template
+from flexrlhf.data.control_tokens import ControlTokens
+from flexrlhf.data.examples import Example
+from flexrlhf.data.forms import TextExample
+from flexrlhf.data.messages import Chat, Message
+
+Replies = Sequence[tuple[str, str]]
+"""Roles and contents of messages; role "": a text, which in a chat is a turn of the user."""
+_CACHED = 256
+"""Replies whose ids are kept: environments repeat short ones."""
+_BEFORE = "x"
+"""Text in front of a turn's end: some tokenizers write a space before a text."""
+
+
+class TurnTokens:
+    """Token ids around an environment's replies.
+
+    Raises UserError if the chat template renders earlier turns in another way once others follow, unless they are
+    bridged. Control tokens of the tokenizer in the texts of an environment are text.
+    """
+
+    def __init__(self, tokenizer: Any, chat: ChatFormat, bridge: bool = False) -> None:
+        """``bridge``: whether a template that changes earlier turns is taken, too."""
+        self._tokenizer, self._chat, self._controls = tokenizer, chat, ControlTokens(tokenizer)
+        self._is_bridged, self._checked = bridge, set[str]()
+        has_template = chat.template is not None or own_template(tokenizer, bool(chat.tools)) is not None
+        self._template = (
+            ChatTemplate(tokenizer, chat.template, chat.tools) if has_template and chat.use != "never" else None
+        )
+        self._end = () if self._template is None else self._special_end(self._template.turn_end())
+        if self._template is not None:
+            self._check("tool" if chat.tools else "user")
+        self._cached_reply = lru_cache(_CACHED)(self._chat_reply)
+
+    def prompt(self, example: Example, said: Replies) -> tuple[int, ...]:
+        """Return the prompt of a row with the messages of ``reset`` behind it."""
+        if self._template is None or not example.turns:
+            return (*example.prompt, *self._plain(said))
+        row = self._controls.mark_row(TextExample("", turns=example.turns), self._chat.control)
+        text = self._template.prompt((*row.turns, *self._messages(said)), is_bounded=False)
+        return tuple(self._controls.encode(text))
+
+    def reply(self, messages: Replies, is_ended: bool, is_chat: bool = True) -> tuple[int, ...]:
+        """Return the ids between a turn that was sampled and the next one.
+
+        is_ended:  whether the turn's last token is one that ends it; else the whole end is written.
+        is_chat:   whether the row is a chat; a text goes on with the texts of ``messages``. So does every row of a
+                   tokenizer without a chat template.
+        """
+        if self._template is None or not is_chat:
+            return self._plain(messages)
+        return self._cached_reply(self._messages(messages), is_ended)
+
+    def _chat_reply(self, messages: Chat, is_ended: bool) -> tuple[int, ...]:
+        assert self._template is not None, "a chat has a template"
+        for message in messages:
+            self._check(message.role)
+        ids = self._encode_behind(self._template.after_turn(messages))
+        # the end that was sampled stands for the template's
+        ends = (self._end, (self._tokenizer.eos_token_id,)) if is_ended else ()
+        return ids[next((len(end) for end in ends if end and ids[: len(end)] == end), 0) :]
+
+    def _check(self, role: str) -> None:
+        """Check once that the template writes a turn of ``role``, and leaves the turns before it as they are."""
+        assert self._template is not None, "a chat has a template"
+        if role in self._checked:
+            return
+        self._template.check_reply(role)
+        if not self._is_bridged:
+            self._template.check_turns_stay(role)
+        self._checked.add(role)
+
+    def _special_end(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a turn's end up to its first special token; none without one."""
+        ids = self._encode_behind(text)
+        special = [place for place, token in enumerate(ids) if token in self._tokenizer.added_tokens_decoder]
+        return ids[: special[0] + 1] if special else ()
+
+    def _encode_behind(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that follows another one."""
+        ids, (start,) = encode_with_cuts(_BEFORE + text, [len(_BEFORE)], self._controls.encode)
+        return tuple(ids[start:])
+
+    def _messages(self, messages: Replies) -> Chat:
+        """Return messages, marked; a text without characters is none."""
+        written = [(role or "user", _whole(content)) for role, content in messages if role or content]
+        return tuple(Message(role, self._controls.mark(content)) for role, content in written)
+
+    def _plain(self, messages: Replies) -> tuple[int, ...]:
+        return tuple(self._controls.encode(self._controls.mark(_whole("".join(content for _, content in messages)))))
+
+
+def _whole(text: str) -> str:
+    """Return a text with halves of surrogate pairs, which no tokenizer reads, replaced."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,0 +1,145 @@
+"""JSON schemas of tools: made by transformers in another process, with a sentence for each tool that has none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import plan_of
+from transformers.utils import get_json_schema
+
+from benchmarks.peers.chat_tokenizers import build_chat_tokenizer
+from benchmarks.peers.trl_turns import add, look_up
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.environments.tool_schemas import has_code, make_schemas, tool_schemas
+from flexrlhf.errors import UserError
+from flexrlhf.plan.run_data import load_run_data, present_inspections, turn_tokens
+
+OWN = '''
+import os
+from pathlib import Path
+Path(__file__).with_name("loaded").write_text(str(os.getpid()))
+
+async def now(zone: str = "utc") -> str:
+    """Return the time.
+
+    Args:
+        zone: A time zone.
+    """
+    return zone
+
+class Game:
+    """In TRL's form."""
+    def reset(self, **row): ...
+    def get_reward(self): return 1.0
+    def _hidden(self): ...
+    def guess(self, number: int) -> str:
+        """Guess a number.
+
+        Args:
+            number: The guess.
+        """
+
+class Steps:
+    def reset(self, row, seed): ...
+    def step(self, reply): ...
+    def helper(self): ...
+
+def undocumented(a: int): ...
+def untyped(a):
+    """Do it.
+
+    Args:
+        a: A value.
+    """
+def unexplained(a: int):
+    """Do it."""
+'''
+
+
+def names(tools: tuple[Any, ...]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def test_schemas_are_made_elsewhere_once(tmp_path: Path) -> None:
+    """Of functions, one of them async, of a module, and of a class in TRL's form; another class has no tools."""
+    file = tmp_path / "own_tools.py"
+    file.write_text(OWN)
+    module = "benchmarks.peers.trl_turns"
+    settings = EnvironmentSpec(path=f"{file}:Game", tools=(f"{module}:add", f"{file}:now", f"{module}:look_up"))
+    assert has_code(settings)
+    tools = tool_schemas(settings)
+    assert names(tools) == ["add", "now", "look_up", "guess"]
+    assert (tools[0], tools[2]) == (get_json_schema(add), get_json_schema(look_up))
+    loader = (tmp_path / "loaded").read_text()
+    assert int(loader) != os.getpid()
+    (tmp_path / "loaded").unlink()
+    assert tool_schemas(settings) == tools and not (tmp_path / "loaded").exists()
+    assert tool_schemas(EnvironmentSpec(path="verifiers:wordle")) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("undocumented", "Cannot generate JSON schema for undocumented because it has no docstring!"),
+        ("untyped", "Argument a is missing a type hint in function untyped"),
+        ("unexplained", "because the docstring has no description for the argument 'a'"),
+    ],
+)
+def test_a_tool_without_a_schema_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
+    file = tmp_path / f"{name}_tools.py"
+    file.write_text(OWN)
+    made, none = make_schemas((f"{file}:{name}", f"{file}:Steps"))
+    assert none == []
+    assert isinstance(made, str) and sentence in made and "\n" not in made
+
+
+def test_wrong_tools_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("def add(a: int):\n    pass\nraise SystemExit('stop here')\n")
+
+    def refused(*tools: str) -> str:
+        with pytest.raises(UserError) as caught:
+            tool_schemas(EnvironmentSpec(tools=tuple(f"{tmp_path}/{tool}" for tool in tools)))
+        return str(caught.value)
+
+    assert "environment.tools.1: " in refused("tools.py:now", "tools.py:untypd")
+    assert "defines no 'untypd' (did you mean 'untyped'?)" in refused("tools.py:untypd")
+    assert "no file" in refused("tool.py:now") and "tools.py" in refused("tool.py:now")
+    assert not has_code(EnvironmentSpec(tools=(f"{tmp_path}/tool.py:now",)))
+    assert make_schemas((f"{tmp_path}/broken.py:add",)) == [
+        "could not be loaded: SystemExit: stop here (broken.py, line 3)"
+    ]
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\ndef add(a: int): ...\n")
+    assert refused("ends.py:add") == "environment: its tools ended the process that loads them, exit code 3"
+    again = f"{tmp_path}/tools.py:now: there is another tool named 'now'"
+    assert refused("tools.py:now", "tools.py:now").startswith(f"environment.tools.1: {again}")
+
+
+def test_the_prompts_of_a_run_have_its_tools(tmp_path: Path) -> None:
+    """In its examples, in its episodes, and in the counts of its plan, which has none before the tools are there."""
+    tokenizer = build_chat_tokenizer("qwen2_5", tmp_path / "tokenizer")
+    turns = [{"role": "user", "content": "What is 2 + 3?"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
+    settings = (
+        f"data.path={tmp_path}/rows.jsonl",
+        f"data.tokenizer={tmp_path}/tokenizer",
+        "data.max_prompt_tokens=2000",
+    )
+    sizes = "models.{}={{init: {{model_type: llama, vocab_size: 400, hidden_size: 8, num_attention_heads: 1}}}}"
+    models = [sizes.format(role) for role in ("actor", "reward")]
+
+    def plan(tool: str) -> Any:
+        return plan_of(None, 1, *settings, *models, f"environment={{tools: ['{tool}']}}")
+
+    expected = tokenizer.apply_chat_template(turns, tools=[add], add_generation_prompt=True)["input_ids"]
+    run = plan("benchmarks.peers.trl_turns:add")
+    (example,) = load_run_data(run).examples
+    assert list(example.prompt) == expected and example.turns
+    assert list(turn_tokens(run, tokenizer).prompt(example, ())) == expected
+    ((_, found),) = present_inspections(run, ())
+    assert found.counts.prompts == (len(expected),)
+    assert list(present_inspections(plan(f"{tmp_path}/later.py:add"), ())) == []
