@@ -57,6 +57,7 @@ NOT_COUNTED = {
     "no_tokens": "no token of theirs is to be trained on, by the data or a user's function",
     "skipped": "no optimizer step was made on them, since its gradient was not finite",
     "frozen": "the first trained role is not trained yet (freeze_actor_steps)",
+    "failed_episode": "the environment failed",
 }
 """Reasons for which rows are left out, and their definitions."""
 
@@ -122,6 +123,12 @@ METRICS = (
         "prompts of responses in segments that the step before left out, and a further prompt is taken in place of",
         "sum",
     ),
+    Metric("turns_mean", "turns", "turns of the policy in an episode", progress=True),
+    Metric("reply_length_mean", "reply_length", "tokens of the environment's replies in an episode"),
+    Metric("episode_ended", "episode_ended", "share of episodes that the environment has ended"),
+    Metric("episode_failed", "episode_failed", "share of episodes whose environment failed", is_problem=True),
+    Metric("tool_calls", "calls", "calls of tools in an episode"),
+    Metric("tool_calls_failed", "failed_calls", "share of calls that could not be made, or raised", over="calls"),
     Metric("rows_trained", "rows_trained", "rows of the step that are trained on", "sum"),
     *(Metric(f"rows_{name}", f"rows_{name}", f"rows filtered: {text}", "sum") for name, text in FILTERED.items()),
     *(Metric(f"rows_{name}", f"rows_{name}", f"rows not counted: {text}", "sum") for name, text in NOT_COUNTED.items()),
@@ -284,6 +291,8 @@ METRICS = (
         "share of responses to evaluation prompts with a score of at least eval.pass_score",
     ),
     Metric("eval_pass_at_k", "eval_pass_at_k", "share of evaluation prompts with such a response among eval.pass_at"),
+    Metric("eval_turns_mean", "eval_turns", "turns of the policy in an episode of an evaluation prompt"),
+    Metric("eval_episode_failed", "eval_episode_failed", "share of these episodes whose environment failed"),
     Metric(
         "eval_truncated",
         "eval_truncated",
@@ -313,6 +322,11 @@ METRICS = (
         "response tokens of the step / seconds; sft: tokens trained on; without either left out",
     ),
     Metric("time_generate", "time_generate", f"{SHARE_OF_TIME} generation"),
+    Metric(
+        "time_interact",
+        "time_interact",
+        f"{SHARE_OF_TIME} starting calls of environments; waiting for their replies is time_wait",
+    ),
     Metric("time_forward", "time_forward", f"{SHARE_OF_TIME} forward passes of models: log-probs, values, scores"),
     Metric("time_score", "time_score", f"{SHARE_OF_TIME} reward functions, services and rules"),
     Metric("time_train", "time_train", f"{SHARE_OF_TIME} training: forward, backward, gradients, optimizer"),

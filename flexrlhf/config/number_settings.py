@@ -17,13 +17,15 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 
-OF_RUN = frozenset({"algorithm", "data", "reward", "cost", "eval", "seed"})
+OF_RUN = frozenset({"algorithm", "data", "reward", "cost", "environment", "eval", "seed"})
 OF_MODELS = frozenset({"path", "init", "share", "lora", "optimizer", "retokenize", "max_text_tokens"})
 """Settings of each model."""
 HOW_SCORED = frozenset(
     {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
 )
 """Settings of a source of scores that change how it is called, not the scores."""
+HOW_PLAYED = frozenset({"processes", "timeout_seconds", "seconds", "memory_mb", "open_files", "max_failures"})
+"""Settings of an environment that change how it is called, not what it says."""
 PATHS = frozenset({"path", "tokenizer", "chat_template"})
 """Settings that name a file or directory."""
 
@@ -69,6 +71,8 @@ def number_settings(spec: Spec) -> dict[str, Any]:
         raw[section] = raw[section] and [
             {key: value for key, value in source.items() if key not in HOW_SCORED} for source in raw[section]
         ]
+    if raw["environment"] is not None:
+        raw["environment"] = {key: value for key, value in raw["environment"].items() if key not in HOW_PLAYED}
     raw["models"] = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }

@@ -14,6 +14,7 @@ from pydantic import Field, StrictBool, model_validator
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec
 from flexrlhf.config.engines import ENGINES, facts_of
+from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ModelsSpec
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
 from flexrlhf.config.placement_settings import ClusterSpec, PlacementMap
@@ -238,6 +239,7 @@ class Spec(StrictModel):
     data: DataSpec
     reward: Sources | None = Field(None, description="where scores come from; null: models.reward alone")
     cost: Sources | None = Field(None, description="where costs come from; null: models.cost alone")
+    environment: EnvironmentSpec | None = Field(None, description="null: a response is one turn, without replies")
     steps: int = Field(100, ge=1, le=10**9, description="training steps, each on one batch of prompts")
     seed: int = Field(0, ge=0, lt=2**63, description="of the data order, of sampling and of random weights")
     cluster: ClusterSpec = ClusterSpec()

@@ -299,7 +299,8 @@ class Engine(Protocol):
                           outside the response.
 
         A batch with ``responses`` (n, R) and their ``response_mask`` continues these; ``noise_step``, int64 (n,), is
-        the step of each row's noise. Log-probs are then of the new tokens alone.
+        the step of each row's noise, and ``searched_from``, int64 (n,), its tokens that stop strings are not searched
+        in. Log-probs are then of the new tokens alone.
         """
         ...
 
@@ -367,6 +368,11 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the model and whatever its library has started. No method may be called afterwards."""
         ...
+
+
+def searched_from(batch: Batch) -> list[int]:
+    """Return the tokens of each given response that stop strings are not searched in."""
+    return batch.columns.get("searched_from", torch.zeros_like(batch.rows)).tolist()
 
 
 def moments(values: Tensor, weights: Tensor | None = None) -> Tensor:

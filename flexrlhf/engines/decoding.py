@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.base import Batch, Sampling, searched_from
 from flexrlhf.engines.prefill import Prefill
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
 
@@ -141,11 +141,13 @@ class Decoding:
         self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
 
     def _given_responses(self) -> list[list[int]]:
-        """Return the tokens that each response has before it is continued."""
+        """Return the tokens of each response, before it is continued, in which stop strings are searched."""
         lengths = self._contexts.lengths.tolist()
         if "responses" not in self._batch.columns:
             return [[] for _ in lengths]
-        return [row[:length] for row, length in zip(self._batch["responses"].tolist(), lengths, strict=True)]
+        firsts = searched_from(self._batch)
+        rows = zip(self._batch["responses"].tolist(), firsts, lengths, strict=True)
+        return [row[first:length] for row, first, length in rows]
 
     def calls(self, num_rows: int) -> Iterator[bool]:
         """Decode at most ``num_rows`` rows at a time, longest prompts first; yield True before each model call."""

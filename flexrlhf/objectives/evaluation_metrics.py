@@ -28,7 +28,7 @@ def diversity(_: Any, batch: Batch, context: CombineContext) -> tuple[Columns, M
     """Return distinct-2, different bigrams / bigrams over all responses (Li et al. 2016), and response lengths."""
     mask = batch["response_mask"].bool()
     responses = batch["tokens"][:, -mask.shape[1] :].long()
-    bigrams = (responses[:, :-1] << 32 | responses[:, 1:])[mask[:, 1:]]
+    bigrams = (responses[:, :-1] << 32 | responses[:, 1:])[mask[:, :-1] & mask[:, 1:]]
     gathered = context.reducer.gather(bigrams)
     share = mask.new_tensor([len(torch.unique(gathered)) / max(len(gathered), 1)], dtype=torch.float64)
     return {}, {"eval_distinct_2": moments(share), "eval_response_length": moments(mask.sum(1).float())}

@@ -18,6 +18,7 @@ from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages, remax_advantages, safe_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
+from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores, likelihood, pair_accuracy
 from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
 from flexrlhf.objectives.losses import (
@@ -74,6 +75,7 @@ COMBINES: dict[str, Combine] = {
     "pair_accuracy": pair_accuracy,
     "preference_accuracy": preference_accuracy,
     "diversity": diversity,
+    "episodes": episodes,
     "held_out_scores": evaluation_scores,
     "parity": parity,
     "reward": weighted_scores,
@@ -83,7 +85,10 @@ COMBINES: dict[str, Combine] = {
 
 def settings_of(function: str, spec: Spec) -> Any:
     """Return the section of the YAML that a combine reads: the algorithm's, unless it has one of its own."""
-    others = {"parity": spec.rollout, "reward": spec.reward, "cost": spec.cost, "held_out_scores": spec.eval}
+    others: dict[str, object] = {
+        **{"parity": spec.rollout, "reward": spec.reward, "cost": spec.cost},
+        **{"held_out_scores": spec.eval, "episodes": spec.environment},
+    }
     return others.get(function, spec.algorithm)
 
 

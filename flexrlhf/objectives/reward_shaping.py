@@ -17,8 +17,8 @@ from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.columns import CALLED, STEP_ENDS, plain
-from flexrlhf.operators.outcomes import CODES
+from flexrlhf.operators.columns import CALLED, ENVIRONMENT, STEP_ENDS, plain
+from flexrlhf.operators.outcomes import CODES, EPISODES
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     """
     truncated = 1 - batch["finished"].float()
     scores_before, outcomes = raw_scores(spec, batch, context)
-    counts, finite = outcomes == 0, outcomes != CODES["invalid_score"]
+    counts, invalid = outcomes == 0, outcomes == CODES["invalid_score"]
+    finite = ~invalid & (outcomes != CODES["failed_episode"])
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
     # with bootstrap the critic's value replaces the score of a truncated response
     scored = counts & (truncated == 0) if spec.truncation == "bootstrap" else counts
@@ -68,7 +69,7 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     statistics = {
         "reward": moments(scores_before, finite),
         "shaped_score": moments(penalised, scored),
-        "score_invalid": moments((~finite).float()),
+        "score_invalid": moments(invalid.float()),
         "response_length": moments(batch["response_mask"].float().sum(1)),
         "truncated": moments(truncated),
     }
@@ -80,12 +81,17 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
 def raw_scores(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple[Tensor, Tensor]:
     """Return scores (n,), 0 for one that is not finite, and uint8 (n,): codes of why responses do not count.
 
-    Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
+    The score of an episode that failed is not read. Raises RunStopped for others that are not finite, with
+    ``invalid_scores: stop``.
     """
-    finite = finite_scores(spec, batch, batch["scores"], context)
+    scores, has_failed = batch["scores"], torch.zeros_like(batch["finished"], dtype=torch.bool)
+    if "episode" in batch.columns:
+        has_failed = batch["episode"] == EPISODES["failed"]
+        scores = scores.masked_fill(has_failed, 0.0)
+    finite = finite_scores(spec, batch, scores, context)
     is_masked = (batch["finished"] == 0) & (spec.truncation == "mask")
     outcomes = (is_masked.to(torch.uint8) * CODES["truncated"]).masked_fill(~finite, CODES["invalid_score"])
-    return batch["scores"].where(finite, 0.0), outcomes
+    return scores.where(finite, 0.0), outcomes.masked_fill(has_failed, CODES["failed_episode"])
 
 
 def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, context: CombineContext) -> Tensor:
@@ -165,18 +171,23 @@ def last_positions(mask: Tensor) -> Tensor:
     return (mask.shape[1] - 1 - mask.flip(1).long().argmax(1)) * mask.any(1)
 
 
-def weighted_scores(sources: Sources, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
+def weighted_scores(sources: Sources | None, batch: Batch, _: CombineContext) -> tuple[Columns, Moments]:
     """Return ``scores`` (n,), ``token_scores`` (n, R), and ``step_ends`` (n, R) if a source scores steps.
 
-    Scores of whole responses are on their last tokens; scores of functions and services are weighted already. Of a
-    model with steps only the tokens that end one count.
+    Scores of whole responses are on their last tokens; scores of functions and services are weighted already, as an
+    environment's rewards are. Of a model with steps only the tokens that end one count. An episode that failed has the
+    score NaN. ``sources``: None: the model of that name, or the environment alone.
     """
-    weights = {source.model: source.weight for source in sources if isinstance(source, ModelSource)} | {CALLED: 1.0}
+    given = {source.model: source.weight for source in sources or () if isinstance(source, ModelSource)}
+    found = dict.fromkeys(name.partition(".")[2] for name in batch.columns if plain(name) in ("scores", "token_scores"))
+    weights = {source: given.get(source, 1.0) for source in (*given, *found)}
     mask = batch["response_mask"]
     total, by_token = torch.zeros(len(batch), device=mask.device), torch.zeros_like(mask, dtype=torch.float32)
     for source, weight in weights.items():
         if f"token_scores.{source}" in batch.columns:
             counted = batch.columns.get(f"step_ends.{source}", mask) if source != CALLED else mask
+            if source == ENVIRONMENT:
+                counted = torch.ones_like(mask)
             tokens = (weight * batch[f"token_scores.{source}"]).where(counted.bool(), 0.0)
             total, by_token = total + tokens.sum(1), by_token + tokens
         elif f"scores.{source}" in batch.columns:

@@ -59,6 +59,10 @@ COLUMNS = {
         Column("selected_tokens", "response", "uint8"),
         Column("reference_point", "row", "float32"),
         Column("outcome", "row", "uint8"),
+        Column("episode", "row", "uint8"),
+        Column("turns", "row", "int32"),
+        Column("calls", "row", "int32"),
+        Column("failed_calls", "row", "int32"),
         Column("data_position", "row", "int32"),
     )
 }
@@ -79,6 +83,11 @@ STEP_ENDS = "step_ends"
 CALLED, GENERATED, MISMATCHED, PTX = "called", "drawn", "mismatched", "ptx"
 """Qualifiers of columns: that functions, services and rules write; that are generated where the data set has responses,
 too; of responses to other prompts than their own; of pretraining texts."""
+OPENED, TURN, ENVIRONMENT = "opened", "turn", "environment"
+"""Qualifiers of columns: of prompts as an episode begins; of a response before its last turn has a reply; of what
+environments write."""
+REWARDS = f"token_scores.{ENVIRONMENT}"
+"""Column of the environment's rewards, each on the last token of its turn; NaN in an episode that failed."""
 FINAL_OUTCOME = "outcome.final"
 """Outcome of a row after its training, in the store of the rank that trains it."""
 LONGER = 2

@@ -20,12 +20,12 @@ LOSSES: Mapping[str, bool] = {
 }
 """Loss in ``objectives/functions.py`` → whether it compares the chosen and the rejected response to a prompt."""
 COMBINES = frozenset(
-    ("best_of_group", "covariant_tokens", "cost", "diversity", "group_advantages", "held_out_scores")
+    ("best_of_group", "covariant_tokens", "cost", "diversity", "episodes", "group_advantages", "held_out_scores")
     + ("likelihood", "pair_accuracy", "parity", "ppo_advantages", "preference_accuracy", "reference_point")
     + ("reinforce_advantages", "rejection", "remax_advantages", "reward", "safe_advantages")
 )
 """Combines there."""
-OperatorKind = CallKind | Literal["score", "retokenize", "combine"]
+OperatorKind = CallKind | Literal["interact", "score", "retokenize", "combine"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Operator:
     """One step of an algorithm: a model call, or a computation next to a model.
 
     A combine is mathematics on columns; a score calls functions and services; a retokenize encodes texts for a model
-    with another tokenizer.
+    with another tokenizer; an interact calls the environments of the rows.
 
     name:         unique in the graph.
-    kind:         generate, forward, train, score, retokenize or combine.
+    kind:         generate, forward, train, interact, score, retokenize or combine.
     role:         the role whose model computes it, or on whose ranks it runs.
     reads:        columns that it reads.
     writes:       columns that it writes; none for a train and for statistics.
@@ -61,6 +61,8 @@ class Operator:
     is_by_row:    samples of a prompt may be missing, since they are trained on in other steps.
     is_repeated:  it runs once for each attempt of dynamic sampling, on the rows of that attempt.
     earlier:      columns that it also reads of the rows of earlier attempts.
+    turns:        times that it runs in a step, taking turns with the other operator that has some; 0: once.
+    continues:    columns that it also reads as the other one has left them in the turn before.
     """
 
     name: str
@@ -86,6 +88,8 @@ class Operator:
     is_by_row: bool = False
     is_repeated: bool = False
     earlier: tuple[str, ...] = ()
+    turns: int = 0
+    continues: tuple[str, ...] = ()
 
     @property
     def call(self) -> CallKind | None:
@@ -116,9 +120,14 @@ class Operator:
         return self.kind == "generate" and not self.is_greedy
 
     @property
+    def completes_responses(self) -> bool:
+        """Whether the responses that are trained on are as it writes them: by the last turn, if it has several."""
+        return self.kind == "interact" if self.turns else self.samples_responses
+
+    @property
     def reads_texts(self) -> bool:
         """Whether it reads the rows of the data set as text."""
-        return self.kind in ("score", "retokenize")
+        return self.kind in ("interact", "score", "retokenize")
 
     @property
     def reads_data(self) -> bool:
@@ -264,6 +273,7 @@ EVALUATION_METRICS: Mapping[str, tuple[str, ...]] = {
     "likelihood": ("eval_nll",),
     "pair_accuracy": ("eval_accuracy",),
     "preference_accuracy": ("eval_accuracy", "eval_preference_margin"),
+    "episodes": ("eval_turns_mean", "eval_episode_failed"),
     "diversity": ("eval_distinct_2", "eval_response_length"),
     "held_out_scores": (
         *("eval_reward_mean", "eval_reward_std", "eval_pass_at_1", "eval_pass_at_k"),

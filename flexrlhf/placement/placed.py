@@ -227,12 +227,15 @@ class Placement:
         Else the trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
         """
         role = operator.role
-        if operator.name in self.operators:
-            return self[self.operators[operator.name]]
+        # environments are where the policy's turns are
+        generates = operator.kind in ("generate", "interact")
+        name = "generate" if operator.kind == "interact" else operator.name
+        if name in self.operators:
+            return self[self.operators[name]]
         if operator.kind == "train" or operator.on_trained:
             return self[role]
         engine = ModelName.of(role, ROLLOUT)
-        if operator.kind == "generate" and engine in self:
+        if generates and engine in self:
             return self[engine]
         copy = self.inference_copy(role)
         return self[role] if operator.kind == "forward" and copy.rollout is not None else copy

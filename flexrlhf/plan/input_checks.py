@@ -11,6 +11,7 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import is_present
+from flexrlhf.environments.sources import check_package
 from flexrlhf.errors import UserError, nearest, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages
@@ -73,6 +74,7 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
         sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
         if is_run:
             check_packages(plan.placement)
+            check_package(None if plan.spec.environment is None else plan.spec.environment.path)
         for name, sources in sections.items():
             (check_sources if is_run else check_forms)(sources, name)
         has_functions = is_run or all([check_present_functions(sources, name) for name, sources in sections.items()])

@@ -28,6 +28,7 @@ from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
 from flexrlhf.plan.attempts import with_attempts
 from flexrlhf.plan.cache_size import with_residency
 from flexrlhf.plan.engine_checks import check_engines
+from flexrlhf.plan.episodes import with_episodes
 from flexrlhf.plan.hub_names import with_snapshots
 from flexrlhf.plan.model_checks import check_models
 from flexrlhf.plan.models import (
@@ -98,7 +99,7 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
         )
         graph = replace(graph, operators=tuple(operators))
     graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
-    graph = with_attempts(with_segments(graph, spec), spec)
+    graph = with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
     return behind_training(graph, placement) if spec.schedule.lag and placement.models else graph
 
 

@@ -13,6 +13,7 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.episodes import processes_of
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
@@ -42,6 +43,7 @@ def format_plan(plan: Plan) -> str:
         *([_titled("preset", preset_lines(spec))] if spec.algorithm.like is not None else []),
         _titled("batch", _batch(plan)),
         _titled("placement", _placement(plan)),
+        *([_titled("environment", lines)] if (lines := list(_environment(plan))) else []),
         _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
         _titled("overlap", _overlap(plan)),
         _titled("process groups", _groups(plan)),
@@ -200,6 +202,26 @@ def _placement(plan: Plan) -> list[str]:
     lines += [f"rollout.engine: auto is {plan.choice}"] if plan.choice else []
     lines += [f"rollout.kv_tokens: not written, {plan.cache}"] if plan.cache else []
     return lines + [f"warning: {text}" for text in plan.placement.warnings]
+
+
+def _environment(plan: Plan) -> Iterator[str]:
+    """Yield the environment, its processes by rank, and the limits of its turns."""
+    environment = plan.spec.environment
+    played = next((each for each in plan.graph.operators if each.kind == "interact"), None)
+    if environment is None or played is None:
+        return
+    layout = plan.placement.copy_for(played).layout
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for replica, members in enumerate(layout.replica_sets):
+        ranks[processes_of(environment, layout, replica)].append(members[0])
+    parts = [
+        f"{counted(number, 'process')} of {'each of ' * (len(mine) > 1)}{ranks_text(tuple(mine))}"
+        for number, mine in ranks.items()
+    ]
+    tokens = "" if environment.turn_tokens is None else f" of at most {environment.turn_tokens} tokens"
+    yield f"{environment.name}: {', '.join(parts)}"
+    turns = f"at most {counted(environment.max_turns, 'turn')}{tokens}"
+    yield f"{turns}; a reply may take {environment.timeout_seconds:g} s"
 
 
 def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from flexrlhf.config.reward_sources import ModelSource, RewardSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import CALLED, STEP_ENDS, TEXT, column_of, plain, qualified
+from flexrlhf.operators.columns import CALLED, REWARDS, STEP_ENDS, TEXT, column_of, plain, qualified
 from flexrlhf.operators.graph import Graph, Operator
 
 SECTIONS = ("reward", "cost")
@@ -25,11 +25,16 @@ SECTIONS = ("reward", "cost")
 def with_sources(graph: Graph, spec: Spec) -> Graph:
     """Return ``graph`` with the sources of ``spec``. Raises UserError if the algorithm uses no such scores."""
     for section, sources in (("reward", spec.reward), ("cost", spec.cost)):
-        if sources is None or sources == (ModelSource(model=section),):
+        has_rewards = section == "reward" and spec.environment is not None
+        if has_rewards and sources is None:
+            sources = () if spec.models.reward is None else (ModelSource(model=section),)
+        elif sources is None or (sources == (ModelSource(model=section),) and not has_rewards):
             continue  # the graph has a model of that name
         if not any(_scores(operator, section) for operator in graph.operators):
+            if has_rewards and spec.reward is None:
+                continue  # episodes are refused by what they are
             raise UserError(f"{section}: {spec.algorithm.name} uses no such scores; remove it")
-        graph = _with_section(graph, section, sources)
+        graph = _with_section(graph, section, sources, has_rewards)
     if _reads_ends(graph.operators) and STEP_ENDS not in graph.producers:
         raise UserError(
             "algorithm.supervision: process needs a source of reward with level: step; give one, or use outcome"
@@ -45,7 +50,8 @@ def _scores(operator: Operator, section: str) -> bool:
     return operator.kind == "forward" and operator.role == section
 
 
-def _with_section(graph: Graph, section: str, sources: Sources) -> Graph:
+def _with_section(graph: Graph, section: str, sources: Sources, has_rewards: bool) -> Graph:
+    """Return ``graph`` with the ``sources`` of a section. ``has_rewards``: whether an environment is a further one."""
     models = tuple(dict.fromkeys(source.model for source in sources if isinstance(source, ModelSource)))
     _check_names(section, sources, models)
 
@@ -54,7 +60,11 @@ def _with_section(graph: Graph, section: str, sources: Sources) -> Graph:
         return tuple(
             each
             for operator in operators
-            for each in (_replaced(operator, section, sources, with_ends) if _scores(operator, section) else [operator])
+            for each in (
+                _replaced(operator, section, sources, with_ends, has_rewards)
+                if _scores(operator, section)
+                else [operator]
+            )
         )
 
     # a graph of a user's own need not have a role that no model takes
@@ -75,10 +85,13 @@ def _check_names(section: str, sources: Sources, models: tuple[str, ...]) -> Non
         raise UserError(f"{section}: a model stands there twice; give each of {', '.join(models)} once")
 
 
-def _replaced(operator: Operator, section: str, sources: Sources, with_ends: bool) -> Iterator[Operator]:
+def _replaced(
+    operator: Operator, section: str, sources: Sources, with_ends: bool, has_rewards: bool
+) -> Iterator[Operator]:
     """Yield the operators that take the place of ``operator``, a forward of the section's model.
 
-    ``with_ends``: whether the ends of steps are read, too.
+    with_ends:    whether the ends of steps are read, too.
+    has_rewards:  whether the environment's rewards are added.
     """
     models = [source for source in sources if isinstance(source, ModelSource)]
     called = [source for source in sources if not isinstance(source, ModelSource)]
@@ -87,10 +100,13 @@ def _replaced(operator: Operator, section: str, sources: Sources, with_ends: boo
     own = _columns_of(sources, "", suffix, with_ends)
     texts = (*operator.reads, f"response_mask{operator.suffix}", f"finished{operator.suffix}")
     call = replace(operator, kind="score", role="actor", function=section, suffix=suffix)
-    if not models:
+    if not models and not has_rewards:
         yield replace(call, reads=texts, writes=own)
         return
     parts: list[str] = []
+    if has_rewards:
+        parts.append(f"{REWARDS}{suffix}")
+        own = tuple(dict.fromkeys((*own, f"token_scores{suffix}")))
     for source in models:
         name = f"{'scores' if source.level == 'answer' else 'token_scores'}.{source.model}{suffix}"
         yield replace(operator, name=f"{operator.name}_{source.model}", role=source.model, writes=(name,))

@@ -66,7 +66,8 @@ class Instruction:
 
     @property
     def proceeds_in_background(self) -> bool:
-        """Whether ranks begin it and go on: rows that move, and weights that are stored when they are used."""
+        """Whether ranks begin it and go on: rows that move, weights that are stored when they are used, replies of
+        environments."""
         return False
 
 
@@ -118,16 +119,21 @@ class _OfModel(_Periodic):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Instruction):
-    """One operator on one placed model, over whole mini-batches, or on the rows of one ``attempt`` of them."""
+    """One operator on one placed model, over whole mini-batches, or on the rows of one ``attempt`` of them.
+
+    turn:  of an operator with several; 0 of others.
+    """
 
     operator: Operator
     model: ModelName
     mini_batches: range
     attempt: int | None = None
+    turn: int = 0
 
     @property
     def uses(self) -> tuple[ModelName, ...]:
-        return (self.model,)
+        # environments reply without the policy's weights
+        return () if self.operator.kind == "interact" else (self.model,)
 
     @property
     def period(self) -> int:
@@ -136,6 +142,15 @@ class Run(Instruction):
     @property
     def is_rare(self) -> bool:
         return self.operator.is_rare
+
+    @property
+    def proceeds_in_background(self) -> bool:
+        return self.operator.kind == "interact"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a later turn changes the columns that it writes."""
+        return self.turn + 1 < self.operator.turns
 
     @property
     def is_statistic(self) -> bool:
@@ -147,6 +162,8 @@ class Run(Instruction):
         if not common_range(self.mini_batches, writer.mini_batches):
             return False
         reads = columns_read(self.operator, self.attempt, writer.attempt)
+        if self.operator.turns and writer.operator.turns and writer.turn != self.turn:
+            reads = self.operator.continues if writer.turn == self.turn - 1 else ()
         return not set(writer.operator.writes).isdisjoint(reads)
 
     def due(self, step: int, steps: int) -> bool:
@@ -155,7 +172,8 @@ class Run(Instruction):
 
     @property
     def label(self) -> str:
-        return f"{self.operator.name} on {self.model}"
+        turn = f", turn {self.turn}," if self.operator.turns else ""
+        return f"{self.operator.name}{turn} on {self.model}"
 
 
 def columns_read(operator: Operator, attempt: int | None, of_attempt: int | None) -> tuple[str, ...]:
@@ -334,9 +352,12 @@ class Reload(_Residence):
     """Transfer of them back to the device."""
 
 
-Work = Literal["generate", "forward", "score", "train", "combine", "move", "sync", "offload", "evaluate", "save"]
+Work = Literal[
+    "generate", "interact", "forward", "score", "train", "combine", "move", "sync", "offload", "evaluate", "save"
+]
 TITLES: Mapping[Work, str] = {
     "generate": "generation",
+    "interact": "environments",
     "forward": "forward passes",
     "score": "functions, services and rules",
     "train": "training",

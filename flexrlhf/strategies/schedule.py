@@ -112,10 +112,12 @@ def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, 
 def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
     """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded.
 
-    Rows of a later attempt depend on the scores of an earlier one.
+    Rows of a later attempt depend on the scores of an earlier one; chunks of episodes take turns, so that one generates
+    while the environments of another reply.
     """
     chunks: list[range] = []
-    for instruction in instructions[instructions.index(run) + 1 :] if run.attempt is None else ():
+    is_alone = run.attempt is not None or run.operator.turns > 0
+    for instruction in () if is_alone else instructions[instructions.index(run) + 1 :]:
         if isinstance(instruction, Offload) and instruction.model == run.model:
             break
         if isinstance(instruction, Run) and (instruction.operator, instruction.model) == (run.operator, run.model):
@@ -131,6 +133,7 @@ class OperatorTask:
     tick:        wave + chunk: tasks of one tick may overlap.
     is_awaited:  a child process computes it.
     is_attempt:  whether its chunk is an attempt.
+    turn:        of an operator with several.
     """
 
     operator: Operator
@@ -139,6 +142,12 @@ class OperatorTask:
     tick: int
     is_awaited: bool = False
     is_attempt: bool = False
+    turn: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a later turn changes the columns that it writes."""
+        return self.turn + 1 < self.operator.turns
 
     @property
     def attempt(self) -> int | None:
@@ -147,7 +156,8 @@ class OperatorTask:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        return self.tick, (self.wave > 0) != self.is_awaited, -self.wave
+        feeds_others = self.wave == 0 or self.operator.turns > 0
+        return self.tick, feeds_others == self.is_awaited, -self.wave
 
 
 def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
@@ -167,9 +177,12 @@ def make_tasks(
 ) -> list[OperatorTask]:
     """Return tasks in schedule order: by tick, inside it generation, then the deepest wave, then in graph order.
 
-    Attempts of dynamic sampling follow one another, and all other operators the last of them.
+    Attempts of dynamic sampling follow one another, and all other operators the last of them. So do turns of episodes,
+    of which each chunk has one before any has the next.
     """
     whole = whole_step(graph, placement)
+    num_turns, chunks = max((operator.turns for operator in graph.operators), default=0), shape.num_chunks
+    opening = {parent.name for each in graph.operators if each.turns for parent in graph.parents(each)}
     taken = [graph.waves[operator.name] for operator in graph.operators if operator.is_repeated]
     depth = max(taken, default=-1) + 1
     tasks = []
@@ -183,10 +196,20 @@ def make_tasks(
             last = (shape.attempts - 1) * depth
             tasks.append(OperatorTask(operator, wave, None, wave + last, awaited))
             continue
-        if operator.name in whole or shape.num_chunks == 1:
-            tasks.append(OperatorTask(operator, wave, None, wave + shape.num_chunks - 1, awaited))
-        else:
-            tasks += [OperatorTask(operator, wave, chunk, wave + chunk, awaited) for chunk in range(shape.num_chunks)]
+        is_whole = operator.name in whole or chunks == 1
+        for chunk in (None,) if is_whole else range(chunks):
+            number = chunks - 1 if chunk is None else chunk
+            if operator.turns:
+                tasks += [
+                    OperatorTask(operator, wave, chunk, wave + 2 * (chunks * turn + number), awaited, turn=turn)
+                    for turn in range(num_turns)
+                ]
+            else:
+                passed = number
+                if num_turns and operator.name not in opening:
+                    # in the tick in which the next chunk asks for its last replies
+                    passed = 2 * (chunks * (num_turns - 1) + number) + 1
+                tasks.append(OperatorTask(operator, wave, chunk, wave + passed, awaited))
     return sorted(tasks, key=lambda task: task.order)
 
 
@@ -216,13 +239,23 @@ class Builder:
         self._prompts = lru_cache(maxsize=None)(self.shape.prompts_on)
 
     def emit(self, tasks: list[OperatorTask]) -> list[Instruction]:
-        """Return, wave by wave and chunk by chunk, the runs, then the moves of their columns to later readers."""
+        """Return, wave by wave and chunk by chunk, the runs, then the moves of their columns to later readers.
+
+        What environments write moves when it is first read, since a move waits for them: the next chunk comes before.
+        """
         out: list[Instruction] = []
-        for _, wave in groupby(tasks, key=lambda task: task.order):
+        held: dict[int, list[Move]] = {}
+        for (tick, *_), wave in groupby(tasks, key=lambda task: task.order):
             members = list(wave)
+            if not members[0].operator.turns:
+                out += [each for earlier in [t for t in held if t + 1 < tick] for each in held.pop(earlier)]
             out += [self.run(task) for task in members]
-            out += self.moves(members, tasks)
-        return out
+            moves = self.moves(members, tasks)
+            if any(task.operator.kind == "interact" for task in members):
+                held.setdefault(tick, []).extend(moves)
+            else:
+                out += moves
+        return [*out, *(each for moves in held.values() for each in moves)]
 
     def run(self, task: OperatorTask) -> Run:
         """Return the Run of ``task`` and record the columns that its ranks now have."""
@@ -241,6 +274,7 @@ class Builder:
             mini_batches=mini_batches,
             chunk=task.chunk,
             attempt=task.attempt,
+            turn=task.turn,
         )
 
     def moves(self, writers: Iterable[OperatorTask], readers: Iterable[OperatorTask]) -> list[Move]:
@@ -250,7 +284,7 @@ class Builder:
         """
         bundles: dict[tuple[int | None, tuple[str, ...]], list[tuple[str, OperatorTask]]] = defaultdict(list)
         for writer in writers:
-            for column in writer.operator.writes:
+            for column in () if writer.goes_on else writer.operator.writes:
                 lacking = [r for r in readers if self._lacks(column, r, writer)]
                 if lacking:
                     names = tuple(dict.fromkeys(self.model_of(reader.operator).name for reader in lacking))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped
 from flexrlhf.plan.run_data import data_digest
+from flexrlhf.runs.episode_log import drop_replies
 from flexrlhf.runs.fingerprints import fixed_inputs, library_versions
 from flexrlhf.runs.manifest import (
     FileEntry,
@@ -211,8 +212,11 @@ class Checkpointer(Observer):
             _replace(directory, checkpoint_directory(context.directory, next_step))
         except OSError as error:
             raise RunStopped(f"checkpoint {directory}: cannot be written ({error.strerror or error})") from None
-        for old in checkpoints_of(context.directory)[context.plan.spec.checkpoint.keep_last :]:
+        found = checkpoints_of(context.directory)
+        kept = found[: context.plan.spec.checkpoint.keep_last]
+        for old in found[len(kept) :]:
             shutil.rmtree(old, ignore_errors=True)
+        drop_replies(context.directory, kept[-1])
         remove_abandoned(context.directory, next_step)
 
     def _directory(self, next_step: int) -> Path:

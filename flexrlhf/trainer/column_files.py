@@ -41,7 +41,7 @@ class ColumnFiles(Observer):
     def computed(self, execution: Execution) -> None:
         """Write the columns that the operator has written; the first rank of a replica does for all of its ranks."""
         work = execution.work
-        if work.operator.writes and work.model.placed.layout.is_first_of_replica(self._rank.rank):
+        if work.operator.writes and not work.goes_on and work.model.placed.layout.is_first_of_replica(self._rank.rank):
             self._write(execution, work.operator.writes, "" if execution.inner is None else EVALUATION_PREFIX)
 
     def _write(self, execution: Execution, names: Sequence[str], prefix: str) -> None:
@@ -64,7 +64,7 @@ class Replay(Observer):
     def computed(self, execution: Execution) -> None:
         """Replace the columns that a generate has written."""
         work = execution.work
-        if work.operator.kind == "generate" and execution.inner is None:
+        if work.operator.completes_responses and not work.goes_on and execution.inner is None:
             replay_responses(self._run, work.operator, execution.step, work.rows, execution.store)
 
 

@@ -51,7 +51,7 @@ class Evaluator:
     def _work(self, run: Run, batches: range, rows: EvaluationRows) -> OperatorRun:
         """Return the operator of ``run`` over ``batches``."""
         model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
-        return OperatorRun(run.operator, model, rows.shape, batches, rank, examples=examples)
+        return OperatorRun(run.operator, model, rows.shape, batches, rank, examples=examples, turn=run.turn)
 
 
 class EvaluationRows:

@@ -148,12 +148,12 @@ class SampledCheck:
         if model.placed.name not in self.models:
             return
         kept, rows = f"{SAMPLED}.{model.placed.name}", batch.rows.tolist()
-        if operator.samples_responses:
+        if operator.completes_responses:
             store.put(kept, rows, columns[SAMPLED])
+            store.put(f"response_mask.{kept}", rows, columns["response_mask"])
             return
         for name in OF_WHOLE_TEXTS.intersection(operator.writes):
-            mask = batch["attention_mask"][:, -columns[name].shape[1] :]
-            self._compare(model, batch, mask, store.get(kept, rows), columns[name])
+            self._compare(model, batch, store.get(f"response_mask.{kept}", rows), store.get(kept, rows), columns[name])
 
     def before_training(self, model: LoadedModel, batch: Batch) -> None:
         """Compare the columns of both log-probs, if one copy has sampled the tokens and another is trained."""
@@ -191,14 +191,18 @@ def default_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = 
 
 
 def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> SampledCheck | None:
-    """Return the check of a run; None unless transformers samples from the policy itself."""
+    """Return the check of a run; None unless transformers samples from the policy itself, and trains on its samples.
+
+    Turns of which no log-probs are kept are not compared.
+    """
     guards, algorithm = plan.spec.guards, plan.spec.algorithm
-    if guards.sampled_logprobs == "off" or plan.spec.rollout.has_copy:
+    if guards.sampled_logprobs == "off" or plan.spec.rollout.has_copy or plan.spec.debug.replay is not None:
         return None
     if not isinstance(algorithm, SampledSpec) or algorithm.is_cut:
         return None
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
-    sampling = {run.model for run in runs if run.operator.samples_responses}
+    whole = [run for run in runs if run.operator.completes_responses]
+    sampling = {run.model for run in whole if not run.operator.turns or {SAMPLED, COMPUTED} & set(run.operator.writes)}
     forwards = [run for run in runs if run.operator.kind == "forward"]
     computing = {run.model for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
     models = frozenset(sampling & computing)

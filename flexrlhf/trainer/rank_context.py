@@ -18,6 +18,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.plan.run_tokenizer import load_tokenizer
 from flexrlhf.runs.run_files import RunFiles
+from flexrlhf.trainer.episode_turns import EpisodePlayer, make_player
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
 from flexrlhf.trainer.memory_meter import MemoryMeter
@@ -41,6 +42,7 @@ class RankContext:
     models:     placed models that are loaded on this rank.
     scorers:    functions, services and rules that score responses.
     decode:     tokens to text, special tokens included.
+    player:     caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
     """
 
@@ -56,6 +58,7 @@ class RankContext:
     models: dict[ModelName, LoadedModel]
     scorers: ExternalScorers
     decode: Callable[..., str]
+    player: EpisodePlayer | None
     start_bytes: dict[str, int]
 
     @property
@@ -94,6 +97,8 @@ class RankContext:
             model.engine.close()
         self.models.clear()
         self.scorers.close()
+        if self.player is not None:
+            self.player.close()
         # models keep groups in cycles of hooks and closures
         gc.collect()
         self.groups.close()
@@ -114,11 +119,13 @@ def open_rank(
     groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
     if world.rank == 0 and world.device.type != "cpu":
         send(Note(plan.spec.name, connected_memory(plan, world.rank, *torch.accelerator.get_memory_info())))
-    decode = load_tokenizer(data.tokenizer, data.is_trusted).decode
+    tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
+    decode = tokenizer.decode
+    player = make_player(plan, world.rank, tokenizer)
     scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id)
     start_bytes = {"load": meter.peak()}
     meter.reset_peak()
     return RankContext(
-        plan, data, files, world, flight, meter, stops, send, groups, models, scorers, decode, start_bytes
+        plan, data, files, world, flight, meter, stops, send, groups, models, scorers, decode, player, start_bytes
     )

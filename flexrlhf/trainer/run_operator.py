@@ -25,6 +25,8 @@ from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import FINAL_OUTCOME, GROUP_SCORES, PRESENT, column_of, plain
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
+from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
+from flexrlhf.trainer.episode_turns import EpisodePlayer
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
 from flexrlhf.trainer.prompt_attempts import replace_prompts, take_prompts
@@ -49,6 +51,7 @@ class OperatorContext:
     guard:     rule for values that are not finite.
     check:     comparison of the first step's log-probs; None: there is none.
     encoders:  from text to tokens, by role, for models with a tokenizer of their own.
+    player:    caller of the environments of episodes; None: there are none.
     """
 
     spec: Spec
@@ -59,6 +62,7 @@ class OperatorContext:
     guard: FiniteGuard
     check: SampledCheck | None = None
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
+    player: EpisodePlayer | None = None
 
     def at(self, step: int) -> OperatorContext:
         """Return the context of ``step``."""
@@ -71,7 +75,8 @@ def make_operator_context(rank: RankContext) -> OperatorContext:
     guard = FiniteGuard(spec.guards.non_finite, dist.PrefixStore(f"finite/{spec.name}", world.store), world.rank)
     check = make_sampled_check(rank.plan, rank.decode)
     encoders = make_text_encoders(rank.plan, rank.models)
-    return OperatorContext(spec, step_sampling(rank), world.device, rank.scorers, rank.decode, guard, check, encoders)
+    sampling = step_sampling(rank)
+    return OperatorContext(spec, sampling, world.device, rank.scorers, rank.decode, guard, check, encoders, rank.player)
 
 
 def step_sampling(rank: RankContext) -> Sampling:
@@ -116,6 +121,9 @@ def run_operator(
     if run.operator.kind == "train":
         return _train(run, store, context)
     batch = run.batch(store, context.device)
+    if run.operator.kind == "interact":
+        _interact(run, batch, store, context)
+        return {}
     if run.operator.kind == "generate":
         columns, statistics = _generate(run, store, context, ahead, before)
     else:
@@ -159,7 +167,13 @@ def _computed(
     match operator.kind:
         case "forward":
             written = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
-            return run.model.engine.forward(batch, written, operator.adapters), {}
+            columns = run.model.engine.forward(batch, written, operator.adapters)
+            if "response_mask" in batch.columns:
+                # of values there is one more, after the last token
+                columns |= {
+                    name: columns[name] * batch["response_mask"] for name in columns if name.endswith("logprobs")
+                }
+            return columns, {}
         case "score":
             return context.scorers.score(operator, batch, run.examples_of(batch), run.model.replica)
         case "retokenize":
@@ -183,7 +197,9 @@ def _generate(
     if run.operator.is_greedy:
         sampling = replace(sampling, temperature=0.0)
     batches = [each.batch(store, context.device) for each in (run, *ahead)]
-    if run.operator.carries:
+    if run.operator.turns:
+        columns = _turn(run, batches[0], store, sampling, context)
+    elif run.operator.carries:
         sampling = replace(sampling, most_tokens=context.spec.rollout.segment_tokens)
         rounds = [
             make_round(each, batch, before, sampling.step, context.spec.lengths)
@@ -202,6 +218,33 @@ def _generate(
         return columns, {}  # an evaluation
     requests = columns["rollout_logprobs"].new_tensor(engine.num_requests - num_requests)
     return columns, {"rollout_requests": moments(requests)}
+
+
+def _turn(run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling, context: OperatorContext) -> Columns:
+    """Return the responses with a further turn of the rows whose episode goes on; a turn that none has is left out."""
+    environment = context.spec.environment
+    assert environment is not None, "turns are of an environment's episodes"
+    rows = rows_before_turn(run, store, context.spec.lengths, sampling.pad_token_id)
+    continued = rows.continued(batch)
+    if not _has_rows(run, continued):
+        return rows.unchanged()
+    generated = run.model.engine.generate(continued, replace(sampling, most_tokens=environment.turn_tokens))
+    return rows.columns(generated, run.model.version)
+
+
+def _interact(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> None:
+    """Ask the environments for what they say first, or to the last turn of each row."""
+    assert context.player is not None, "an environment has a caller"
+    if not run.operator.turns:
+        context.player.reset(run, batch, store, context.sampling)
+        return
+
+    def check(columns: Columns) -> None:
+        if context.check is not None and context.sampling.step == 0 and not run.goes_on:
+            for sampled in [columns[name] for name in LOGPROBS if name in columns][:1]:
+                context.check.after(run.operator, run.model, store, batch, {**columns, LOGPROBS[0]: sampled})
+
+    context.player.step(run, store, context.sampling, check)
 
 
 def _combine(

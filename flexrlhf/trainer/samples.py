@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.output_settings import SamplesSpec
-from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.columns import PRESENT, REWARDS
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
@@ -26,7 +27,10 @@ Rows = Literal["training", "evaluation"]
 ORDER: tuple[Rows, ...] = ("training", "evaluation")
 Part = dict[str, Any]
 """Fields of one sample, among them ``rows`` and ``row``; the others are those that one operator reports."""
-FIELDS = ("rows", "step", "row", "weights_version", "prompt", "response", "length", "finished", "score", "cost")
+FIELDS = (
+    *("rows", "step", "row", "weights_version", "prompt", "response", "turns"),
+    *("length", "finished", "score", "cost"),
+)
 """Fields of a line, in this order."""
 TEXTS = ("tokens", "attention_mask", "response_mask", "finished", "policy_version")
 """Columns of a generate that prompts and responses are decoded from."""
@@ -44,6 +48,8 @@ class Samples(Observer):
     def computed(self, execution: Execution) -> None:
         """Collect the columns that the operator has written of the sampled rows."""
         step, kind = execution.step, ORDER[execution.inner is not None]
+        if execution.work.goes_on:
+            return
         if kind == "training" and step % self._settings.every and step != self._last_step:
             return
         execution.samples = collect_samples(execution.work, execution.store, kind, self._settings.count, self._decode)
@@ -68,7 +74,9 @@ def collect_samples(
     Every rank of the model calls this; the first one receives the parts, all others none.
     """
     # samples are made of the first responses, which a greedy operator does not sample, and their scores
-    columns = TEXTS if run.operator.samples_responses else tuple(name for name in SCORES if name in run.operator.writes)
+    columns = tuple(name for name in SCORES if name in run.operator.writes)
+    if run.operator.completes_responses:
+        columns = TEXTS + (REWARDS,) * (REWARDS in run.operator.writes)
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
     if not columns or not chosen:
@@ -127,11 +135,26 @@ def _texts(values: Mapping[str, Tensor], decode: Callable[..., str]) -> list[Par
             "length": int(mask[i].sum()),
             "finished": bool(values["finished"][i]),
             "weights_version": int(values["policy_version"][i].max()),
+            **({"turns": _turns(values, i, decode)} if REWARDS in values else {}),
         }
         if attention[i].any()
         else {}
         for i in range(len(tokens))
     ]
+
+
+def _turns(values: Mapping[str, Tensor], row: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
+    """Return the turns of the policy, with their rewards, and the replies between them."""
+    sampled, width = values["response_mask"][row].bool(), values["response_mask"].shape[1]
+    count = int(values["attention_mask"][row, -width:].sum())
+    tokens, rewards = values["tokens"][row, -width:].long().tolist(), values[REWARDS][row].tolist()
+    turns = []
+    for is_sampled, places in groupby(range(count), key=lambda place: bool(sampled[place])):
+        indices = list(places)
+        text = decode([tokens[place] for place in indices], skip_special_tokens=True)
+        turn: dict[str, Any] = {"role": "policy" if is_sampled else "environment", "text": text}
+        turns.append(turn | ({"reward": _number(sum(rewards[place] for place in indices))} if is_sampled else {}))
+    return turns
 
 
 def _scores(values: Mapping[str, Tensor]) -> list[Part]:

@@ -158,7 +158,8 @@ class Trainer:
             model.version = max(model.version, min(step, self.plan.graph.first_step(model.placed.role)))
         work = execution.work = self._work(run, step)
         store = execution.store = self._rows.at(step)
-        store.arrive(run.operator.reads, work.rows)
+        # before the first turn there is nothing that it continues
+        store.arrive((*run.operator.reads, *(run.operator.continues if run.turn else ())), work.rows)
         if run.operator.reads_data and POSITION in run.operator.reads:
             work = execution.work = replace(work, examples=self._rows.take_examples(work, step))
         for observer in self._observers:
@@ -176,7 +177,8 @@ class Trainer:
         operator, examples = run.operator, self._rows.examples(step) if run.operator.reads_texts else ()
         state = self._controllers.state(operator)
         model, rank = self._models[run.model], self._rank.rank
-        return OperatorRun(operator, model, self.plan.batch, run.mini_batches, rank, examples, state, run.attempt)
+        shape = self.plan.batch
+        return OperatorRun(operator, model, shape, run.mini_batches, rank, examples, state, run.attempt, run.turn)
 
     def _finish(self, next_step: int) -> None:
         """Await everything that is under way, and publish the timeline and memory usage.

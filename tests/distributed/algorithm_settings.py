@@ -28,6 +28,16 @@ SCHEDULED = {"actor": {"optimizer": {"schedule": "linear", "warmup_steps": 1}}}
 PAIRS = {"beta": 0.5}
 
 
+EPISODES: Raw = {
+    "environment": {"path": "assets:games.py:Game", "max_turns": 3, "turn_tokens": 4, "processes": 1},
+    "data": {"max_prompt_tokens": 9, "max_response_tokens": 14},
+}
+
+
+def _played_by(name: str) -> Raw:
+    return {**EPISODES, "environment": {**EPISODES["environment"], "path": f"assets:games.py:{name}"}}
+
+
 def _loss_kl(estimator: str, coefficient: float, **changes: Any) -> Raw:
     return {"place": "loss", "estimator": estimator, "coefficient": coefficient, **changes}
 
@@ -89,6 +99,21 @@ COMPLETIONS: dict[str, Raw] = {
     ),
     # the estimates are small, so the limit binds for some of the tokens
     "kl-limited": _of("ppo", kl={"coefficient": 0.5, "value_clamp": 0.05}),
+    "episodes": _of(
+        "ppo",
+        {**EPISODES, "eval": {"path": "assets:ppo-evaluation.jsonl", "samples_per_prompt": 2}},
+        truncation="bootstrap",
+        gamma=0.98,
+        gae_lambda=0.9,
+    ),
+    "episodes-random": _of("ppo", _played_by("Random")),
+    "episodes-replayed": _of(
+        "ppo",
+        {**_played_by("Absent"), "debug": {"replay": "assets:runs/episodes_co-located_2"}},
+        truncation="bootstrap",
+        gamma=0.98,
+        gae_lambda=0.9,
+    ),
     "no-kl": _of("ppo", kl=None, value_clip=None),
     # bounded below the upper clip, so that the bound binds
     "dual": _of("ppo", dual_clip=1.02, epochs=2),
@@ -154,6 +179,13 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-alone": _of("ac-share", num_mini_batches=1, kl=_loss_kl("k2", 0.3), entropy_coefficient=0.02),
     "corrected-alone": _of("ppo", num_mini_batches=1, importance={"cap": 1.05}),
     # each pass by itself
+    # a stop string ends a turn, and is not searched for in earlier ones
+    "grpo-episodes": _of(
+        "grpo",
+        {**EPISODES, **_scored({"model": "reward", "weight": 0.1})},
+        importance={"cap": 1.1},
+        stop=["ta", "o n", "i b", "e"],
+    ),
     "grpo-recomputed": _of("grpo", RECOMPUTED, num_mini_batches=1),
     "one-trunk-recomputed": _of("ac-share", RECOMPUTED),
     "grpo-rule": _of("grpo", {**_scored(LENGTH), "eval": {"pass_at": 2, "pass_score": 0.8}}, epochs=2),
@@ -344,3 +376,41 @@ def costs(prompts, responses, num_tokens):
     ]
 '''
 """A user's file. A score does not depend on the other responses in its batch."""
+
+GAMES = '''"""An environment, for tests: its replies follow from its seed and the turns so far."""
+
+import random
+
+from flexrlhf.environments.base import Turn
+
+SOUNDS = [first + second for first in "bdfgklmnprst" for second in "aeiou"]
+
+
+class Game:
+    def reset(self, row, seed):
+        self.sum = seed + len(row["prompt"])
+        if self.sum % 11 == 3:
+            raise RuntimeError("no game today")
+        return SOUNDS[self.sum % 60] if self.sum % 3 else ""
+
+    def step(self, reply):
+        self.sum = self.sum * 31 + sum(place * ord(sign) for place, sign in enumerate(reply, 1))
+        if self.sum % 13 == 5:
+            raise RuntimeError("the game broke")
+        words = [SOUNDS[self.sum // (place + 2) % 60] for place in range(self.sum % 4)]
+        return Turn(" ".join(words), reward=self.sum % 7 / 4 - 0.5, is_done=self.sum % 5 == 0)
+
+
+class Random:
+    def reset(self, row, seed):
+        return random.choice(SOUNDS)
+
+    def step(self, reply):
+        return Turn(random.choice(SOUNDS), random.random(), random.random() < 0.2)
+
+
+class Absent:
+    def __init__(self):
+        raise RuntimeError("nobody plays")
+'''
+"""Environments: one ends some episodes early, and fails in some; one never replies alike; one cannot be played."""

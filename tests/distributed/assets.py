@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from algorithm_settings import SCORES
+from algorithm_settings import GAMES, SCORES
 from chat_rows import TEMPLATE, chat_pairs, chats
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -82,6 +82,7 @@ def write_assets(directory: Path) -> None:
         _add_ends(model(name), model(f"{name}-with-ends"))
     _write_data(directory)
     (directory / "scores.py").write_text(SCORES)
+    (directory / "games.py").write_text(GAMES)
     (directory / "chat.jinja").write_text(TEMPLATE)
 
 

@@ -217,7 +217,16 @@ SETTINGS |= {
     },
 }
 SETTINGS |= COMPLETIONS | ALGORITHMS
-NOT_COMPARED = ("slow", "slow-streaming", "deep", "start", "dpo-start", "padded")
+NOT_COMPARED = (
+    "episodes-random",
+    "episodes-replayed",
+    "slow",
+    "slow-streaming",
+    "deep",
+    "start",
+    "dpo-start",
+    "padded",
+)
 EVALUATED = (
     *("four", "samples", "short", "nucleus", "stopped", "ends", "greedy", "cooler"),
     *("sft", "sft-greedy", "sft-epochs", "sft-adapters"),
@@ -613,6 +622,12 @@ DEFAULT = [
     Case("grpo-segments", "lag-4-every-2", 2),
     Case("segments", "halves", 2, "torch-3", "torch"),
     Case("grpo-segments", "co-located", 4, "deepspeed-3"),
+    Case("episodes", "co-located", 2),
+    Case("episodes", "six-chunks", 2),
+    Case("episodes", "co-located", 2, "tp", "torch"),
+    Case("grpo-episodes", "lag-2", 2),
+    Case("grpo-episodes", "halves", 4, "deepspeed-3"),
+    Case("grpo-episodes", "co-located", 2, rollout="vllm"),
     Case("sft", "half", 2),
     Case("reward", "all", 2),
     Case("reward-ends", "all", 2),
@@ -788,6 +803,7 @@ def _every_rollout() -> list[Case]:
         if not shape.endswith(("tight", "rounded"))
     ]
     cases = [Case(*names, 4, rollout="vllm") for names in plain]
+    cases.append(Case("episodes", "lag-chunks", 2, rollout="vllm-child"))
     for shape in ("co-located", "halves", "six", "six-chunks", "lag"):
         for setting in ("two", "uneven", "four-samples", "corrected"):
             cases += [Case(setting, shape, 4, rollout=rollout) for rollout in _rollouts_of(shape)]
@@ -904,6 +920,8 @@ def roles_of(setting: str) -> tuple[str, ...]:
     for role in ROLES[algorithm_of(setting)]:
         if role in raw:
             roles += [source["model"] for source in raw[role] if "model" in source]
+        elif role == "reward" and "environment" in raw:
+            continue
         elif role != "ref" or not (has_no_ref or is_shared):
             roles.append(role)
     return tuple(roles)

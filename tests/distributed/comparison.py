@@ -30,8 +30,11 @@ RELATIVE = FLOAT32.numbers
 EXACT = (
     *("tokens", "response_mask", "finished", "policy_version"),
     *("loss_mask", "step_ends", "kept_mask", "selected_tokens", "outcome", "data_position"),
+    *("episode", "turns", "calls", "failed_calls"),
 )
 """Columns of whole numbers, without the qualifiers after their dots."""
+BEFORE = re.compile(r".*\.(opened|turn)")
+"""Columns of episodes before their turns, and of responses before the last reply."""
 NOT_REFERENCED = ("attention_mask", "trainer_logprobs", "computed_logprobs")
 """Columns that the reference lacks: masks follow from the tokens, the others are compared in the run."""
 UNREFERENCED_METRICS = re.compile("|".join(["step|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped", *TIMES]))
@@ -48,6 +51,15 @@ COUNTED = (
     ),
     *("score_invalid", "score_failed", "text_cut", "eval_text_cut", "group_alike"),
     *("kept_length_ratio", "prompts_taken", "prompts_left_out"),
+    *(
+        "turns_mean",
+        "reply_length_mean",
+        "episode_ended",
+        "episode_failed",
+        "tool_calls",
+        "eval_turns_mean",
+        "eval_episode_failed",
+    ),
     *("eval_accuracy", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
     *("eval_pass_at_1", "eval_pass_at_k", "eval_score_failed"),
     *(
@@ -148,7 +160,7 @@ def _of_places(step: Step, column: Tensor) -> Tensor:
 
 
 def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Deviation]:
-    columns = outcome.columns(number)
+    columns = {name: column for name, column in outcome.columns(number).items() if not BEFORE.fullmatch(name)}
     if step.places is not None:
         found = columns.pop("present").nonzero().flatten().tolist()
         columns.pop("group_scores", None)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch
 from reference_advantages import are_alike, estimate_advantages, groups_of
+from reference_episodes import EpisodeSampler, add_rewards, keep_sampled
 from reference_experience import describe, first_controls, is_scored, next_controls, shape_scores
 from reference_losses import policy_loss, pretraining_loss, shared_loss, value_loss
 from reference_models import Policy, Scorer, Trainee, Weights, copy_of, saved
@@ -61,10 +63,12 @@ class Reference:
         self.ref = Policy(ref, spec.seed, temperature) if ref is not None and ref.share is None else None
         self.versions = [self._weights()]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(spec.data.tokenizer)
-        self.judges = [Judge(spec, "reward", self.tokenizer)]
+        has_source = spec.reward is not None or spec.models.reward is not None
+        self.judges = [Judge(spec, "reward", self.tokenizer)] if has_source else []
         if isinstance(self.policy, SafeRlhfSpec):
             self.judges.append(Judge(spec, "cost", self.tokenizer))
         self.sampler = Sampler(spec, self.tokenizer, temperature)
+        self.episodes = None if spec.environment is None else EpisodeSampler(spec, self.sampler)
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
         self.pretraining = self._pretraining_rows()
         self.controls = first_controls(self.policy)
@@ -137,11 +141,14 @@ class Reference:
         self._train(step, responses, terms)
         self.controls = next_controls(self.policy, self.controls, responses, ruled)
         self.versions.append(self._weights())
-        for responses_to_prompt in describe_responses(self.spec, self.actor, self.tokenizer, terms):
+        for responses_to_prompt in self._evaluated(step, terms):
             self._score_evaluation(responses_to_prompt, terms)
         sampled = sum(1 if response.greedy is None else 2 for response in responses)
         if self.spec.rollout.segment_tokens is not None:
             sampled = self.requests
+        if self.episodes is not None:
+            # each turn is one
+            sampled = sum(len(response.episode.ends) for response in responses if response.episode)
         carried = sum(not response.is_whole for group in self.under_way.values() for response in group)
         in_flight = (self._generated(step) - step - 1) * self.policy.num_prompts * self.policy.samples_per_prompt
         rows = row_metrics(self.spec, step, responses, in_flight + carried)
@@ -159,12 +166,24 @@ class Reference:
             columns["data_position"] = torch.tensor([response.position for response in responses])
         return Step(columns, metrics, responses, None if is_whole else self.places, carried)
 
+    def _evaluated(self, step: int, terms: Terms) -> list[list[Response]]:
+        if self.spec.eval is None or (step + 1) % (self.spec.eval.every or self.spec.steps):
+            return []
+        play = None if self.episodes is None else partial(EpisodeSampler, self.spec)
+        return describe_responses(self.spec, self.actor, self.tokenizer, terms, play)
+
     def _score_evaluation(self, responses: list[Response], terms: Terms) -> None:
         """Scores of the responses to one evaluation prompt, and whether of k of them one is right."""
         settings = self.spec.eval
         assert settings is not None
         for response in responses:
-            self.judges[0].judge(response)
+            for judge in self.judges[:1]:
+                judge.judge(response)
+            if response.episode is not None:
+                add_rewards(response)
+                has_failed = response.episode.outcome == "failed"
+                terms.add("eval_turns_mean", [] if has_failed else [float(len(response.episode.ends))])
+                terms.add("eval_episode_failed", [float(has_failed)])
             score = response.scores["reward"]
             terms.add("eval_score_invalid", [float(not math.isfinite(score))])
             terms.add("eval_score_failed", [float(failed) for failed in response.has_failed.values()])
@@ -264,8 +283,12 @@ class Reference:
             self._extend(Sampler(self.spec, self.tokenizer, 0.0), "tokens.greedy", step, greedy)
 
     def _extend(self, sampler: Sampler, column: str, step: int, rows: dict[int, Response]) -> None:
-        sampled = [Sampled(response, step, row, self._forced(step, column, row)) for row, response in rows.items()]
-        sampler.extend(self.old_actor, sampled)
+        forced = {row: self._forced(step, column, row) for row in rows}
+        if self.episodes is None:
+            sampler.extend(self.old_actor, [Sampled(rows[row], step, row, forced[row]) for row in rows])
+        else:
+            for row, response in rows.items():
+                self.episodes.play(self.old_actor, response, step, row, forced[row])
         for response in rows.values():
             response.versions = [self.version(step)] * len(response.tokens)
 
@@ -341,10 +364,10 @@ class Reference:
 
     def _look_at(self, response: Response) -> None:
         """Scores of a sampled response by models and other sources."""
-        text = response.prompt, response.tokens
+        text = response.prompt, response.text
         # the correction for stale weights begins with the weights at the start of training
         policy = self.old_actor if self.policy.importance is None else self.actor
-        response.logprobs = policy.logprobs(*text)[0].tolist()
+        response.logprobs = response.of_sampled(policy.logprobs(*text)[0]).tolist()
         if self._has_engine_apart and self.policy.importance is None:
             # nothing but the engine has the weights that sampled: its own log-probs serve, of every segment's weights
             response.logprobs = response.rollout_logprobs
@@ -355,10 +378,14 @@ class Reference:
             # one pass over one trunk computes both, unless an engine that only generates has computed the log-probs
             is_separate = self.spec.rollout.engine in ("torch", "vllm")
             response.values = {"actor": (self.actor if is_separate else policy).everywhere(*text).tolist()}
+        if response.episode is not None:
+            keep_sampled(response)
         for judge in self.judges:
             for each in (response, response.greedy):
                 if each is not None:
                     judge.judge(each)
+        if response.episode is not None:
+            add_rewards(response)
 
     def _ref_logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
         """Log-probs by ref's own weights, or by the actor's without its adapters."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from reference_responses import Response
+from reference_responses import Episode, Response
 from reference_terms import Terms
 
 from flexrlhf.config.algorithms.policy import PolicySpec
@@ -134,7 +134,8 @@ def rewards_of(policy: PolicySpec, response: Response, controls: Controls) -> li
 
 def on_tokens(response: Response, section: str, total: float) -> list[float]:
     tokens = list(response.token_scores.get(section, [0.0] * len(response.tokens)))
-    tokens[-1] += total - sum(tokens)
+    if tokens:
+        tokens[-1] += total - sum(tokens)
     return tokens
 
 
@@ -167,15 +168,27 @@ def mean_estimate(kl: KlSpec, policy: PolicySpec, response: Response) -> float:
     return sum(estimates) / len(estimates)
 
 
+def describe_episode(episode: Episode, terms: Terms) -> None:
+    has_failed = episode.outcome == "failed"
+    terms.add("turns_mean", [] if has_failed else [float(len(episode.ends))])
+    terms.add("reply_length_mean", [] if has_failed else [float(len(episode.text) - len(episode.positions))])
+    terms.add("episode_ended", [float(episode.outcome == "ended")])
+    terms.add("episode_failed", [float(has_failed)])
+    terms.add("tool_calls", [0.0])
+
+
 def describe(spec: Spec, responses: list[Response], controls: Controls, terms: Terms) -> None:
     """Metrics of a step's responses and their scores."""
     policy = spec.algorithm
     assert isinstance(policy, PolicySpec)
     for response in responses:
-        score = response.scores["reward"]
-        terms.add("score_invalid", [float(not math.isfinite(score))])
+        score, episode = response.scores["reward"], response.episode
+        has_failed = episode is not None and episode.outcome == "failed"
+        terms.add("score_invalid", [float(not math.isfinite(score) and not has_failed)])
         if math.isfinite(score):
             terms.add("reward_mean", [score])
+        if episode is not None:
+            describe_episode(episode, terms)
         if math.isfinite(response.scores.get("cost", math.nan)):
             terms.add("cost_mean", [response.scores["cost"]])
         for each in (response, response.greedy):

@@ -41,7 +41,7 @@ def policy_loss(spec: Spec, actor: Policy, responses: list[Response], terms: Ter
     assert isinstance(policy, PolicySpec)
     losses, entropies, penalties = [], [], []
     for response in responses:
-        logprobs, entropy = actor.logprobs(response.prompt, response.tokens)
+        logprobs, entropy = map(response.of_sampled, actor.logprobs(response.prompt, response.text))
         kept = torch.tensor(response.kept or [True] * len(response.tokens))
         losses.append(surrogate(policy, response, logprobs, kept, terms))
         entropies.append(entropy[kept])
@@ -67,7 +67,7 @@ def value_loss(spec: Spec, role: str, critic: Policy | Scorer, responses: list[R
     assert isinstance(ppo, PpoSpec) and role in CRITICS
     losses = []
     for response in responses:
-        values = critic.everywhere(response.prompt, response.tokens)[:-1]
+        values = response.of_sampled(critic.everywhere(response.prompt, response.text)[:-1])
         returns, old = torch.tensor(response.returns[role]), torch.tensor(response.values[role][:-1])
         plain = clipped = (values - returns) ** 2
         moved_far = torch.zeros(len(values), dtype=torch.bool)

@@ -70,6 +70,7 @@ class Policy:
     def distributions(self, prompt: list[int], response: list[int], temperature: float | None = None) -> Tensor:
         """Log-probs (len(response), vocabulary) at every position of the response."""
         logits = self.model(input_ids=torch.tensor([prompt + response])).logits[0]
+        # of no response there are none
         return (logits[len(prompt) - 1 : -1] / (temperature or self.temperature)).log_softmax(-1)
 
     def logprobs(
@@ -77,7 +78,7 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of every token of the response, and the entropy there; at the temperature of sampling by default."""
         log_p = self.distributions(prompt, response, temperature)
-        return log_p.gather(1, torch.tensor(response)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        return log_p.gather(1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
     def everywhere(self, prompt: list[int], response: list[int]) -> Tensor:
         """Values (len(response) + 1): before the response, and after each of its tokens."""

@@ -21,6 +21,8 @@ def outcome_column(policy: PolicySpec, responses: list[Response]) -> Tensor:
 
 
 def _by_scores(policy: PolicySpec, response: Response) -> str:
+    if response.episode is not None and response.episode.outcome == "failed":
+        return "failed_episode"
     if not all(math.isfinite(response.scores.get(section, 0.0)) for section in ("reward", "cost")):
         return "invalid_score"
     if not response.finished and policy.truncation == "mask":

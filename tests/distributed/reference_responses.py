@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,26 @@ from torch import Tensor
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import read_chat_format
 from flexrlhf.data.examples import Example, load_examples
+from flexrlhf.operators.outcomes import EPISODES
 
 NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
 """Columns that a row of the data must have; all other algorithms generate their responses."""
+
+
+@dataclass
+class Episode:
+    """Turns of a policy, and the replies of an environment between them.
+
+    ``positions``: of the sampled tokens in ``text``, ``ends``: of those that end a turn, among the sampled ones.
+    ``outcome``: why it has no further turn. ``everywhere``: log-probs and values of all tokens, by column.
+    """
+
+    text: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    outcome: str = "going on"
+    everywhere: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -32,7 +50,7 @@ class Response:
     not. ``shaped``: its score after all rules. ``step_ends``: 1 for tokens that end a step. ``kept``: tokens that
     importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``:
     by critic. ``own_texts``: the tokens for models with their own tokenizer, by role, padded; ``is_cut``: whether their
-    beginning is left out.
+    beginning is left out. ``episode``: replies between its tokens, if an environment has made some.
     """
 
     prompt: list[int]
@@ -68,6 +86,28 @@ class Response:
     values: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] = field(default_factory=list)
     returns: dict[str, list[float]] = field(default_factory=dict)
+    episode: Episode | None = None
+
+    @property
+    def text(self) -> list[int]:
+        """All tokens behind the prompt."""
+        return self.tokens if self.episode is None else self.episode.text
+
+    @property
+    def positions(self) -> list[int]:
+        """Places of the sampled tokens in the text."""
+        return list(range(len(self.tokens))) if self.episode is None else self.episode.positions
+
+    def of_sampled(self, values: Tensor) -> Tensor:
+        """The values (T, ...) of sampled tokens, of one for each token of the text."""
+        return values if self.episode is None else values[self.positions]
+
+    def spread(self, values: list[Any], fill: Any) -> list[Any]:
+        """Values of the sampled tokens, each at its place in the text; the others are ``fill``."""
+        if self.episode is None:
+            return values
+        found = dict(zip(self.positions, values, strict=bool(values)))
+        return [found.get(place, fill) for place in range(len(self.text))]
 
     @classmethod
     def empty(cls, example: Example, position: int = 0) -> Response:
@@ -122,15 +162,21 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
     """Columns with prompts padded on the left, all else on the right; empty if a response is not trained on."""
     behind, first = spec.data.max_response_tokens, responses[0]
 
-    def right(parts: list[list[float]], width: int = behind) -> Tensor:
-        return padded(parts, width, 0.0)
+    def right(parts: list[list[float]], fill: float = 0.0) -> Tensor:
+        return padded([a.spread(part, fill) for a, part in zip(responses, parts, strict=True)], behind, fill)
+
+    def everywhere(name: str, parts: list[list[float]], width: int = behind) -> Tensor:
+        found = [a.episode.everywhere[name] if a.episode else part for a, part in zip(responses, parts, strict=True)]
+        return padded(found, width, 0.0)
 
     columns = sampled_columns(spec, responses, pad)
-    columns["policy_version"] = padded([a.versions for a in responses], behind, 0)
+    columns["policy_version"] = right([a.versions for a in responses], 0)
     columns["rollout_logprobs"] = right([a.rollout_logprobs for a in responses])
     columns["logprobs"] = right([a.logprobs for a in responses])
-    if first.ref_logprobs:
-        columns["ref_logprobs"] = right([a.ref_logprobs for a in responses])
+    if spec.algorithm.kl is not None:
+        columns["ref_logprobs"] = everywhere("ref_logprobs", [a.ref_logprobs for a in responses])
+    if first.episode is not None:
+        columns |= episode_columns([a.episode for a in responses if a.episode])
     if first.greedy is not None:
         greedy = [a.greedy for a in responses if a.greedy is not None]
         own = sampled_columns(spec, greedy, pad) | score_columns(greedy, behind)
@@ -139,8 +185,9 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
     if first.step_ends:
         columns["step_ends"] = padded([a.step_ends for a in responses], behind, 0)
     for role in first.values:
-        columns[f"values{CRITICS[role]}"] = right([a.values[role] for a in responses], behind + 1)
-    columns["loss_mask"] = padded([[int(a.is_trained)] * len(a.tokens) for a in responses], behind, 0)
+        name = f"values{CRITICS[role]}"
+        columns[name] = everywhere(name, [a.values[role] for a in responses], behind + 1)
+    columns["loss_mask"] = right([[int(a.is_trained)] * len(a.tokens) for a in responses], 0)
     columns["advantages"] = right([a.advantages if a.is_trained else [] for a in responses])
     for name, parts in (
         ("kept_mask", [a.kept for a in responses]),
@@ -148,7 +195,7 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
     ):
         if first.tokens and any(parts):
             counted = [[int(x and a.is_trained) for x in part] for a, part in zip(responses, parts, strict=True)]
-            columns[name] = padded(counted, behind, 0)
+            columns[name] = right(counted, 0)
     for role in first.values:
         columns[f"returns{CRITICS[role]}"] = right([a.returns[role] if a.is_trained else [] for a in responses])
     return columns
@@ -158,8 +205,8 @@ def sampled_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str
     before, behind = spec.data.max_prompt_tokens, spec.data.max_response_tokens
     left = torch.tensor([[pad] * (before - len(a.prompt)) + a.prompt for a in responses])
     return {
-        "tokens": torch.cat([left, padded([a.tokens for a in responses], behind, pad)], 1),
-        "response_mask": padded([[1] * len(a.tokens) for a in responses], behind, 0),
+        "tokens": torch.cat([left, padded([a.text for a in responses], behind, pad)], 1),
+        "response_mask": padded([a.spread([1] * len(a.tokens), 0) for a in responses], behind, 0),
         "finished": torch.tensor([int(a.finished) for a in responses]),
     }
 
@@ -168,7 +215,7 @@ def score_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
     """Scores of single sources, and their sums."""
     columns: dict[str, Tensor] = {}
     for name, first in responses[0].by_source.items():
-        parts = [a.by_source[name] for a in responses]
+        parts = [of_tokens(a, a.by_source[name]) if isinstance(first, list) else a.by_source[name] for a in responses]
         columns[name] = padded(parts, width, 0.0) if isinstance(first, list) else torch.tensor(parts)
     for role in responses[0].own_texts:
         columns[f"tokens.{role}"] = torch.tensor([a.own_texts[role] for a in responses])
@@ -176,8 +223,22 @@ def score_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
         columns[f"scores{SECTIONS[section]}"] = torch.tensor([a.scores[section] for a in responses])
     for section in responses[0].token_scores:
         name = f"token_scores{SECTIONS[section]}"
-        columns[name] = padded([a.token_scores[section] for a in responses], width, 0.0)
+        columns[name] = padded([of_tokens(a, a.token_scores[section]) for a in responses], width, 0.0)
     return columns
+
+
+def of_tokens(response: Response, scores: list[float]) -> list[float]:
+    """An episode that failed before its first turn has no token for its score."""
+    return response.spread(scores, 0.0) if response.text or response.episode is None else [math.nan]
+
+
+def episode_columns(episodes: list[Episode]) -> dict[str, Tensor]:
+    return {
+        "episode": torch.tensor([EPISODES[episode.outcome] for episode in episodes]),
+        "turns": torch.tensor([len(episode.ends) for episode in episodes]),
+        "calls": torch.zeros(len(episodes)),
+        "failed_calls": torch.zeros(len(episodes)),
+    }
 
 
 def padded(parts: list[list[Any]], width: int, fill: float) -> Tensor:

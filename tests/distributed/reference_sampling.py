@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -129,8 +129,13 @@ class Sampler:
         return self.tokenizer.decode(response, skip_special_tokens=True)
 
 
-def describe_responses(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms) -> list[list[Response]]:
-    """Responses to each evaluation prompt, if there are any: their length, and how many of their bigrams differ."""
+def describe_responses(
+    spec: Spec, policy: Policy, tokenizer: Any, terms: Terms, play: Callable[..., Any] | None = None
+) -> list[list[Response]]:
+    """Responses to each evaluation prompt, if there are any: their length, and how many of their bigrams differ.
+
+    ``play``: from a sampler to a player of episodes.
+    """
     if spec.eval is None:
         return []
     own = spec.eval.temperature
@@ -141,9 +146,14 @@ def describe_responses(spec: Spec, policy: Policy, tokenizer: Any, terms: Terms)
     bigrams: list[tuple[int, int]] = []
     responses = [[Response.empty(example) for _ in range(samples)] for example in examples]
     whole = [response for group in responses for response in group]
-    sampler.extend(policy, [Sampled(response, EVAL_STEP, row) for row, response in enumerate(whole)])
+    if play is None:
+        sampler.extend(policy, [Sampled(response, EVAL_STEP, row) for row, response in enumerate(whole)])
+    else:
+        for row, response in enumerate(whole):
+            play(sampler).play(policy, response, EVAL_STEP, row)
     for response in whole:
         terms.add("eval_response_length", [len(response.tokens)])
-        bigrams += pairwise(response.tokens)
+        places = pairwise(zip(response.positions, response.tokens, strict=True))
+        bigrams += [(one, other) for (first, one), (second, other) in places if second == first + 1]
     terms.add("eval_distinct_2", [len(set(bigrams)) / max(len(bigrams), 1)])
     return responses

@@ -87,10 +87,10 @@ class Judge:
         if isinstance(source, ModelSource):
             model = self.models[source.model]
             if source.level != "answer":
-                return model.everywhere(response.prompt, response.tokens).tolist()[1:]
+                return response.of_sampled(model.everywhere(response.prompt, response.text)[1:]).tolist()
             if source.model in self.own:
                 return model.score([], self._own_text(source.model, response)).item()
-            return model.score(response.prompt, response.tokens).item()
+            return model.score(response.prompt, response.text).item()
         assert response.example is not None, "the row that the prompt is of"
         if isinstance(source, RuleSource):
             return ruled(source, response, self._text(response))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from cases import DEFAULT, Case, every_case
-from comparison import deviations
+from comparison import RELATIVE, deviations
 from launcher import Launches, Outcome, params
 from peft import PeftModel, get_peft_model_state_dict
 from reference_models import distance
@@ -77,6 +80,7 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
                 "weights_version": int(columns["policy_version"][row].max()),
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                 "response": tokenizer.decode(tokens[width:][mask], skip_special_tokens=True),
+                **({"turns": turns_of(columns, row, tokenizer, width)} if "episode" in columns else {}),
                 "length": int(mask.sum()),
                 "finished": bool(columns["finished"][row]),
                 **{
@@ -87,6 +91,29 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
             }
         )
     return samples
+
+
+def turns_of(columns: dict[str, torch.Tensor], row: int, tokenizer: Any, width: int) -> list[dict[str, object]]:
+    """Tokens in a row that were sampled, or were not, with the rewards on them."""
+    turns: list[tuple[bool, list[int], list[float]]] = []
+    count = int(columns["attention_mask"][row, width:].sum())
+    for token, is_sampled, reward in zip(
+        *(columns["tokens"][row, width:][:count].tolist(), columns["response_mask"][row][:count].tolist()),
+        columns["token_scores.environment"][row][:count].tolist(),
+        strict=True,
+    ):
+        if not turns or turns[-1][0] != is_sampled:
+            turns.append((is_sampled, [], []))
+        turns[-1][1].append(token)
+        turns[-1][2].append(reward)
+    return [
+        {
+            "role": "policy" if is_sampled else "environment",
+            "text": tokenizer.decode(tokens, skip_special_tokens=True),
+            **({"reward": sum(rewards) if math.isfinite(sum(rewards)) else None} if is_sampled else {}),
+        }
+        for is_sampled, tokens, rewards in turns
+    ]
 
 
 @pytest.mark.parametrize("case", chosen("one"))
@@ -102,6 +129,17 @@ def test_the_ratio_of_the_only_pass_is_one_to_the_last_bit(launches: Launches, c
     assert "logprobs" not in launches.outcome(case).plan.graph.producers
     for row in launches.outcome(case).metrics:
         assert row["update_kl"] == row["ratio_clipped"] == 0, (case.name, row)
+
+
+@pytest.mark.parametrize("case", params([Case("episodes-replayed", "co-located", 2)]))
+def test_recorded_episodes_are_trained_on_without_their_environment(launches: Launches, case: Case) -> None:
+    played, replayed = launches.outcome(Case("episodes", "co-located", 2)), launches.outcome(case)
+    for step in range(len(played.metrics)):
+        expected, found = played.columns(step), replayed.columns(step)
+        for name in ("tokens", "response_mask", "episode", "token_scores.environment", "loss_mask"):
+            assert torch.equal(expected[name].nan_to_num(9), found[name].nan_to_num(9)), (name, step)
+    for role in ("actor", "critic"):
+        assert distance(replayed.weights(role), played.weights(role)) < RELATIVE, role
 
 
 def test_leaving_out_a_forward_changes_no_number(launches: Launches) -> None:

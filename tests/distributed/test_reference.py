@@ -68,6 +68,7 @@ PARTLY = (
     *(("simpo_half_2", "pair_accuracy"), ("orpo_all_2", "pair_accuracy"), ("kto_halves_2", "pair_accuracy")),
     *(("grpo-cispo_co-located_2", "ratio_clipped"), ("gspo-token_halves_2", "ratio_clipped")),
     *(("grpo-clip-cov_halves_4", "covariance_selected"), ("grpo-kl-cov_six-chunks_2", "covariance_selected")),
+    *(("episodes_co-located_2", "episode_failed"), ("episodes_co-located_2", "episode_ended")),
     *(("grpo-masked_lag_2", "importance_clipped"), ("grpo-rejected_lag-every-3_4", "importance_rejected")),
     *(("one-trunk-rejected_lag_2", "importance_rejected"), ("grpo-process-models_halves_4", "truncated")),
 )
@@ -82,7 +83,11 @@ def test_limits_and_masks_apply_in_part(launches: Launches, name: str, metric: s
 
 
 LEFT_OUT = (
-    *(("safe-called_six_2", "invalid_score"), ("grpo-uneven_six-chunks_4", "truncated")),
+    *(
+        ("episodes_co-located_2", "failed_episode"),
+        ("safe-called_six_2", "invalid_score"),
+        ("grpo-uneven_six-chunks_4", "truncated"),
+    ),
     *(("masked-streaming_six-chunks_4", "truncated"), ("grpo-dapo_six_2", "alike")),
     *(("grpo-dynamic_co-located_2", "surplus"), ("raft_co-located_2", "not_best"), ("frozen_six_2", "frozen")),
 )
@@ -279,6 +284,28 @@ def test_stop_strings_have_teeth(launches: Launches, setting: str) -> None:
     if setting == "stopped":
         across_words = [stop for stop in sampler.stop if " " in stop]
         assert all(any(stop in sampler.text(response.tokens) for response in stopped) for stop in across_words)
+
+
+def test_episodes_have_teeth(launches: Launches) -> None:
+    """They end in each way, some before their first turn and some after several; rewards differ from turn to turn."""
+    result = reference_of(launches.assets.spec(Case("episodes", "co-located", 2)))
+    episodes = [response.episode for step in result.steps for response in step.responses if response.episode]
+    assert {episode.outcome for episode in episodes} == {"ended", "last turn", "no room", "failed"}
+    assert {len(episode.ends) for episode in episodes} == {0, 1, 2, 3}
+    assert sum(len(set(episode.rewards)) > 1 for episode in episodes) > 3
+    assert max(len(episode.text) - len(episode.positions) for episode in episodes) > 3
+
+
+def test_stop_strings_end_turns(launches: Launches) -> None:
+    """Some turns end with a stop string and are followed by one of several tokens."""
+    spec = launches.assets.spec(Case("grpo-episodes", "lag-2", 2))
+    sampler, found = Reference(spec).sampler, 0
+    for response in [response for step in reference_of(spec).steps for response in step.responses]:
+        ends = response.episode.ends if response.episode else []
+        for first, end, following in zip([-1, *ends], ends, ends[1:], strict=False):
+            turn = sampler.text(response.tokens[first + 1 : end + 1])
+            found += any(stop in turn for stop in sampler.stop) and following - end > 1
+    assert found > 3
 
 
 def test_several_tokens_end_responses(launches: Launches) -> None:

@@ -77,8 +77,11 @@ ALIKE = [
     same("adapters", "co-located", 2, "deepspeed-1"),
     same("running", "six", 4, "megatron-tp"),
     same("streaming-two", "operators-lanes", 4),
+    same("episodes", "lag", 2),
 ]
 """The same placement: equal to the last bit."""
+RANDOM = same("episodes-random", "co-located", 2)
+"""An environment that never replies alike, so that there is no reference: its replies are in a log."""
 FILTERED = Pair(Case("grpo-dynamic", "lag", 2), Case("grpo-dynamic", "lag", 4))
 """With dynamic sampling, responses without a score, and a batch in flight."""
 CHANGED = [
@@ -128,7 +131,7 @@ DEFAULT = [
         pair
         for pair in ALIKE
         if pair.first.setting in ("two", "corrected", "retokenized", "scheduled", "segments")
-        or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments")
+        or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments", "episodes")
     ),
     *(
         pair
@@ -136,6 +139,7 @@ DEFAULT = [
         if pair.first.setting in ("grpo-dynamic", "gspo", "kto", "simpo", "orpo", "sft", "segments-corrected")
         or pair.first == Case("grpo", "lag-2-alone", 2)
     ),
+    RANDOM,
 ]
 
 
@@ -189,9 +193,18 @@ class Resumptions:
             for file in (resumed.directory / "columns").glob(f"*step{step}-*"):
                 if step not in in_flight or file.name.split("-")[1] not in generated:
                     file.unlink()
+        if whole.case.setting == "episodes":
+            self._cut_log(resumed.directory, in_flight.stop)
         for role in whole.plan.graph.trained:
             shutil.rmtree(resumed.directory / role)
         return checkpoint_directory(resumed.directory, NEXT_STEP)
+
+    @staticmethod
+    def _cut_log(directory: Path, step: int) -> None:
+        """The run was interrupted in the middle of this step's episodes: some replies to first turns are there."""
+        for file in (directory / "episodes").glob("*.jsonl"):
+            of_step, lines = int(file.name.removeprefix("step").partition("-")[0]), file.read_text().splitlines(True)
+            file.write_text("".join(lines[: len(lines) // 2] if of_step == step else lines * (of_step < step)))
 
 
 def _kind(case: Case) -> tuple[int, bool]:
@@ -209,7 +222,7 @@ def cases(*pairs: Pair) -> list[object]:
     return [pytest.param(p, id=p.name, marks=() if p in DEFAULT else pytest.mark.full) for p in pairs]
 
 
-@pytest.mark.parametrize("pair", cases(*ALIKE))
+@pytest.mark.parametrize("pair", cases(*ALIKE, RANDOM))
 def test_the_same_placement_goes_on_to_the_last_bit(resumptions: Resumptions, pair: Pair) -> None:
     whole, resumed = resumptions.whole(pair.first), resumptions.resumed(pair)
     assert [_without_times(row) for row in resumed.metrics] == [_without_times(row) for row in whole.metrics]

@@ -29,9 +29,15 @@ from flexrlhf.strategies.instructions import Sync
 pytestmark = pytest.mark.timeout(3600)
 ROUNDING = 1e-4
 """Nats: between vLLM's log-prob of a token and the trainer's."""
-ENGINES = [case for case in DEFAULT if case.has_rollout_engine and "segments" not in case.setting]
-"""Whole responses: in segments a step has requests, and tokens of weights, of several others."""
-UNCUT = [case for case in ENGINES if case.setting != "ends"]
+IN_TURNS = [case for case in DEFAULT if case.has_rollout_engine and "episodes" in case.setting]
+ENGINES = [
+    case
+    for case in DEFAULT
+    if case.has_rollout_engine and "segments" not in case.setting and "episodes" not in case.setting
+]
+"""Whole responses: in segments a step has requests, and tokens of weights, of several others; each turn is a request.
+"""
+UNCUT = [case for case in (*ENGINES, *IN_TURNS) if case.setting != "ends"]
 """Cases that sample from the whole distribution, like the trainer's log-probs."""
 OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
 """In the whole product; by default one engine is tried (tests/engines/test_vllm_engine.py)."""

@@ -72,7 +72,7 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
                 # with syncs after several batches some of these leave tokens out
                 raw["algorithm"]["importance"]["max_staleness"] = raw["schedule"]["lag"]
                 plan = make_plan(parse_spec(raw))
-            raw, plan = in_segments(raw, plan)
+            raw, plan = in_turns(*in_segments(raw, plan))
             specs.plans.append(plan)
             specs.specs.append(raw)
         except UserError as error:
@@ -267,6 +267,18 @@ def in_segments(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
 
 
+def in_turns(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Play episodes in some specs, by a separate generator; unchanged if that is not valid."""
+    rng = Random(f"turns {raw}")
+    if not chance(rng, 0.3):
+        return raw, plan
+    changed = {**deepcopy(raw), "environment": {"path": "games.py:Game", "max_turns": rng.randint(1, 4)}}
+    try:
+        return changed, make_plan(parse_spec(changed))
+    except UserError:
+        return raw, plan
+
+
 def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel) -> None:
     for name in ("lora", "config", "offload_optimizer", "offload_parameters", "liger", "compile", "attention", "dtype"):
         settings.pop(name, None)
@@ -421,6 +433,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "replicas without rows": ["some" if _empty_replicas(plan, placement) else "none"],
         "lag": [str(plan.schedule.lag) if plan.schedule.lag < 2 else "2 or 3"],
         "segments": [str(plan.batch.segments), *(["several, lagging"] if _lags_in_segments(plan) else [])],
+        "turns": _turns(plan),
         "chunks": [str(plan.batch.num_chunks)],
         "sync every": [str(spec.sync.every) if placement.shadows else "no sync"],
         "whiten": [getattr(algorithm, "whiten", "not ppo")],
@@ -452,6 +465,18 @@ def _features(plan: Plan) -> dict[str, list[str]]:
 
 def _lags_in_segments(plan: Plan) -> bool:
     return plan.batch.segments > 1 and plan.schedule.lag > 0
+
+
+def _turns(plan: Plan) -> list[str]:
+    if plan.spec.environment is None:
+        return ["none"]
+    found = {
+        "in chunks": plan.batch.num_chunks > 1,
+        "lagging": plan.schedule.lag > 0,
+        "evaluated": plan.spec.eval is not None,
+        "of an engine": _rollout_kind(plan) != "none",
+    }
+    return [str(plan.spec.environment.max_turns), *(name for name, is_so in found.items() if is_so)]
 
 
 def _is_tight(plan: Plan) -> bool:

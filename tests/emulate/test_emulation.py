@@ -65,7 +65,9 @@ def _items(position: int, step: int, instruction: Instruction, rank: int) -> lis
 
 
 def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    """A PPO run of 4 steps; ``settings``: models, rollout, sync_every, evaluation, and settings of the algorithm."""
+    """A PPO run of 4 steps; ``settings``: models, rollout, sync_every, evaluation, the turns of its episodes, and
+    settings of the algorithm."""
+    turns = settings.pop("turns", None)
     sync_every, models = settings.pop("sync_every", 1), settings.pop("models", {})
     rollout, evaluation = settings.pop("rollout", {}), settings.pop("evaluation", None)
     raw = {
@@ -79,6 +81,7 @@ def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = Non
         "schedule": schedule or {},
         "sync": {"every": sync_every},
         "rollout": rollout,
+        "environment": None if turns is None else {"path": "games.py:Game", "max_turns": turns},
         **({} if evaluation is None else {"eval": {"path": "evaluation.jsonl", "every": 2, **evaluation}}),
     }
     return make_plan(parse_spec(raw))
@@ -172,6 +175,7 @@ def test_random_specs_cover_the_settings(count: int) -> None:
         "lag": (20, ["0", "1", "2 or 3"]),
         "segments": (10, ["1", "2", "3", "4", "several, lagging"]),
         "evaluation before training": (20, ["True", "False"]),
+        "turns": (8, ["1", "2", "3", "4", "in chunks", "lagging", "evaluated", "of an engine"]),
         "chunks": (15, ["1", "2", "3", "4"]),
         "sync every": (20, ["1", "2", "3"]),
         "whiten": (30, ["batch", "mini_batch", "none"]),
@@ -338,6 +342,8 @@ LATE: dict[str, Any] = {"lag": 2, "num_chunks": 2}
         pytest.param(lambda: ppo_plan(SIX, 4, {"lag": 1}, rollout=CHILD, evaluation=PAIR), id="six-lag-1-evaluated"),
         pytest.param(lambda: ppo_plan(SIX[:5], 4, STREAM, rollout=VLLM, models=SHARED), id="six-rollout-merged"),
         pytest.param(lambda: ppo_plan(SIX[:5], 4, {"lag": 1}, rollout=VLLM, models=SHARED), id="six-merged-lag-1"),
+        pytest.param(lambda: ppo_plan(SIX, 4, LATE, turns=3, rollout=CHILD, evaluation=PAIR), id="turns-lag-2"),
+        pytest.param(lambda: ppo_plan([1, "1/2", "1/2"], 4, STREAM, turns=2, rollout=HYBRID, **GROUPS), id="turns"),
     ],
 )
 def test_fixed_plan_reaches_the_right_result(plan: Callable[[], Plan]) -> None:
@@ -379,6 +385,32 @@ def test_a_dropped_transfer_is_reported(mode: Mode) -> None:
 
     with pytest.raises(EmulationError, match=r"rank 0 reads scores of row 0, step 0, but neither produced nor"):
         emulate(with_instructions(ppo_plan([1, 1, "1/2", "1/2"], 2), drop), mode)
+
+
+def test_chunks_take_turns() -> None:
+    """While the environments of one reply, the other is generated."""
+    runs = [x for x in ppo_plan(SIX, 4, {"num_chunks": 2}, turns=3).schedule.instructions if isinstance(x, Run)]
+    turns = [(x.operator.kind, x.turn, x.chunk) for x in runs if x.operator.turns]
+    assert turns == [(kind, turn, n) for turn in range(3) for n in range(2) for kind in ("generate", "interact")]
+
+
+def test_a_turn_that_is_left_out_is_reported() -> None:
+    plan = ppo_plan([1, 1, "1/2", "1/2"], 2, turns=3)
+    kept = tuple(x for x in plan.schedule.instructions if not (isinstance(x, Run) and x.turn == 1))
+    left_out = replace(plan, schedule=replace(plan.schedule, instructions=kept))
+    with pytest.raises(AssertionError, match=r"step 0: tokens.turn of row 0 on rank 0 differs from the reference"):
+        check_result(left_out, emulate(left_out, "asynchronous"))
+
+
+def test_a_response_that_moves_before_its_last_turn_is_reported() -> None:
+    plan = ppo_plan(SIX, 2, turns=2)
+    instructions = list(plan.schedule.instructions)
+    move = next(i for i, x in enumerate(instructions) if isinstance(x, Move) and "tokens" in x.columns)
+    first = next(i for i, x in enumerate(instructions) if isinstance(x, Run) and x.operator.name == "interact")
+    instructions.insert(first + 1, instructions.pop(move))
+    early = replace(plan, schedule=replace(plan.schedule, instructions=tuple(instructions)))
+    with pytest.raises(AssertionError, match=r"step 0: tokens of row 0 on rank 0 differs from the reference"):
+        check_result(early, emulate(early, "asynchronous"))
 
 
 def test_a_response_that_goes_on_on_another_rank_is_reported() -> None:

@@ -158,7 +158,9 @@ class VllmEngine(Engine):
         """Add the rows of ``batch`` that are not submitted yet to vLLM's requests."""
         for key, request in new_requests(batch, sampling, self._responses).items():
             name, first = str(self.num_requests + len(self._running)), len(request.response)
-            self._responses[key] = PartialResponse(sampling, list(request.response), [0.0] * first)
+            self._responses[key] = PartialResponse(
+                sampling, list(request.response), [0.0] * first, searched_from=request.searched_from
+            )
             params = sampling_params(key, first, self._lengths, self.config.vocab_size, self._is_exact)
             self._engine.add_request(name, {"prompt_token_ids": request.prompt + request.response}, params)
             self._running[name] = key

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.base import Batch, Sampling, searched_from
 from flexrlhf.engines.sampling import completes_stop
 from flexrlhf.operators.columns import Lengths
 
@@ -24,10 +24,12 @@ class NewRequest:
 
     prompt:   without padding.
     response: tokens of it so far.
+    searched_from: response tokens that stop strings are not searched in.
     """
 
     prompt: list[int]
     response: list[int]
+    searched_from: int = 0
 
 
 @dataclass
@@ -39,6 +41,7 @@ class PartialResponse:
     logprobs: their log-probs; 0 of tokens that the request continues.
     finished: whether an end token or a stop string ended it.
     done:     whether it has ended, also at the largest length.
+    searched_from: response tokens that stop strings are not searched in.
     """
 
     sampling: Sampling
@@ -46,6 +49,7 @@ class PartialResponse:
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
     done: bool = False
+    searched_from: int = 0
 
 
 def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
@@ -62,8 +66,8 @@ def new_requests(batch: Batch, sampling: Sampling, submitted: Container[RequestK
     responses: list[list[int]] = [[] for _ in prompts]
     if "responses" in batch.columns:
         responses = _without_padding(batch["responses"], batch["response_mask"])
-    rows = zip(request_keys(batch, sampling), prompts, responses, strict=True)
-    return {key: NewRequest(prompt, response) for key, prompt, response in rows if key not in submitted}
+    rows = zip(request_keys(batch, sampling), prompts, responses, searched_from(batch), strict=True)
+    return {key: NewRequest(prompt, given, first) for key, prompt, given, first in rows if key not in submitted}
 
 
 def _without_padding(tokens: Tensor, masks: Tensor) -> list[list[int]]:
@@ -124,7 +128,11 @@ def add_output(response: PartialResponse, output: Any) -> bool:
         response.tokens.append(token)
         response.logprobs.append(logprobs[token].logprob)
         response.finished = token in sampling.eos_token_ids
-        if sampling.stop and not response.finished and completes_stop(response.tokens, sampling):
+        if (
+            sampling.stop
+            and not response.finished
+            and completes_stop(response.tokens[response.searched_from :], sampling)
+        ):
             response.finished = response.done = True
             return not output.finished
     response.done = output.finished

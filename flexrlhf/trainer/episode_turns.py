@@ -1,0 +1,265 @@
+"""Calls of the environments of a rank's rows.
+
+Replies are awaited when a column that they change is first read, so that ranks go on with other rows. The first rank of
+a replica calls the environments, since two calls for one episode may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.data.examples import Example
+from flexrlhf.data.turn_tokens import TurnTokens
+from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.episodes import Episodes
+from flexrlhf.errors import UserError
+from flexrlhf.objectives.context import Columns
+from flexrlhf.operators.columns import TURN, Lengths
+from flexrlhf.operators.outcomes import EPISODES
+from flexrlhf.plan.episodes import processes_of
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import turn_tokens
+from flexrlhf.rewards.limits import Deadline, WarnOnce
+from flexrlhf.runs.episode_log import EpisodeLog
+from flexrlhf.trainer.episode_rows import BEGUN, CALLS, GOING, PROMPT, after_replies, rows_before_turn
+from flexrlhf.trainer.execution import OperatorRun
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A turn of the policy that awaits its reply.
+
+    call:      of the environment.
+    room:      response tokens that are left.
+    has_end:   whether its last token is an end token; behind a stop string there is none.
+    is_chat:   whether its row is a chat.
+    """
+
+    call: EpisodeCall
+    room: int
+    has_end: bool
+    is_chat: bool
+
+
+class EpisodePlayer:
+    """Caller of the environments of this rank's rows."""
+
+    def __init__(
+        self,
+        settings: EnvironmentSpec,
+        episodes: Episodes | None,
+        tokens: TurnTokens,
+        decode: Callable[..., str],
+        lengths: Lengths,
+        seconds: float,
+        log: EpisodeLog | None = None,
+        chunks: int = 1,
+    ) -> None:
+        """
+        episodes:  None: they are replayed, so that no environment is called.
+        decode:    tokens to text, special tokens included.
+        seconds:   limit of all replies to one turn.
+        log:       replies since the last checkpoint; None: the run writes none.
+        chunks:    of a step, whose replies are awaited at the same time.
+        """
+        self._settings, self._episodes, self._tokens, self._decode = settings, episodes, tokens, decode
+        self.log = log
+        self._lengths, self._seconds = lengths, seconds
+        self._threads = ThreadPoolExecutor(max(2, chunks), "environment")
+        self._turns: dict[tuple[int, int], list[str]] = {}
+        self._warn = WarnOnce("environment")
+
+    def reset(self, run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling) -> None:
+        """Begin the episodes of ``batch``; its prompts are put once the environments have replied."""
+        examples, rows, replica = run.examples_of(batch), run.rows, run.model.replica
+        self._turns = {key: turns for key, turns in self._turns.items() if key[0] == sampling.step}
+        self._turns |= {(sampling.step, row): [] for row in rows}
+        samples = run.shape.samples_per_prompt
+        calls = [
+            EpisodeCall((sampling.step, row), example.columns, _seed(sampling, row // samples))
+            for row, example in zip(rows, examples, strict=True)
+        ]
+        future = self._submit(calls, run)
+
+        def arrive() -> None:
+            replies = self._result(future, len(rows))
+            prompts, mask, failed = batch["prompts"].clone(), batch["prompt_mask"].clone(), torch.zeros(len(rows))
+            for place, (reply, example) in enumerate(zip(replies, examples, strict=True)):
+                failed[place] = EPISODES["failed"] if reply.failure is not None else GOING
+                if reply.messages:
+                    ids = self._prompt(example, reply)
+                    prompts[place], mask[place] = prompts[place].fill_(int(prompts[place, 0])), 0
+                    prompts[place, -len(ids) :] = torch.tensor(ids, dtype=torch.int32)
+                    mask[place, -len(ids) :] = 1
+            columns = dict(zip((*PROMPT, BEGUN), (prompts, mask, failed.to(mask)), strict=True))
+            for name, values in columns.items():
+                store.put(name, rows, replica.sum(values.int() * replica.is_first).to(values.dtype))
+
+        store.expect({name: rows for name in run.operator.writes}, arrive)
+
+    def step(
+        self,
+        run: OperatorRun,
+        store: RowStore,
+        sampling: Sampling,
+        then: Callable[[Columns], None] = lambda columns: None,
+    ) -> None:
+        """Ask for replies to the last turn of each row; their columns are put once the environments have replied.
+
+        ``then``: receives the columns before they are put.
+        """
+        rows, replica = run.rows, run.model.replica
+        before = rows_before_turn(run, store, self._lengths, sampling.pad_token_id)
+        made = {name: store.get(f"{name}.{TURN}", rows) for name in self._written(run)}
+        context = made["attention_mask"][:, -self._lengths.response :]
+        sampled = (context.bool() & ~before.context.bool())[before.places]
+        requests = self._requests(run, before.places, made, sampled, sampling)
+        future = self._submit([each.call for each in requests], run)
+
+        def arrive() -> None:
+            replies = self._result(future, len(requests))
+            found = {
+                name: replica.sum(values.to(store.device) * replica.is_first)
+                for name, values in self._reply_columns(replies, requests).items()
+            }
+            columns = after_replies(before, made, found, sampled)
+            then(columns)
+            for name in run.operator.writes:
+                store.put(name, rows, columns[name])
+
+        store.expect({name: rows for name in run.operator.writes}, arrive)
+
+    def _requests(
+        self, run: OperatorRun, places: Tensor, made: Columns, sampled: Tensor, sampling: Sampling
+    ) -> list[_Request]:
+        """Return the turns of the rows at ``places``, whose tokens are ``sampled`` (k, R)."""
+        width = self._lengths.response
+        responses, lengths = made["tokens"][places, -width:], made["attention_mask"][places, -width:].sum(1)
+        requests = []
+        for place, tokens, mask, length in zip(places.tolist(), responses, sampled, lengths.tolist(), strict=True):
+            row = run.rows[place]
+            prompt, key = row // run.shape.samples_per_prompt, (sampling.step, row)
+            example, room = run.examples[prompt], width - length
+            turns = self._turns.setdefault(key, [])
+            ids = tokens[mask].tolist()
+            turns.append(self._text(ids, sampling))
+            is_last = run.turn + 1 == run.operator.turns or room == 0
+            call = EpisodeCall(key, example.columns, _seed(sampling, prompt), tuple(turns), is_last)
+            has_end = bool(ids) and ids[-1] in sampling.eos_token_ids
+            requests.append(_Request(call, room, has_end, bool(example.turns)))
+        return requests
+
+    def close(self) -> None:
+        """End the processes of the environments."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._episodes is not None:
+            self._episodes.close()
+
+    def _written(self, run: OperatorRun) -> tuple[str, ...]:
+        return tuple(name.removesuffix(f".{TURN}") for name in run.operator.reads if name.endswith(f".{TURN}"))
+
+    def _submit(self, calls: Sequence[EpisodeCall], run: OperatorRun) -> Future[list[EpisodeReply]] | None:
+        if self._episodes is None or not run.model.replica.is_first or not calls:
+            return None
+        return self._threads.submit(self._replies, self._episodes, calls)
+
+    def _replies(self, episodes: Episodes, calls: Sequence[EpisodeCall]) -> list[EpisodeReply]:
+        """Return one reply a call: of the log, or of its environment."""
+        found = [None if self.log is None else self.log.find(call) for call in calls]
+        due = [call for call, reply in zip(calls, found, strict=True) if reply is None]
+        given = iter(episodes.replies(due, Deadline.after(self._seconds)) if due else ())
+        replies = [next(given) if reply is None else reply for reply in found]
+        if self.log is not None:
+            for call, reply, earlier in zip(calls, replies, found, strict=True):
+                if earlier is None:
+                    self.log.add(call, reply)
+        return replies
+
+    def _result(self, future: Future[list[EpisodeReply]] | None, count: int) -> list[EpisodeReply]:
+        """Return ``count`` replies: empty ones on ranks that call no environment, or where all do none."""
+        if future is None:
+            return [EpisodeReply(is_done=self._episodes is None)] * count
+        replies = future.result()
+        for reply in replies:
+            self._warn(reply.failure)
+        return replies
+
+    def _text(self, tokens: list[int], sampling: Sampling) -> str:
+        """Return the text of a turn, without its end token."""
+        if tokens and tokens[-1] in sampling.eos_token_ids:
+            tokens = tokens[:-1]
+        return self._decode(tokens)
+
+    def _prompt(self, example: Example, reply: EpisodeReply) -> Sequence[int]:
+        """Return the prompt of an episode. Raises UserError if it is too long."""
+        ids = self._tokens.prompt(example, reply.messages)
+        if len(ids) > self._lengths.prompt:
+            raise UserError(
+                f"environment {self._settings.name}: a prompt has {len(ids)} tokens with what reset says, more than "
+                f"data.max_prompt_tokens {self._lengths.prompt}; use at least {len(ids)}"
+            )
+        return ids
+
+    def _reply_columns(self, replies: Sequence[EpisodeReply], requests: Sequence[_Request]) -> Columns:
+        """Return the replies of k rows as numbers: tokens (k, R), their number, reward, end, and calls (k,)."""
+        count = len(replies)
+        tokens = torch.zeros(count, self._lengths.response, dtype=torch.int64)
+        numbers = {name: torch.zeros(count, dtype=torch.float64) for name in ("length", "reward", "end", *CALLS)}
+        for place, (reply, turn) in enumerate(zip(replies, requests, strict=True)):
+            end, ids = self._end(reply, turn)
+            tokens[place, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+            reward = reply.reward if reply.failure is None else float("nan")
+            found = (len(ids), reward, EPISODES[end], reply.calls, reply.bad_calls)
+            for column, value in zip(numbers.values(), found, strict=True):
+                column[place] = value
+        return {"tokens": tokens, **numbers}
+
+    def _end(self, reply: EpisodeReply, turn: _Request) -> tuple[str, Sequence[int]]:
+        """Return how an episode stands after a reply, and the reply's tokens if a turn follows it."""
+        if reply.failure is not None:
+            return "failed", ()
+        if reply.is_done:
+            return "ended", ()
+        if turn.room == 0:
+            return "no room", ()
+        if turn.call.is_last:
+            return "last turn", ()
+        ids = self._tokens.reply(reply.messages, turn.has_end, turn.is_chat)
+        return ("going on", ids) if len(ids) < turn.room else ("no room", ())
+
+
+def _seed(sampling: Sampling, prompt: int) -> int:
+    """Return the seed of the episodes of a prompt's samples, which begin alike."""
+    text = f"{sampling.seed} {sampling.step} {prompt}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
+
+
+def make_player(plan: Plan, rank: int, tokenizer: Any) -> EpisodePlayer | None:
+    """Return the caller of the environments of the rows of ``rank``; None if the run has no episodes, or none there."""
+    spec, settings = plan.spec, plan.spec.environment
+    interacting = [each for each in plan.graph.operators if each.kind == "interact"]
+    if settings is None or not interacting:
+        return None
+    layout = plan.placement.copy_for(interacting[0]).layout
+    # evaluations play on the trained copy
+    layout = layout if rank in layout.places else plan.placement[interacting[0].role].layout
+    if rank not in layout.places:
+        return None
+    tokens = turn_tokens(plan, tokenizer)
+    processes = processes_of(settings, layout, layout.replica(rank))
+    episodes = None if spec.debug.replay is not None else Episodes(settings, processes)
+    keeps_log = spec.checkpoint.every is not None and episodes is not None
+    log = EpisodeLog(spec.directory, rank) if keeps_log else None
+    chunks = plan.batch.num_chunks
+    seconds = spec.timeout_seconds / 2
+    return EpisodePlayer(settings, episodes, tokens, tokenizer.decode, plan.lengths, seconds, log, chunks)

@@ -1,0 +1,129 @@
+"""Episodes of the reference: turns of the policy token by token, each followed by the reply of the environment.
+
+The environment is called directly, in the process of the test.
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from reference_models import Policy
+from reference_responses import CRITICS, Episode, Response
+from reference_sampling import Sampler
+from reference_scores import function_of
+from torch import Tensor
+
+from flexrlhf.config.spec import Spec
+
+
+def seed_of(spec: Spec, step: int, row: int) -> int:
+    """By definition of a run: all samples of a prompt begin alike."""
+    prompt = row // ((spec.eval.samples_per_prompt if step < 0 and spec.eval else None) or samples_of(spec))
+    digest = blake2b(f"{spec.seed} {step} {prompt}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") // 2
+
+
+def samples_of(spec: Spec) -> int:
+    return getattr(spec.algorithm, "samples_per_prompt", 1)
+
+
+class EpisodeSampler:
+    """Player of whole episodes."""
+
+    def __init__(self, spec: Spec, sampler: Sampler) -> None:
+        assert spec.environment is not None and spec.environment.path is not None
+        self.spec, self.settings, self.sampler = spec, spec.environment, sampler
+        self.game = function_of(spec.environment.path)
+
+    @torch.no_grad()
+    def play(self, policy: Policy, response: Response, step: int, row: int, forced: Tensor | None = None) -> None:
+        """Add an episode to a response that has none yet. ``forced`` (R,): tokens to take at ties."""
+        assert response.example is not None
+        game, response.episode = self.game(), Episode()
+        try:
+            said = game.reset(response.example.columns, seed_of(self.spec, step, row))
+        except RuntimeError:
+            response.episode.outcome = "failed"
+            return
+        response.prompt = response.prompt + self._ids(said)
+        for number in range(self.settings.max_turns):
+            self._sample(policy, response, step, row, forced)
+            if not self._reply(game, response, is_last=number + 1 == self.settings.max_turns):
+                break
+
+    def _sample(self, policy: Policy, response: Response, step: int, row: int, forced: Tensor | None) -> None:
+        """One turn of the policy."""
+        sampler, episode = self.sampler, response.episode
+        assert episode is not None
+        turn, response.finished = list[int](), False
+        longest = self.settings.turn_tokens or sampler.longest
+        while len(turn) < longest and len(episode.text) < sampler.longest and not response.finished:
+            position = len(episode.text)
+            scores = sampler.scores(policy.next_logits([response.prompt + episode.text])[0], position)
+            perturbed = sampler.perturbed(scores, step, row, position)
+            token, margin = sampler._choose(perturbed, step, row, position, forced)
+            turn.append(token)
+            episode.text.append(token)
+            episode.positions.append(position)
+            response.tokens.append(token)
+            response.margins.append(margin)
+            response.rollout_logprobs.append(float(scores.log_softmax(0)[token]))
+            response.finished = sampler.finishes(turn)
+        episode.ends.append(len(response.tokens) - 1)
+        self.said = sampler.tokenizer.decode(turn[:-1] if turn[-1] in sampler.ends else turn)
+
+    def _reply(self, game: Any, response: Response, is_last: bool) -> bool:
+        """Whether a turn follows the reply."""
+        episode, longest = response.episode, self.sampler.longest
+        assert episode is not None
+        try:
+            turn = game.step(self.said)
+        except RuntimeError:
+            episode.rewards.append(math.nan)
+            episode.outcome, response.finished = "failed", False
+            return False
+        episode.rewards.append(turn.reward)
+        ids = self._ids(turn.messages)
+        if turn.is_done:
+            episode.outcome, response.finished = "ended", True
+        elif len(episode.text) == longest or (not is_last and len(episode.text) + len(ids) >= longest):
+            episode.outcome, response.finished = "no room", False
+        elif is_last:
+            episode.outcome = "last turn"
+        else:
+            episode.text += ids
+            response.margins += [math.inf] * len(ids)
+            return True
+        return False
+
+    def _ids(self, text: str) -> list[int]:
+        return self.sampler.tokenizer.encode(text, add_special_tokens=False)
+
+
+def keep_sampled(response: Response) -> None:
+    """Reduce log-probs and values of all tokens to the sampled ones; of values there is one after the last of these."""
+    episode, places = response.episode, response.positions
+    assert episode is not None
+    episode.everywhere = {"ref_logprobs": response.ref_logprobs}
+    response.ref_logprobs = [response.ref_logprobs[place] for place in places] if response.ref_logprobs else []
+    for role, values in response.values.items():
+        episode.everywhere[f"values{CRITICS[role]}"] = values
+        response.values[role] = [values[place] for place in [*places, places[-1] + 1 if places else 0]]
+
+
+def add_rewards(response: Response) -> None:
+    """Each turn's on its last token, in addition to scores of the response."""
+    episode = response.episode
+    assert episode is not None
+    rewards = [0.0] * len(response.tokens)
+    for end, reward in zip(episode.ends, episode.rewards, strict=True):
+        rewards[end] = reward
+    total = sum(rewards) if rewards else math.nan
+    response.by_source["token_scores.environment"] = rewards
+    by_model, tokens = response.scores.get("reward", 0.0), list(rewards)
+    if tokens:
+        tokens[-1] += by_model
+    response.scores["reward"], response.token_scores["reward"] = total + by_model, tokens
