@@ -11,6 +11,7 @@ from pathlib import Path
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.display.live_display import is_terminal, live_display
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes, share_below
 from flexrlhf.guideline.costs.measurements import (
     LinearTime,
     Measurements,
@@ -23,12 +24,16 @@ from flexrlhf.guideline.costs.measurements import (
 from flexrlhf.launch import start as launch
 from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
+from flexrlhf.measure.environment_calls import measure_environments
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted
+
+SHARE_OF_ENVIRONMENTS = 0.3
+"""Time of an environment's calls, as a share of the time of all other measurements."""
 
 
 def profile(
@@ -52,7 +57,8 @@ def profile(
     # its processes load their libraries while models are checked
     with starting_factory(is_copied=True) as factory:
         measurements = _measured(plans, command_plans, seconds, factory)
-    measurements = measurements.model_copy(update={"network_gb_s": network_gb_s})
+    environments = measure_environments(plans, SHARE_OF_ENVIRONMENTS * seconds)
+    measurements = measurements.model_copy(update={"network_gb_s": network_gb_s, "environments": environments})
     write_measurements(path, measurements)
     return measurements
 
@@ -147,8 +153,23 @@ def _other_lines(measurements: Measurements) -> Iterator[str]:
     for name, line in lines.items():
         if line is not None:
             yield f"  {name.replace('_', ' '):<34}{_line_text(name, line)}"
+    for environment in measurements.environments:
+        yield from _environment_lines(environment)
     if measurements.network_gb_s is not None:
         yield f"  {'slowest link between machines':<34}{measurements.network_gb_s:.3g} GB/s"
+
+
+def _environment_lines(times: EnvironmentTimes) -> Iterator[str]:
+    """Yield the times of an environment's calls in milliseconds."""
+    played = "at once" if times.is_concurrent else "one after the other"
+    failed = f", {counted(times.failures, 'failed call')} left out" if times.failures else ""
+    around = f"{1000 * times.around:.3g} ms around a call"
+    yield f"\n  environment {times.name}, episodes of a process {played}, {around}{failed}"
+    for name, each in (("beginning of an episode", times.resets), ("reply", times.replies)):
+        if each:
+            values = (sum(each) / len(each), share_below(each, 0.5), share_below(each, 0.95), each[-1])
+            mean, half, most, longest = (f"{1000 * seconds:.3g}" for seconds in values)
+            yield f"    {name:<32}mean {mean} ms, median {half}, 95% below {most}, longest {longest}"
 
 
 def _line_text(name: str, line: LinearTime) -> str:

@@ -152,7 +152,8 @@ class PlanProfiler:
         )
 
     def _combine(self, loaded: LoadedModel) -> Points:
-        operator = next((each for each in self._plan.graph.operators if each.kind == "combine"), None)
+        combines = (each for each in self._plan.graph.operators if each.kind == "combine" and each.writes)
+        operator = next(combines, None)
         counts = row_counts(self._plan, loaded.placed.layout.tp)
         return () if operator is None else measure_operator(self._short_context, operator, loaded, counts.calls)
 

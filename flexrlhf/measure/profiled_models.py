@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
-from flexrlhf.operators.graph import Operator
+from flexrlhf.operators.graph import GENERATE, Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import prompt_lengths, response_lengths
@@ -44,6 +44,11 @@ class ProfiledModel:
     def item(self) -> int:
         """Bytes of a weight."""
         return DTYPE_BYTES[self.placed.settings.dtype]
+
+
+def without_turns(operator: Operator) -> Operator:
+    """Return the operator that generates whole responses in place of one that generates a turn."""
+    return replace(GENERATE, role=operator.role) if operator.turns else operator
 
 
 def profiling_spec(plan: Plan, command_plans: Sequence[Plan], ranks: int, device: str) -> Spec:
@@ -98,7 +103,9 @@ def profiled_models(plan: Plan) -> list[ProfiledModel]:
 
 def _profiled_model(plan: Plan, model: PlacedModel) -> ProfiledModel:
     operators: dict[str, Operator] = {
-        o.kind: o for o in reversed(plan.graph.operators) if o.role == model.role and o.kind in MEASURED_KINDS
+        o.kind: without_turns(o)
+        for o in reversed(plan.graph.operators)
+        if o.role == model.role and o.kind in MEASURED_KINDS
     }
     shape = plan.shapes.get(model.role)
     if shape is None or shape.sizes is None:

@@ -19,6 +19,7 @@ from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
 from flexrlhf.guideline.advice.space import is_allowed
+from flexrlhf.guideline.advice.waiting import waiting_lines
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
@@ -51,6 +52,7 @@ def format_advice(advice: Advice, source: CostSource) -> str:
         _titled(ranked, _ranking(advice)),
         *[_titled(f"settings of {_name(item)}", _settings(item)) for item in (advice.best, *ruled)],
         _titled("why", _reasons(advice)),
+        _titled("waiting for environments (seconds a step; chunks alternate)", _waiting(advice)),
         _titled("larger batches (samples/s and memory, as many optimizer steps a step)", _batches(advice)),
         _titled("against the guideline", contradictions(advice)),
         _titled("guideline: rules that fired", [*rules, *weighed_rules(advice)]),
@@ -205,6 +207,15 @@ def _reasons(advice: Advice) -> Iterator[str]:
         other = next(item for item in others if item.candidate.method == method)
         slower = other.seconds / best.seconds - 1
         yield f"{slower:+.0%} seconds for the best other {method} placement ({other.candidate.name})"
+
+
+def _waiting(advice: Advice) -> Iterator[str]:
+    """Yield how chunks and processes change the time of a step with an environment."""
+    environment = advice.best.plan.spec.environment
+    if advice.waiting:
+        yield from waiting_lines(advice.waiting, advice.margin)
+    elif environment is not None:
+        yield "replies are taken to need no time: measure them with flexrlhf profile, or set environment.seconds"
 
 
 def _batches(advice: Advice) -> Iterator[str]:

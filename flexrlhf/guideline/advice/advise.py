@@ -31,6 +31,7 @@ from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_
 from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
 from flexrlhf.guideline.advice.refusal import last_resort, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
+from flexrlhf.guideline.advice.waiting import WaitingVariant, least_waiting, waiting_variants
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.branch_and_bound import search
@@ -63,6 +64,7 @@ class Advice:
     refusal:   sentence on changes that would help, if nothing fits.
     max_lag:   the largest lag that was tried.
     may_lag:   whether a placement with a lag may be chosen.
+    waiting:   the placement to use with other chunks and other processes of its environment.
     """
 
     feasible: tuple[FeasibleCandidate, ...]
@@ -74,6 +76,7 @@ class Advice:
     refusal: str = ""
     max_lag: int = 1
     may_lag: bool = False
+    waiting: tuple[WaitingVariant, ...] = ()
 
     @property
     def comparable(self) -> tuple[FeasibleCandidate, ...]:
@@ -219,7 +222,20 @@ def advise(
     seconds = perf_counter() - began
     may_lag = max_lag is not None
     advice = Advice(feasible, rejected, by_rules.rules, compared.searches, seconds, margin, refusal, most, may_lag)
-    return _with_checked_choice(advice)
+    return _with_less_waiting(_with_checked_choice(advice))
+
+
+def _with_less_waiting(advice: Advice) -> Advice:
+    """Return ``advice`` with the chunks and processes for which the placement to use waits least for environments."""
+    variants = waiting_variants(advice.best) if advice.feasible else ()
+    opened = [each for each in variants if each.is_open]
+    if not opened:
+        return advice
+    chosen = least_waiting(opened, advice.margin).found
+    feasible = sorted(
+        (chosen if item is advice.best else item for item in advice.feasible), key=lambda item: item.seconds
+    )
+    return replace(advice, feasible=tuple(feasible), waiting=variants)
 
 
 def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:

@@ -106,10 +106,12 @@ def assess(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     """Return the seconds and bytes of a candidate, or why it is impossible.
 
     Those of the search equal the plan's but where models are offloaded, since when they move follows from the plan, and
-    where responses are generated in segments, for which the search takes the time of whole ones.
+    where responses are generated in segments, for which the search takes the time of whole ones, or with an
+    environment, for whose replies it does not wait.
     """
     space = candidate.space
-    return check(candidate) if space.offloaded or space.batch.segments > 1 else estimate(candidate)
+    is_unlike = space.offloaded or space.batch.segments > 1 or space.spec.environment is not None
+    return check(candidate) if is_unlike else estimate(candidate)
 
 
 def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:

@@ -338,12 +338,14 @@ class OptionEnumerator:
 
     def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
         rows = row_patterns(call.shape(self.maker.batch), placed.layout, call.mini_batches)
-        if kind == "combine" or kind == "score" or kind == "retokenize":
+        if kind == "combine" or kind == "interact" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
         used = [each for each in rows if any(each)]
         priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts, call.compares)
-        return self.costs.call(priced, mesh).seconds
+        # each turn of an episode has a part of a response
+        turns = 1 if kind != "generate" or self.spec.environment is None else self.spec.environment.max_turns
+        return self.costs.call(priced, mesh).seconds / turns
 
     def _state(self, placed: PlacedModel, key: object) -> State:
         """Return the state of the stage that stores most."""

@@ -82,9 +82,8 @@ class SearchModel:
     @property
     def kinds(self) -> tuple[PlacedCallKind, ...]:
         """Kinds of the calls that the model itself computes."""
-        return tuple(
-            dict.fromkeys(call.kind for call in self.calls if call.kind not in ("combine", "score", "retokenize"))
-        )
+        free = ("combine", "interact", "score", "retokenize")
+        return tuple(dict.fromkeys(call.kind for call in self.calls if call.kind not in free))
 
     @property
     def is_offloaded(self) -> bool:
@@ -240,4 +239,5 @@ class Sketch:
 
 def name_of(run: Run) -> str:
     """Return the name of a run in the search problem."""
-    return run.operator.name if run.chunk is None else f"{run.operator.name}.{run.chunk}"
+    turn = f".{run.turn}" if run.operator.turns else ""
+    return f"{run.operator.name}{turn}" if run.chunk is None else f"{run.operator.name}{turn}.{run.chunk}"

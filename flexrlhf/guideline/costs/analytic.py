@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import sync_cost, travel_seconds
 from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_table
@@ -96,3 +97,6 @@ class AnalyticCosts:
 
     def save(self, size: int) -> Cost:
         return Cost({"write": size / 1e9})
+
+    def environment(self, name: str) -> EnvironmentTimes | None:
+        return None

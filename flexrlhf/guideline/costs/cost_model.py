@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from flexrlhf.config.model_settings import Head
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.speculation import Speculation
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import GPUS_PER_NODE, PORT_GB_S, DeviceClass
@@ -330,3 +331,6 @@ class CostModel(Protocol):
 
     def save(self, size: int) -> Cost:
         """Return the time of writing ``size`` bytes of weights into a directory."""
+
+    def environment(self, name: str) -> EnvironmentTimes | None:
+        """Return the measured times of an environment; None if it has not been measured."""

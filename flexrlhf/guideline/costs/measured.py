@@ -18,6 +18,7 @@ from pathlib import Path
 from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, Point, read_measurements
 from flexrlhf.guideline.costs.training import replica_sum_seconds
@@ -180,6 +181,9 @@ class MeasuredCosts:
 
     def save(self, size: int) -> Cost:
         return Cost({"write": self.measured.save.seconds(size)})
+
+    def environment(self, name: str) -> EnvironmentTimes | None:
+        return next((times for times in self.measured.environments if times.name == name), None)
 
     def _nearest(self, call: Call, mesh: Mesh) -> ModelTimes | None:
         """Return the measured model most like that of ``call``, with such calls in its engine."""

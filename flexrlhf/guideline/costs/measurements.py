@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Transformer
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 
 VERSION = 1
 MeasuredPrimitive = Literal["all_gather", "all_to_all", "point_to_point"]
@@ -122,6 +123,7 @@ class Measurements(_Record):
     switch:          Offload and Reload
     save:            writing weights
     network_gb_s:    of the slowest link between two machines; None with one
+    environments:    calls of the environments of the runs
     """
 
     version: int = VERSION
@@ -138,6 +140,7 @@ class Measurements(_Record):
     switch: LinearTime
     save: LinearTime
     network_gb_s: float | None = None
+    environments: tuple[EnvironmentTimes, ...] = ()
 
     @property
     def spread(self) -> float:

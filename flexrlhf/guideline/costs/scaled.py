@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh, Traffic, Transformer
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
@@ -47,6 +48,9 @@ class ScaledCosts:
 
     def save(self, size: int) -> Cost:
         return self.costs.save(size)
+
+    def environment(self, name: str) -> EnvironmentTimes | None:
+        return self.costs.environment(name)
 
     def _factor_of(self, call: Call) -> float:
         """Return the factor of the calls most like ``call``: of its kind, engine and model; else the mean of its kind

@@ -48,12 +48,16 @@ class TextLengths:
     responses:   a sample of response lengths
     prompts:     a sample of prompt lengths; empty: all are as long as the longest
     is_assumed:  whether nothing is known of responses but their limit
+    turns:       mean turns of an episode; None: all have the most
+    replies:     mean tokens of a response that are replies of an environment
     """
 
     prompt: float
     responses: tuple[float, ...]
     prompts: tuple[float, ...] = ()
     is_assumed: bool = False
+    turns: float | None = None
+    replies: float = 0.0
 
     @property
     def mean_response(self) -> float:

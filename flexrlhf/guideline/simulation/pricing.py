@@ -17,6 +17,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
+from flexrlhf.guideline.simulation.episode_prices import EpisodePrices
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.memory.states import elements_on_rank
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
@@ -116,6 +117,9 @@ class Pricer:
         return CallMaker(plan.batch, plan.lengths, self.lengths, plan.spec.algorithm.epochs)
 
     def _operator(self, operator: Operator, model: PlacedModel, run: Run) -> Cost:
+        if operator.kind == "interact":
+            assert self.episodes is not None, "replies are of an environment"
+            return Cost({"environments": self.episodes.reply_seconds(model.layout, run)})
         if operator.call is None:
             batch = self.plan.batch
             rows_of = replica_rows(attempt_shape(batch, run), model.layout, run.mini_batches)
@@ -126,18 +130,35 @@ class Pricer:
         costs = [self.costs.call(call, mesh) for call, mesh in self.calls(run)]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())
 
+    @cached_property
+    def episodes(self) -> EpisodePrices | None:
+        """Prices of episodes; None if the plan has no environment."""
+        environment = self.plan.spec.environment
+        if environment is None:
+            return None
+        return EpisodePrices(environment, self.costs.environment(environment.name), self.plan.batch, self.lengths)
+
+    def _maker_of(self, run: Run) -> CallMaker:
+        """Return the maker of the calls of ``run``, which have the lengths of its turn."""
+        if self.episodes is None or not run.operator.turns:
+            return self.maker
+        return replace(self.maker, lengths=self.episodes.lengths_of(run.turn))
+
     def calls(self, run: Run) -> Iterator[tuple[Call, Mesh]]:
         """Yield the call and mesh of a Run for each device class among the replicas that have rows."""
         model = self.plan.placement[run.model]
         rows = replica_rows(attempt_shape(self.plan.batch, run), model.layout, run.mini_batches)
         for device, replicas in self.replicas_by_class(model).items():
             class_rows = [rows[replica] for replica in replicas if any(rows[replica])]
+            if self.episodes is not None and run.operator.turns:
+                class_rows = [(self.episodes.rows(sum(each), run.turn),) for each in class_rows]
             if not class_rows:
                 continue
             kind, texts, compares = run.operator.call, texts_per_row(run.operator), run.operator.compares_responses
             assert kind is not None, f"{run.operator.name} is no model call"
-            call = self.maker.call(kind, model, self.shape(model), class_rows, texts, compares)
-            yield call, self.mesh(model, device)
+            call = self._maker_of(run).call(kind, model, self.shape(model), class_rows, texts, compares)
+            # contexts of later turns differ between the samples of a prompt
+            yield replace(call, prompt_samples=1) if run.turn else call, self.mesh(model, device)
 
     def replicas_by_class(self, model: PlacedModel) -> dict[DeviceClass, list[int]]:
         """Return the replicas of ``model`` by the class of their slowest device."""

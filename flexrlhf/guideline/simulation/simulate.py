@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from flexrlhf.errors import UserError
@@ -20,7 +21,14 @@ from flexrlhf.guideline.costs.profiles import StepPart
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.round_prices import price_of
-from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
+from flexrlhf.guideline.simulation.walk import (
+    SteadySteps,
+    TimedInstruction,
+    Visit,
+    WalkResult,
+    steady_seconds,
+    walk_steps,
+)
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
@@ -80,6 +88,11 @@ class Simulation:
     instructions: tuple[TimedInstruction, ...]
     seconds: float
     computed: float | None = None
+
+    @property
+    def num_walked(self) -> int:
+        """Blocks of the walk: environments are further ones, each of which replies to one turn after the other."""
+        return max((block + 1 for each in self.instructions for block in each.blocks), default=0)
 
     @property
     def samples_per_second(self) -> float:
@@ -156,18 +169,50 @@ class Simulation:
     def walked(self, steps: int) -> WalkResult:
         """Walk a run of ``steps`` steps from its start, with Save and Eval when they are due."""
         planned = [item.instruction for item in self.priced]
-        blocks = len(self.blocks)
-        return walk_steps(self.instructions, blocks, steps, lambda index, step: planned[index].due(step, steps))
+        return walk_steps(
+            self.instructions, self.num_walked, steps, lambda index, step: planned[index].due(step, steps)
+        )
 
     def spans(self, steps: int, ranks: Collection[int] | None = None) -> Iterator[Span]:
         """Yield the timeline of such a run on all ranks, or on given ``ranks``, as the trainer records it."""
         sent = {index: _sent(self.plan, item.instruction) for index, item in enumerate(self.priced)}
         for visit in self.walked(steps).visits:
             instruction = self.priced[visit.index].instruction
-            for rank in self.blocks[visit.block]:
+            for rank in self.blocks[visit.block] if visit.block < len(self.blocks) else ():
                 if ranks is not None and rank not in ranks:
                     continue
                 yield _span(instruction, visit, rank, sent[visit.index].get(rank, 0))
+
+    def reply_spans(self, steps: int) -> Iterator[Span]:
+        """Yield when environments reply, in rows behind the ones of the ranks."""
+        first = self.plan.placement.num_ranks - len(self.blocks)
+        for visit in self.walked(steps).visits:
+            if visit.block >= len(self.blocks):
+                run = self.priced[visit.index].instruction
+                yield Span(first + visit.block, run.kind, run.label, visit.step, run.chunk, visit.start, visit.end)
+
+    @cached_property
+    def reply_waits(self) -> float:
+        """Longest time of a settled step in which a rank has nothing to do but wait for replies of environments."""
+        regular = [item.instruction for item in self.regular]
+        steady = SteadySteps.of((each.lag for each in regular), (each.period for each in regular))
+        runs = {index: item.instruction for index, item in enumerate(self.priced) if isinstance(item.instruction, Run)}
+        replies = {index: run for index, run in runs.items() if _interacts(run)}
+        visits = [each for each in self.walked(steady.walked).visits if each.step == steady.last]
+        replied = {each.index: each for each in visits if each.block >= len(self.blocks)}
+        waits: dict[int, float] = defaultdict(float)
+        for visit in visits:
+            run = runs.get(visit.index)
+            if run is not None and visit.block < len(self.blocks):
+                awaited = [replied[index] for index, reply in replies.items() if run.reads_from(reply)]
+                waited = [each.end - max(visit.arrived, each.ready) for each in awaited]
+                waits[visit.block] += max((0.0, *waited))
+        return max(waits.values(), default=0.0)
+
+    @property
+    def reply_seconds(self) -> float:
+        """Time of all replies in a step, one turn after the other."""
+        return sum(item.cost.seconds / item.every for item in self.regular if _interacts(item.instruction))
 
 
 def simulate(
@@ -192,7 +237,9 @@ def simulate(
     blocks = blocks_of(plan.schedule.instructions, plan.placement.num_ranks)
     timed = tuple(timed_instructions(pricer, priced, blocks))
     regular = [item for item in priced if not item.is_rare]
-    seconds = steady_seconds(timed_instructions(pricer, regular, blocks), len(blocks))
+    settled = timed_instructions(pricer, regular, blocks)
+    # one more block if there are environments
+    seconds = steady_seconds(settled, max((block + 1 for each in settled for block in each.blocks), default=0))
     computed = _computed(pricer, (item.instruction for item in regular))
     return Simulation(plan, lengths, priced, blocks, timed, seconds, computed)
 
@@ -218,9 +265,10 @@ def is_simulated(text: str) -> bool:
 def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:
     """Write the first ``steps`` steps as a Chrome trace. Raises UserError where it cannot be written."""
     classes = {device.rank: device.device_class for device in simulation.plan.cluster.devices}
+    ranks = simulation.plan.placement.num_ranks
     facts = {"simulated": True, "seconds_per_step": simulation.seconds, "device_class": classes}
     try:
-        write_trace(path, simulation.spans(steps), facts)
+        write_trace(path, chain(simulation.spans(steps), simulation.reply_spans(steps)), facts, ranks)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
@@ -246,7 +294,24 @@ def timed_instructions(
     runs = [(index, item.instruction) for index, item in enumerate(priced) if isinstance(item.instruction, Run)]
     background = (item.instruction for item in priced if item.instruction.proceeds_in_background)
     copies = list(dict.fromkeys(name for each in background for name in each.fills))
-    return [_timed(pricer, item, block_of, runs, copies) for item in priced]
+    timed = [_timed(pricer, item, block_of, runs, copies) for item in priced]
+    return [
+        replace(each, calls=each.blocks, blocks=(len(blocks) + _lane(pricer, item.instruction),))
+        if _interacts(item.instruction)
+        else each
+        for each, item in zip(timed, priced, strict=True)
+    ]
+
+
+def _interacts(instruction: Instruction) -> bool:
+    return isinstance(instruction, Run) and instruction.operator.kind == "interact"
+
+
+def _lane(pricer: Pricer, run: Instruction) -> int:
+    """Return which of the environments' blocks replies to the chunk of ``run``: chunks share one if their rows share
+    processes."""
+    assert pricer.episodes is not None and isinstance(run, Run), "replies are of an environment"
+    return (run.chunk or 0) % pricer.episodes.lanes(pricer.plan.placement[run.model].layout)
 
 
 def _timed(

@@ -51,7 +51,18 @@ def _head(simulation: Simulation, source: CostSource) -> list[str]:
         *_parts(simulation, source),
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
+        *_environments(simulation),
     ]
+
+
+def _environments(simulation: Simulation) -> Iterator[str]:
+    """Yield a line on the replies of environments in a step, and on how long ranks wait for them."""
+    environment, waits = simulation.plan.spec.environment, simulation.reply_waits
+    if environment is None:
+        return
+    processes, replies = counted(environment.processes, "process"), seconds_text(simulation.reply_seconds)
+    yield f"  environments reply in {replies} of a step, in {processes}"
+    yield f"  ranks wait for them {seconds_text(waits)} ({_percent(waits / (simulation.seconds or 1.0))} of a step)"
 
 
 def _parts(simulation: Simulation, source: CostSource) -> Iterator[str]:

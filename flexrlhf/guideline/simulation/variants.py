@@ -98,7 +98,9 @@ class RoundTimes:
         spec, priced, blocks = self.simulation.plan.spec, self.simulation.priced, self.simulation.blocks
         lag = spec.schedule.lag
         steps = measured.stop + lag
-        walk = walk_steps(self.simulation.instructions, len(blocks), steps, self._due(steps), self.seconds)
+        walk = walk_steps(
+            self.simulation.instructions, self.simulation.num_walked, steps, self._due(steps), self.seconds
+        )
         first, last = walk.ends[measured.start - 1], walk.ends[measured.stop - 1]
         busy = [0.0] * len(blocks)
         for visit in walk.visits:

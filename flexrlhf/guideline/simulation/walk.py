@@ -67,6 +67,7 @@ class TimedInstruction:
     fills:     number of a copy whose weights it brings while its blocks go on; -1: of none
     uses:      copies by number, whose weights must have come before it begins
     sends:     blocks that send the weights that it brings, and wait for the end of the transfer before
+    calls:     blocks that have others execute it, and go on
     """
 
     blocks: tuple[int, ...]
@@ -80,6 +81,7 @@ class TimedInstruction:
     fills: int = -1
     uses: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,10 @@ class _Clock:
 
     def _jointly(self, index: int, instruction: TimedInstruction, step: int) -> float:
         ready = self._ready(instruction, step)
-        start = max(ready, *(self.free[block] for block in instruction.blocks))
+        start = max(ready, *(self.free[block] for block in (*instruction.blocks, *instruction.calls)))
+        for block in instruction.calls:
+            now = self.free[block]
+            self.visits.append(Visit(index, step, block, now, now, now, now))
         end = start + self.seconds(index, step)
         self._store(instruction, start)
         for block in instruction.blocks:

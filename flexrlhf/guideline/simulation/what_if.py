@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh, Traffic, transformer_of
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.simulation.what_if_changes import Change, eight_bit_share, read_change
@@ -78,6 +79,9 @@ class ChangedCosts:
 
     def save(self, size: int) -> Cost:
         return self.costs.save(size)
+
+    def environment(self, name: str) -> EnvironmentTimes | None:
+        return self.costs.environment(name)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""Episodes of a simulated plan: the rows that have a turn, its lengths, and the time of an environment's replies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
+from flexrlhf.guideline.simulation.calls import replica_rows
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.plan.episodes import processes_of
+from flexrlhf.strategies.instructions import Run
+
+
+@dataclass(frozen=True)
+class EpisodePrices:
+    """Episodes of a plan.
+
+    settings:  of its environment
+    measured:  times of its calls; None: replies take ``settings.seconds``, and episodes begin at once
+    batch:     rows of a step
+    lengths:   of their texts
+    """
+
+    settings: EnvironmentSpec
+    measured: EnvironmentTimes | None
+    batch: BatchShape
+    lengths: TextLengths
+
+    @cached_property
+    def times(self) -> EnvironmentTimes:
+        return self.measured or EnvironmentTimes(name=self.settings.name, resets=(), replies=(self.settings.seconds,))
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Share of the rows that have each turn: as many episodes in a hundred end after the one as after the other."""
+        most = self.settings.max_turns
+        low, high = 0.0, 1.0
+        for _ in range(60 if self.lengths.turns is not None and self.lengths.turns < most else 0):
+            middle = (low + high) / 2
+            is_more = sum(middle**turn for turn in range(most)) < (self.lengths.turns or most)
+            low, high = (middle, high) if is_more else (low, middle)
+        return tuple(high**turn for turn in range(most))
+
+    def rows(self, rows: int, turn: int) -> int:
+        """Return how many of ``rows`` have a turn, at least one."""
+        return max(1, round(self.shares[turn] * rows))
+
+    def lengths_of(self, turn: int) -> TextLengths:
+        """Return the lengths of a turn: an equal part of the sampled tokens of a response, behind the parts before and
+        the replies to them."""
+        turns, cap = sum(self.shares), self.settings.turn_tokens or inf
+        replies = self.lengths.replies / turns
+        sampled = 1 - self.lengths.replies / self.lengths.mean_response
+        parts = tuple(max(1.0, min(cap, sampled * length / turns)) for length in self.lengths.responses)
+        prompt = self.lengths.prompt + turn * (sum(parts) / len(parts) + replies)
+        return replace(self.lengths, prompt=prompt, responses=parts, prompts=())
+
+    def reply_seconds(self, layout: Layout, run: Run) -> float:
+        """Return the time of the calls to the environments of all rows of ``run``, on the slowest replica."""
+        is_reset, lanes = not run.operator.turns, self.lanes(layout)
+        return max(
+            self.times.seconds(
+                sum(rows) if is_reset else self.rows(sum(rows), run.turn),
+                max(1, processes_of(self.settings, layout, replica) // lanes),
+                is_reset,
+            )
+            for replica, rows in replica_rows(self.batch, layout, run.mini_batches).items()
+        )
+
+    def lanes(self, layout: Layout) -> int:
+        """Return how many chunks have processes of their own, since there are as many as the rows of several."""
+        rows = -(-self.batch.num_rows // layout.dp // self.batch.num_chunks)
+        return max(1, min(self.batch.num_chunks, self.settings.processes // layout.dp // max(1, rows)))

@@ -1,0 +1,105 @@
+"""Measure the environments of runs: some episodes in their processes, within their limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.data.examples import Example
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.episodes import Episodes, is_over
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import first_rows
+from flexrlhf.rewards.limits import Deadline
+
+MOST_EPISODES, MOST_TIMES = 64, 256
+"""Episodes that are played at the same time, and times of a kind that are kept."""
+PER_PROCESS = 4
+"""Episodes of a process at the same time."""
+
+
+def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[EnvironmentTimes, ...]:
+    """Return the times of the environment of each of ``plans``, in ``seconds`` for each, or for one turn.
+
+    Raises UserError for an environment all of whose calls fail.
+    """
+    found: dict[str, EnvironmentTimes] = {}
+    for plan in plans:
+        environment = plan.spec.environment
+        if environment is not None and environment.name not in found and (rows := first_rows(plan, MOST_EPISODES)):
+            found[environment.name] = _measured(environment, rows, plan.spec.seed, seconds)
+    return tuple(found.values())
+
+
+def _measured(
+    environment: EnvironmentSpec, rows: Sequence[tuple[Example, str]], seed: int, seconds: float
+) -> EnvironmentTimes:
+    """Play episodes from the first turn on, again and again, until the time is over."""
+    episodes, end = Episodes(environment, environment.processes), time.monotonic() + seconds
+    rows = rows[: PER_PROCESS * environment.processes]
+    resets: list[float] = []
+    replies: list[float] = []
+    around: list[float] = []
+    failures: list[EpisodeReply] = []
+    is_concurrent = False
+    try:
+        step = 0
+        # processes load the environment's code in their first call
+        while step < 2 or time.monotonic() < end:
+            calls = [EpisodeCall((step, row), example.columns, seed + step) for row, (example, _) in enumerate(rows)]
+            for turn in range(environment.max_turns + 1):
+                began = time.monotonic()
+                made = episodes.replies(calls, Deadline.after(environment.timeout_seconds * len(calls)))
+                took = time.monotonic() - began
+                failures += [reply for reply in made if reply.failure is not None]
+                times = [reply.seconds for reply in made if reply.failure is None]
+                (replies if turn else resets).extend(times if step else ())
+                is_concurrent = episodes.are_concurrent
+                if step and len(times) == len(calls):
+                    around.append(_around(times, took, environment.processes, is_concurrent))
+                calls = [
+                    EpisodeCall(
+                        call.key,
+                        call.row,
+                        call.seed,
+                        (*call.turns, rows[call.key[1]][1]),
+                        turn + 1 == environment.max_turns,
+                    )
+                    for call, reply in zip(calls, made, strict=True)
+                    if not is_over(call, reply)
+                ]
+                if not calls or (step > 1 and time.monotonic() > end):
+                    break
+            step += 1
+    finally:
+        episodes.close()
+    if not replies:
+        reason = (
+            failures[0].failure.text if failures and failures[0].failure is not None else "its episodes end at once"
+        )
+        raise UserError(f"environment {environment.name}: no turn could be measured: {reason}")
+    return EnvironmentTimes(
+        name=environment.name,
+        resets=_kept(resets),
+        replies=_kept(replies),
+        around=median(around) if around else 0.0,
+        is_concurrent=is_concurrent,
+        failures=len(failures),
+    )
+
+
+def _around(times: Sequence[float], took: float, processes: int, is_concurrent: bool) -> float:
+    """Return the time around each call, of calls that are dealt to the processes in turn and took ``took``."""
+    own = max(times) if is_concurrent else max(sum(times[first::processes]) for first in range(processes))
+    return max(0.0, took - own) / -(-len(times) // processes)
+
+
+def _kept(times: Sequence[float]) -> tuple[float, ...]:
+    """Return ``times`` in ascending order, or as many of them at equal distances as are kept."""
+    ordered = sorted(times)
+    count = min(len(ordered), MOST_TIMES)
+    return tuple(ordered[(2 * place + 1) * len(ordered) // (2 * count)] for place in range(count))
