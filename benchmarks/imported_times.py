@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("rows", nargs="*", help="rows of the table; default: all")
-    parser.add_argument("--show", action="store_true", help="what each step consists of, too")
+    parser.add_argument("--show", action="store_true", help="the parts of each step, too")
     options = parser.parse_args()
     with TABLE.open(newline="") as stream:
         table = [row for row in csv.DictReader(stream) if (options.directory / row["repository"]).is_dir()]

@@ -1,4 +1,4 @@
-"""Write the generated parts of the documents: ``docs/reference.md``, and the pictures of a step in README and docs.
+"""Write the generated parts of the documents: ``docs/reference.md``, and pictures and files in README and docs.
 
 ``python docs/generate.py`` from the root of the repository; ``tests/unit/test_documents.py`` compares.
 """
@@ -30,6 +30,7 @@ from flexrlhf.placement.devices import DEVICE_CLASSES
 
 ROOT = Path(__file__).parents[1]
 PICTURE = re.compile(r"(<!-- picture: (?P<arguments>.+?) -->\n\n```text\n)(?P<picture>.*?)(```\n)", re.DOTALL)
+FILE = re.compile(r"(<!-- file: (?P<path>\S+) -->\n```\w+\n)(.*?)(```\n)", re.DOTALL)
 WIDTH = 76
 """Characters for the time of a step."""
 SETTLED = 5
@@ -58,7 +59,9 @@ class Box:
 
 
 def with_pictures(text: str) -> str:
-    """``text`` with the picture after every ``<!-- picture: ARGUMENTS OF SIMULATE -->``."""
+    """``text`` with the picture after every ``<!-- picture: ARGUMENTS OF SIMULATE -->``, and the file after every
+    ``<!-- file: PATH -->``."""
+    text = FILE.sub(lambda match: match[1] + (ROOT / match["path"]).read_text() + match[4], text)
     return PICTURE.sub(lambda match: match[1] + picture(match["arguments"]) + match[4], text)
 
 

@@ -19,8 +19,8 @@ def bytes_text(size: int | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 rank``, ``2 ranks`` or ``2 mini-batches``."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    """Return ``1 rank``, ``2 ranks`` ``2 mini-batches`` or ``2 processes``."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:

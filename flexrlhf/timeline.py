@@ -152,16 +152,23 @@ def saved_spans(folder: Path) -> Iterator[Span]:
             yield from SPANS.validate_json(json.loads(line)["spans"])
 
 
-def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any]) -> None:
-    """Write a Chrome trace; ``facts`` (weights of each rank, device classes) go to ``otherData``."""
+def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any], ranks: int | None = None) -> None:
+    """Write a Chrome trace; ``facts`` (weights of each rank, device classes) go to ``otherData``.
+
+    ``ranks``: rows from this one on are of environments; None: none are.
+    """
     spans = sorted(spans, key=lambda span: (span.start, span.rank))
     origin = spans[0].start if spans else 0.0
     events = [_event(span, origin) for span in spans]
     names = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": _row_name(rank, ranks)}}
         for rank in sorted({span.rank for span in spans})
     ]
     path.write_text(json.dumps({"traceEvents": names + events, "otherData": facts}))
+
+
+def _row_name(rank: int, ranks: int | None) -> str:
+    return f"rank {rank}" if ranks is None or rank < ranks else f"environments {rank - ranks}"
 
 
 def _event(span: Span, origin: float) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Train SmolLM2-135M-Instruct on real data: SFT, DPO, a reward model, PPO and GRPO, each under two placements.
+"""Train SmolLM2-135M-Instruct on real data: SFT, DPO, a reward model, PPO, GRPO, GRPO with a tool, each under two
+placements.
 
     make real DATA=DIRECTORY
 

@@ -25,6 +25,7 @@ SFT = (("NLL", "nll"), ("evaluation", "eval_nll"))
 PAIRS = (("loss", "pair_loss"), ("accuracy", "pair_accuracy"), ("evaluation", "eval_accuracy"))
 PREFERENCES = (("loss", "preference_loss"), ("accuracy", "pair_accuracy"), ("evaluation", "eval_accuracy"))
 POLICY = (("reward", "reward_mean"), ("KL", "kl"), ("tokens", "response_length"))
+EPISODES = (("reward", "reward_mean"), ("turns", "turns_mean"), ("calls", "tool_calls"))
 
 STAGES = (
     Stage("sft", "{actor: {ratio: 1, row_shares: [2, 1]}}", SFT),
@@ -32,5 +33,6 @@ STAGES = (
     Stage("reward", "{reward: {ratio: 1, row_shares: [1, 2]}}", PAIRS),
     Stage("ppo", "[0.5, 0.5, 0.5, 0.5, 0.5, 0.5]", POLICY),
     Stage("grpo", "[1, 0.5]", POLICY),
+    Stage("tools", "{actor: {ratio: 1, row_shares: [2, 1]}}", EPISODES),
 )
 """In an order in which each finds the models that it starts from."""

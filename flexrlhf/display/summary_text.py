@@ -129,7 +129,14 @@ def _wrapped_prompt(sample: Sample, column: int) -> list[str]:
 
 def _wrapped_response(sample: Sample, column: int) -> list[str]:
     """Return a response in lines of a column, with its score."""
-    return _wrapped(f"{' '.join(sample['response'].split()) or '(empty)'}{_score(sample)}", column)
+    return _wrapped(f"{response_text(sample) or '(empty)'}{_score(sample)}", column)
+
+
+def response_text(sample: Sample) -> str:
+    """Return a response on one line, the replies of an environment in brackets."""
+    turns = sample.get("turns") or [{"role": "policy", "text": sample["response"]}]
+    texts = [(turn["role"], " ".join(turn["text"].split())) for turn in turns]
+    return " ".join(text if role == "policy" else f"[{text}]" for role, text in texts)
 
 
 def _wrapped(text: str, column: int) -> list[str]:
@@ -141,7 +148,7 @@ def _sample_line(sample: Sample, width: int) -> str:
     score = _score(sample)
     prompt = shortened(sample["prompt"], width // 3)
     room = max(20, width - len(prompt) - len(score) - 6)
-    return f"  {prompt} -> {shortened(sample['response'], room)}{score}"
+    return f"  {prompt} -> {shortened(response_text(sample), room)}{score}"
 
 
 def _score(sample: Sample) -> str:

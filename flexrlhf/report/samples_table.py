@@ -21,6 +21,7 @@ class SampleLine:
     prompt, response: as text
     score:     as text; empty if there is none
     length:    as text, and whether it was truncated
+    turns:     (role, text, reward as text) of an episode, replies included; empty for a response of one turn
     """
 
     step: int
@@ -28,6 +29,7 @@ class SampleLine:
     response: str
     score: str
     length: str
+    turns: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,14 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 def _line(row: Row) -> SampleLine:
     score = [f"{row['score']:.4g}"] if isinstance(row.get("score"), int | float) else []
     score += [f"cost {row['cost']:.4g}"] if isinstance(row.get("cost"), int | float) else []
-    return SampleLine(
-        row["step"], str(row.get("prompt", "")), str(row.get("response", "")), ", ".join(score), _length(row)
-    )
+    prompt, response = (str(row.get(name, "")) for name in ("prompt", "response"))
+    turns = tuple(_turn(turn) for turn in row.get("turns", ()))
+    return SampleLine(row["step"], prompt, response, ", ".join(score), _length(row), turns)
+
+
+def _turn(turn: Row) -> tuple[str, str, str]:
+    reward = turn.get("reward")
+    return str(turn.get("role")), str(turn.get("text", "")), f"{reward:+.4g}" if reward else ""
 
 
 def _length(row: Row) -> str:

@@ -66,6 +66,16 @@ def test_settings_that_change_numbers(setting: str, key: str, value: object) -> 
     assert (found, second) == (key, value)
 
 
+def test_replies_of_an_environment_follow_from_settings_and_not_from_its_calls() -> None:
+    game = ("environment={path: games.py:Game, max_turns: 3}",)
+    calls = ("processes=9", "timeout_seconds=3", "seconds=1", "memory_mb=99", "open_files=20", "max_failures=2")
+    assert differing(*(f"environment.{each}" for each in calls), also=game) == []
+    for setting, value in (("max_turns", 5), ("turn_tokens", 7), ("path", "games.py:Other"), ("bridge", True)):
+        ((key, _, second),) = differing(f"environment.{setting}={value}", also=game)
+        assert (key, second) == (f"environment.{setting}", value)
+    assert [key for key, *_ in differing(*game)] == ["environment"]
+
+
 def test_a_mapping_of_one_side_is_one_setting() -> None:
     ((key, first, second),) = differing("models.actor.lora={rank: 2}")
     assert (key, first) == ("models.actor.lora", None) and second["rank"] == 2

@@ -22,7 +22,7 @@ from flexrlhf.metrics import Triple
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.reward_shaping import last_positions, shape_rewards, weighted_scores
-from flexrlhf.operators.outcomes import CODES
+from flexrlhf.operators.outcomes import CODES, EPISODES
 from flexrlhf.trainer.controllers import first_state, next_state
 
 
@@ -444,3 +444,18 @@ def test_a_source_without_a_number_leaves_the_response_without_one(level: str) -
         del columns["token_scores__called"]
     totals, _ = weighed([{"model": "reward"}, {"rule": "gsm8k"}], mask_of("11", "10"), **columns)
     assert math.isnan(totals[0]) and totals[1] == 2.0
+
+
+def test_an_episode_that_failed_is_not_counted_whatever_the_rule_for_scores() -> None:
+    """With turns before, with none, and next to a score that is not finite by itself."""
+    failed, ended = EPISODES["failed"], EPISODES["ended"]
+    batch = scored_batch(mask_of("1101", "0000", "1100", "1111"), [math.nan, math.nan, 1.0, 3.0], [0, 0, 1, 1])
+    batch = batch.with_columns({"episode": torch.tensor([failed, failed, ended, ended], dtype=torch.uint8)})
+    columns, statistics = advantages_of(PpoSpec(invalid_scores="stop", whiten="none", kl=None), batch)
+    assert columns["outcome"].tolist() == [CODES["failed_episode"]] * 2 + [0, 0]
+    assert columns["loss_mask"].sum(1).tolist() == [0, 0, 2, 4]
+    assert columns["advantages"].isfinite().all()
+    assert statistics["reward"][:2].tolist() == [2, 4] and statistics["score_invalid"][1] == 0
+    invalid = batch.with_columns({"scores": torch.tensor([math.nan, 0.0, math.nan, 3.0])})
+    codes = advantages_of(PpoSpec(), invalid)[0]["outcome"].tolist()
+    assert codes == [*[CODES["failed_episode"]] * 2, CODES["invalid_score"], 0]

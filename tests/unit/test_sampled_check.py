@@ -26,6 +26,10 @@ SIX = [0.5] * 6
         (None, ("rollout.engine=vllm",), None),
         (None, ("algorithm.importance={cap: 2}", "algorithm.top_p=0.9"), None),
         (None, ("guards.sampled_logprobs=off",), None),
+        (None, ("debug.replay=runs/other",), None),
+        (None, ("environment={path: game.py:Game}",), {"actor"}),
+        # log-probs of earlier turns are not kept
+        (None, ("environment={path: game.py:Game}", RECOMPUTE), set()),
         (None, ("algorithm={name: reward, prompts_per_step: 8}", "models.actor=null"), None),
     ],
 )

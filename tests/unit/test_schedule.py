@@ -557,9 +557,15 @@ def test_the_printed_plans_of_the_quick_start() -> None:
         check_snapshot(name, plan)
 
 
+def test_the_printed_plan_of_episodes() -> None:
+    game = "environment={path: game.py:Game, max_turns: 3}"
+    further = "schedule={num_chunks: 2, lag: 1}", "eval={path: rows.jsonl, every: 1}"
+    check_snapshot("episodes", plan_of([0.5] * 6, 4, game, "algorithm.num_mini_batches=2", *further))
+
+
 def test_no_snapshot_is_left_over() -> None:
     stored = {file.stem for file in (HERE / "snapshots").glob("*.txt")}
-    assert stored == set(config_files()) | {f"quickstart-{stage}" for stage in quickstart.STAGES}
+    assert stored == set(config_files()) | {f"quickstart-{stage}" for stage in quickstart.STAGES} | {"episodes"}
 
 
 def test_attempts_follow_one_another_and_the_rest_follows_the_last() -> None:

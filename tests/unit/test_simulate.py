@@ -18,6 +18,7 @@ from flexrlhf.cli import app
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
@@ -46,6 +47,7 @@ class Fixed:
     combined: float = 0.0
     moved: float = 0.0
     synced: float = 0.0
+    replies: EnvironmentTimes | None = None
     asked: list[tuple[Call, Mesh]] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
 
@@ -69,6 +71,9 @@ class Fixed:
 
     def save(self, size: int) -> Cost:
         return Cost({"write": 100.0})
+
+    def environment(self, name: str) -> EnvironmentTimes | None:
+        return self.replies
 
 
 def spans_of(simulation: Simulation, steps: int, kind: str = "run") -> list[Span]:

@@ -180,6 +180,11 @@ def test_an_operator_where_the_responses_are_writes_columns_of_their_own_width(t
     assert "tokens per text            24 of reward, by its own tokenizer" in format_plan(plan)
 
 
+def test_texts_of_episodes_are_refused(tmp_path: Path, actor: str) -> None:
+    with pytest.raises(UserError, match="environment: a model with retokenize reads responses without replies"):
+        plan_of(None, 2, *retokenizing(tmp_path, actor, "environment={path: game.py:Game}"))
+
+
 def test_memory_is_planned_for_the_longest_text(tmp_path: Path, actor: str) -> None:
     settings = retokenizing(tmp_path, actor, "models.reward.micro_batch_tokens=1000000")
     sizes = []

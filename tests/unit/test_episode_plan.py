@@ -1,0 +1,128 @@
+"""Episodes before and behind a run: the plan of turns, sums of rewards, and failures that stop a run."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from replicas import Alone, batch_of, mask_of, on_replicas
+from small_runs import TINY, plan_of
+
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.config.reward_sources import ModelSource
+from flexrlhf.engines.base import Batch
+from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.objectives.context import CombineContext, Reducer
+from flexrlhf.objectives.episodes import episodes
+from flexrlhf.objectives.reward_shaping import weighted_scores
+from flexrlhf.operators.outcomes import EPISODES
+from flexrlhf.strategies.instructions import Move, Run
+
+GAME = "environment={path: game.py:Game, max_turns: 2}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("algorithm={name: sft, prompts_per_step: 8}", "models.reward=null"),
+            "environment: sft trains on responses of the data set, which have no turns; remove it",
+        ),
+        (
+            ("algorithm={name: remax, prompts_per_step: 8}",),
+            "environment: remax compares with a second response, which has no episode; use reinforce++",
+        ),
+        (
+            ("rollout.segment_tokens=4",),
+            "rollout.segment_tokens: 4 carries responses to the next step, and the environment's episodes end in "
+            "theirs; use null",
+        ),
+        (
+            ("algorithm={name: grpo, samples_per_prompt: 2, dynamic_sampling: {rounds: 2}}",),
+            "algorithm.dynamic_sampling samples prompts again in the step, and the environment's episodes are played "
+            "once; use null",
+        ),
+    ],
+)
+def test_runs_without_episodes_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        plan_of(None, 2, GAME, *overrides)
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "raft", "rloo", "safe-rlhf", "ac-share"])
+def test_algorithms_that_generate_have_episodes(name: str) -> None:
+    """Their outcomes follow from the episodes, and no column of a turn travels before the last one."""
+    samples = "" if name in ("safe-rlhf", "ac-share") else ", samples_per_prompt: 2"
+    cost = (f"models.cost={{init: {TINY}}}",) if name == "safe-rlhf" else ()
+    plan = plan_of(None, 4, GAME, f"algorithm={{name: {name}, prompts_per_step: 8{samples}}}", *cost)
+    advantages = plan.graph.producers["outcome"]
+    assert "episode" in advantages.reads and advantages.kind == "combine"
+    runs = [each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.turns]
+    assert [(run.operator.kind, run.turn) for run in runs] == [
+        ("generate", 0), ("interact", 0), ("generate", 1), ("interact", 1)
+    ]  # fmt: skip
+    assert not any(
+        ".turn" in name for each in plan.schedule.instructions if isinstance(each, Move) for name in each.columns
+    )
+
+
+def test_rewards_of_turns_are_added_to_other_scores() -> None:
+    """Those of the turns on the last tokens of these; the weighted score of a model on the last token of all."""
+    mask = mask_of("110110", "111000", "000000")
+    rewards = torch.tensor([[0, 1, 0, 0, 2, 0], [0, 0, math.nan, 0, 0, 0], [math.nan, 0, 0, 0, 0, 0]])
+    columns = {"response_mask": mask, "token_scores.environment": rewards}
+    context = CombineContext([slice(0, 3)], Alone(), {})
+    alone, _ = weighted_scores(None, batch_of(**columns), context)
+    assert alone["scores"].nan_to_num(9).tolist() == [3, 9, 9]
+    assert alone["token_scores"].nan_to_num(9).tolist() == rewards.nan_to_num(9).tolist()
+    sources = (ModelSource(model="reward", weight=0.5),)
+    both, _ = weighted_scores(sources, batch_of(**columns, **{"scores.reward": torch.tensor([4.0, 2.0, 6.0])}), context)
+    assert both["scores"].nan_to_num(9).tolist() == [5, 9, 9]
+    assert both["token_scores"][0].tolist() == [0, 1, 0, 0, 4, 0]
+
+
+def ended(outcomes: str, samples: int = 1) -> Batch:
+    """Rows of which those with an x have failed."""
+    codes = [EPISODES["failed" if sign == "x" else "ended"] for sign in outcomes]
+    mask = mask_of(*["1100"] * len(codes))
+    numbers = {name: torch.ones(len(codes), dtype=torch.int32) for name in ("turns", "calls", "failed_calls")}
+    context = torch.cat([mask_of(*["11"] * len(codes)), mask_of(*["1110"] * len(codes))], 1)
+    codes_column = torch.tensor(codes, dtype=torch.uint8)
+    return batch_of(samples, response_mask=mask, attention_mask=context, episode=codes_column, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "most", "last"),
+    [("..xxx...", 3, 4), ("..xx.xx.", 3, None), ("xxxx", 100, 3), ("xxx.", 100, None), ("x...x...", 1, 0)],
+)
+@pytest.mark.parametrize("sizes", [(1.0,), (0.5, 0.5), (0.0, 0.75, 0.25)])
+def test_failures_in_a_row_stop_the_run(outcomes: str, most: int, last: int | None, sizes: tuple[float, ...]) -> None:
+    """All ranks stop with the same sentence, however many rows each of them has."""
+    settings = EnvironmentSpec(path="game.py:Game", max_failures=most)
+    batch, ends = ended(outcomes), [int(len(outcomes) * sum(sizes[: index + 1])) for index in range(len(sizes))]
+
+    def work(rank: int, port: Reducer) -> str | None:
+        part = batch.select(slice(0 if rank == 0 else ends[rank - 1], ends[rank]))
+        try:
+            statistics = episodes(settings, part, CombineContext([slice(0, len(part))], port, {}, step=7))[1]
+        except RunStopped as error:
+            return str(error)
+        assert statistics["episode_failed"].tolist()[:2] == [len(part), (part["episode"] == EPISODES["failed"]).sum()]
+        assert statistics["reply_length"][0] == (part["episode"] != EPISODES["failed"]).sum()
+        return None
+
+    found = set(on_replicas(len(sizes), work))
+    in_a_row = min(most, len(outcomes))
+    sentence = (
+        f"environment game.py:Game: {in_a_row} episodes in a row have failed in step 7, up to row {last} "
+        f"(environment.max_failures: {most}); the first of each kind is above"
+    )
+    assert found == {None if last is None else sentence}
+
+
+def test_an_evaluation_goes_on_with_failures() -> None:
+    settings = EnvironmentSpec(path="game.py:Game", max_failures=1)
+    _, statistics = episodes(settings, ended("xx.."), CombineContext([slice(0, 4)], Alone(), {}, step=-1))
+    assert set(statistics) == {"turns", "episode_failed"} and statistics["turns"][0] == 2
