@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.states import item_bytes, num_moments
@@ -12,8 +13,8 @@ from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.saving import saved_type, written_names
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
-from flexrlhf.weights.shards import bucket_names, part_elements, parts_on, trained_parts
+from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
+from flexrlhf.weights.shards import make_buckets, part_elements, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import adapter_gathers, sent_dtype, volumes
 from flexrlhf.weights.transfers import NodeOf
 
@@ -78,11 +79,15 @@ def saving_parts(
 ) -> dict[str, int | None]:
     """Return bytes by name on each of ``ranks``, which gather the trained weights bucket by bucket."""
     item = _saved_item(model, shape)
-    stages = [trained_parts(model, shape, rank) for rank in model.layout.pp_set(ranks[0])]
-    parts = {name: part for stored in stages for name, part in stored.items()}
-    buckets = bucket_names(parts, item, settings.bucket_bytes)
-    largest = max(sum(math.prod(parts[name].shape) for name in names) for names in buckets)
-    return {"gathered": _gathering(item * largest, len(ranks))}
+    largest = _largest_bucket(shape_of(model, shape).trained, item, settings.bucket_bytes)
+    return {"gathered": _gathering(largest, len(ranks))}
+
+
+@lru_cache(maxsize=256)
+def _largest_bucket(parameters: Parameters, item: int, bucket_bytes: int) -> int:
+    """Return the bytes of the largest bucket of whole tensors."""
+    sizes = [item * math.prod(size) for _, size in sorted(parameters)]
+    return max(sum(sizes[index] for index in bucket) for bucket in make_buckets(sizes, bucket_bytes))
 
 
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
@@ -94,7 +99,12 @@ def writing_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """Return the host memory of the rank that writes a model: one tensor; of adapters all."""
     if model.settings.lora is not None:
         return saved_bytes(model, shape)
-    return _saved_item(model, shape) * max((math.prod(size) for _, size in shape.trained), default=0)
+    return _saved_item(model, shape) * _largest_tensor(shape.trained)
+
+
+@lru_cache(maxsize=256)
+def _largest_tensor(parameters: Parameters) -> int:
+    return max((math.prod(size) for _, size in parameters), default=0)
 
 
 def is_loaded_whole(model: PlacedModel, shape: ModelShape) -> bool:
@@ -110,7 +120,7 @@ def loading_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """
     if is_loaded_whole(model, shape):
         return 4 * count_elements(shape.parameters)
-    largest = max((math.prod(size) for _, size in shape.parameters), default=0)
+    largest = _largest_tensor(shape.parameters)
     block = min(BLOCK_BYTES, 4 * largest)
     return block + (item_bytes(model) * largest if model.facts.split(model.settings.zero) == "flat" else 0)
 

@@ -32,13 +32,14 @@ def _sized_cache(plan: Plan) -> PlacedModel | None:
 
 def with_residency(bare: Plan) -> Plan:
     """Return ``bare`` with Offload and Reload, and the cache of its rollout engine as large as memory leaves."""
-    plan, model = bare.with_residency(), _sized_cache(bare)
+    unsized, model = bare.with_residency(), _sized_cache(bare)
     if model is None:
-        return plan
+        return unsized
+    plan = unsized
     if not _fits(plan):
         plan = _with_tokens(bare, model, padded_row(bare.spec)).with_residency()
         if not _fits(plan):
-            return bare.with_residency()
+            return unsized
     plan = _with_tokens(plan, model, _most_tokens(plan, model))
     sized = plan.placement[model.name]
     return replace(plan, spec=plan.spec.model_copy(update={"rollout": sized.rollout}), cache=_text(plan, sized))

@@ -65,7 +65,10 @@ class Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
         memory = DeviceMemory(self.sizing, self.cluster, self.batch, self.most_communicators, self.row_bytes_in_flight)
         instructions, offloaded = with_residency(self.schedule.instructions, memory)
-        return replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
+        plan = replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
+        # it depends on no instruction, and has computed most of the new plan's phases
+        vars(plan)["sizing"] = self.sizing
+        return plan
 
     def model(self, role: str) -> ModelSpec:
         """Return the resolved settings of a role of the graph."""

@@ -100,6 +100,7 @@ class _Walk:
     transient:  models that a Sync refills and a Release frees, so that they are never offloaded.
     on_device:  models that are neither offloaded nor released.
     before, after, closing: changes around an index, and at the end of a step.
+    needs:      bytes of an instruction, by its index and the missing models: walks repeat the list.
     """
 
     rank: int
@@ -113,6 +114,7 @@ class _Walk:
     before: dict[int, list[Change]] = field(default_factory=dict)
     after: dict[int, list[Change]] = field(default_factory=dict)
     closing: list[Change] = field(default_factory=list)
+    needs: dict[tuple[int, frozenset[ModelName]], int] = field(default_factory=dict)
 
     @property
     def offloaded(self) -> tuple[ModelName, ...]:
@@ -123,7 +125,7 @@ class _Walk:
         for index, instruction in enumerate(self.instructions):
             needed = resident_models(instruction, self.placed) if self.rank in instruction.ranks else ()
             missing = [name for name in needed if name not in self.on_device]
-            room = self.capacity - self.memory.needed_for(self.rank, instruction, missing) if needed else self.capacity
+            room = self.capacity - self._needed_for(index, frozenset(missing)) if needed else self.capacity
             victims = self._victims(index, needed, missing, room) if needed else []
             reloaded = [name for name in missing if name not in self.transient]
             if _is_rare(instruction):
@@ -137,6 +139,11 @@ class _Walk:
                 self.on_device -= set(tired)
             if isinstance(instruction, Release):
                 self.on_device.discard(instruction.model)
+
+    def _needed_for(self, index: int, missing: frozenset[ModelName]) -> int:
+        if (index, missing) not in self.needs:
+            self.needs[index, missing] = self.memory.needed_for(self.rank, self.instructions[index], missing)
+        return self.needs[index, missing]
 
     def _victims(
         self, index: int, needed: Sequence[ModelName], missing: Sequence[ModelName], room: int

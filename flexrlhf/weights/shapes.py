@@ -159,6 +159,7 @@ def rope_type(config: Mapping[str, Any]) -> str:
     return f"{found} of a part of each head" if is_partial else str(found)
 
 
+@lru_cache(maxsize=256)
 def count_elements(parameters: Parameters) -> int:
     """Return the number of elements of all ``parameters``."""
     return sum(math.prod(shape) for _, shape in parameters)
