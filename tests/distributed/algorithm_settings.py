@@ -172,6 +172,7 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-rejected": _of("ac-share", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}),
     "one-trunk-adapters": _of("ac-share", {"models": SHARED_REF}),
     "one-trunk-ptx": _of("ac-share", _scored(LENGTH), ptx=PRETRAINING, samples_per_prompt=2, prompts_per_step=4),
+    "one-trunk-episodes": _of("ac-share", {**EPISODES, **RECOMPUTED}),
     "grpo": _of("grpo"),
     # the only pass of a step computes the log-probs that its ratios are taken to, and the KL
     "grpo-alone": _of("grpo", num_mini_batches=1),
@@ -298,6 +299,7 @@ ALGORITHMS: dict[str, Raw] = {
         {**_scored(COUNTED), "cost": [COSTS, {"model": "cost", "weight": 0.5}]},
         lagrange={"limit": 0.2, "learning_rate": 5.0, "maximum": 1.2},
     ),
+    "safe-episodes": _of("safe-rlhf", EPISODES, lagrange={"limit": -0.5}),
     "safe-steps": _of(
         "safe-rlhf", {"cost": [{**MODEL_STEPS, "model": "cost", "weight": 0.5}, LENGTH]}, lagrange={"limit": 0.2}
     ),
