@@ -185,6 +185,7 @@ ALGORITHMS: dict[str, Raw] = {
         "grpo",
         {**EPISODES, **_scored({"model": "reward", "weight": 0.1})},
         importance={"cap": 1.1},
+        prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
     "grpo-recomputed": _of("grpo", RECOMPUTED, num_mini_batches=1),

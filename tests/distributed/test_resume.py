@@ -77,7 +77,7 @@ ALIKE = [
     same("adapters", "co-located", 2, "deepspeed-1"),
     same("running", "six", 4, "megatron-tp"),
     same("streaming-two", "operators-lanes", 4),
-    same("episodes", "lag", 2),
+    same("episodes", "lag-chunks", 2),
 ]
 """The same placement: equal to the last bit."""
 RANDOM = same("episodes-random", "co-located", 2)
