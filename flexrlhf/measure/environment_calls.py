@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
@@ -14,6 +15,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import first_rows
+from flexrlhf.rewards.base import ScoreFailure
 from flexrlhf.rewards.limits import Deadline
 
 MOST_EPISODES, MOST_TIMES = 64, 256
@@ -41,55 +43,62 @@ def _measured(
     """Play episodes from the first turn on, again and again, until the time is over."""
     episodes, end = Episodes(environment, environment.processes), time.monotonic() + seconds
     rows = rows[: PER_PROCESS * environment.processes]
-    resets: list[float] = []
-    replies: list[float] = []
+    times: dict[bool, list[float]] = {True: [], False: []}
     around: list[float] = []
-    failures: list[EpisodeReply] = []
-    is_concurrent = False
+    failures: list[ScoreFailure] = []
+
+    def play(calls: Sequence[EpisodeCall], is_reset: bool) -> list[EpisodeReply]:
+        """Make the calls, and keep their times."""
+        began = time.monotonic()
+        replies = episodes.replies(calls, Deadline.after(environment.timeout_seconds * len(calls)))
+        took = time.monotonic() - began
+        failures.extend(reply.failure for reply in replies if reply.failure is not None)
+        found = [reply.seconds for reply in replies if reply.failure is None]
+        times[is_reset] += found
+        if len(found) == len(calls):
+            around.append(_around(found, took, environment.processes, episodes.are_concurrent))
+        return replies
+
     try:
-        step = 0
         # processes load the environment's code in their first call
-        while step < 2 or time.monotonic() < end:
-            calls = [EpisodeCall((step, row), example.columns, seed + step) for row, (example, _) in enumerate(rows)]
-            for turn in range(environment.max_turns + 1):
-                began = time.monotonic()
-                made = episodes.replies(calls, Deadline.after(environment.timeout_seconds * len(calls)))
-                took = time.monotonic() - began
-                failures += [reply for reply in made if reply.failure is not None]
-                times = [reply.seconds for reply in made if reply.failure is None]
-                (replies if turn else resets).extend(times if step else ())
-                is_concurrent = episodes.are_concurrent
-                if step and len(times) == len(calls):
-                    around.append(_around(times, took, environment.processes, is_concurrent))
+        episodes.replies(_resets(rows, 0, seed), Deadline.after(seconds + environment.timeout_seconds * len(rows)))
+        step = 0
+        while time.monotonic() < end or not (times[False] or failures or step):
+            step += 1
+            calls = _resets(rows, step, seed)
+            replies = play(calls, is_reset=True)
+            while time.monotonic() < end or not (times[False] or failures):
                 calls = [
-                    EpisodeCall(
-                        call.key,
-                        call.row,
-                        call.seed,
-                        (*call.turns, rows[call.key[1]][1]),
-                        turn + 1 == environment.max_turns,
+                    replace(
+                        call,
+                        turns=(*call.turns, rows[call.key[1]][1]),
+                        is_last=len(call.turns) + 1 == environment.max_turns,
                     )
-                    for call, reply in zip(calls, made, strict=True)
+                    for call, reply in zip(calls, replies, strict=True)
                     if not is_over(call, reply)
                 ]
-                if not calls or (step > 1 and time.monotonic() > end):
+                if not calls:
                     break
-            step += 1
+                replies = play(calls, is_reset=False)
+        is_concurrent = episodes.are_concurrent
     finally:
         episodes.close()
-    if not replies:
-        reason = (
-            failures[0].failure.text if failures and failures[0].failure is not None else "its episodes end at once"
-        )
-        raise UserError(f"environment {environment.name}: no turn could be measured: {reason}")
+    if not times[False]:
+        reason = failures[0].text if failures else "its episodes end when they begin"
+        raise UserError(f"environment {environment.name}: no reply could be measured: {reason}")
     return EnvironmentTimes(
         name=environment.name,
-        resets=_kept(resets),
-        replies=_kept(replies),
+        resets=_kept(times[True]),
+        replies=_kept(times[False]),
         around=median(around) if around else 0.0,
         is_concurrent=is_concurrent,
         failures=len(failures),
     )
+
+
+def _resets(rows: Sequence[tuple[Example, str]], step: int, seed: int) -> list[EpisodeCall]:
+    """Return the calls that begin the episodes of ``rows``."""
+    return [EpisodeCall((step, row), example.columns, seed + step) for row, (example, _) in enumerate(rows)]
 
 
 def _around(times: Sequence[float], took: float, processes: int, is_concurrent: bool) -> float:

@@ -1,0 +1,142 @@
+"""Predicted and measured step time with slow environments, with and without alternating half-batches.
+
+    flexrlhf run                                # once: trains the quick start's model
+    python benchmarks/environment_latency.py    # in the same directory; about ten minutes
+
+One rank generates and one trains, on the batch before. Measures the machine and each environment, as ``flexrlhf
+profile`` does, simulates all runs and has ``advise`` choose chunks; only then runs each of them once, in turns. Compare
+on a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.waiting import least_waiting
+from flexrlhf.guideline.costs.measured import MeasuredCosts, slowdown
+from flexrlhf.guideline.costs.measurements import Measurements, read_measurements
+from flexrlhf.guideline.simulation.inputs import TextLengths, lengths_in_data
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.measure.environment_calls import measure_environments
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
+from flexrlhf.text import table
+
+TURNS, TOKENS = 8, 4
+CHUNKS = (1, 2)
+CONFIG = f"""
+name: waiting
+algorithm: {{name: grpo, prompts_per_step: 32, samples_per_prompt: 4, num_mini_batches: 4, kl: null}}
+models:
+  actor: {{path: runs/quickstart-sft/actor, optimizer: {{learning_rate: 1.0e-6}}}}
+environment:
+  path: {Path(__file__).with_name("slow_environment.py")}:Slow
+  max_turns: {TURNS}
+  turn_tokens: {TOKENS}
+  processes: 32
+data:
+  path: runs/quickstart-corpus/prompts.jsonl
+  tokenizer: runs/quickstart-corpus/tokenizer
+  max_prompt_tokens: 24
+  max_response_tokens: 40
+cluster: {{devices: 2, device: cpu}}
+placement: [0.5, 0.5]
+schedule: {{lag: 1}}
+"""
+MARGIN = 0.1
+"""Difference of predictions below which the fewer chunks are chosen."""
+
+
+def changes(seconds: float, chunks: int, steps: int) -> tuple[str, ...]:
+    name = f"waiting-{seconds:g}-{chunks}"
+    options = f"environment.options={{seconds: {seconds}}}"
+    return (f"name={name}", options, f"schedule.num_chunks={chunks}", f"steps={steps}")
+
+
+def command(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "flexrlhf", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def settings(*changed: str) -> list[str]:
+    return [word for change in changed for word in ("--set", change)]
+
+
+def lengths_of(plan: Plan) -> TextLengths:
+    """Return lengths of episodes that have all turns, of the most tokens, with replies of one token between them."""
+    replies = float(TURNS - 1)
+    responses = (TURNS * TOKENS + replies,)
+    return replace(lengths_in_data(plan), responses=responses, is_assumed=False, turns=float(TURNS), replies=replies)
+
+
+def costs_of(measured: Measurements, plan: Plan) -> MeasuredCosts:
+    """Return costs with the times of the plan's environment."""
+    environments = measure_environments([plan], seconds=5.0)
+    return MeasuredCosts(measured.model_copy(update={"environments": environments}), slowdown(measured, 2))
+
+
+def advised(spec: Spec, costs: MeasuredCosts, lengths: TextLengths) -> str:
+    """Return the chunks of the placement that ``advise`` chooses, and how much faster it says they are."""
+    opened = spec.schedule.model_copy(update={"num_chunks": 1})
+    opened.model_fields_set.discard("num_chunks")
+    found = advise(spec.model_copy(update={"schedule": opened}), costs, lengths, seconds_limit=2.0, margin=MARGIN)
+    given = [each for each in found.waiting if each.processes == found.waiting[0].processes]
+    best = least_waiting(given, MARGIN)
+    return f"{best.chunks}, {given[0].seconds / best.seconds:.2f} x"
+
+
+def measured_seconds(name: str) -> float:
+    """Return the median time of a step, but for the first, in which processes start."""
+    rows: list[dict[str, float]] = [
+        json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
+    ]
+    return median(row["seconds"] for row in rows[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, nargs="*", default=[0.0, 0.05, 0.2, 1.0], help="of a reply")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--slow-steps", type=int, default=3, help="where a reply takes half a second or more")
+    options = parser.parse_args()
+    config, profile = Path("runs/waiting.yaml"), Path("runs/waiting-profile.json")
+    config.write_text(CONFIG)
+    command("profile", str(config), *settings("environment.options={seconds: 0}"), "-o", str(profile))
+    report(config, read_measurements(profile), options.seconds, options.steps, options.slow_steps)
+
+
+def report(config: Path, measured: Measurements, latencies: Sequence[float], steps: int, slow_steps: int) -> None:
+    rows = [("a reply", "waits", *(f"{name} {chunks}" for chunks in CHUNKS for name in ("predicted", "measured")))]
+    rows[0] += ("faster: predicted", "measured", "advise: chunks")
+    predicted: dict[float, tuple[list[Simulation], str]] = {}
+    for seconds in latencies:
+        specs = [load_spec(config, changes(seconds, chunks, steps)) for chunks in CHUNKS]
+        plans = [make_plan(spec) for spec in specs]
+        costs, lengths = costs_of(measured, plans[0]), lengths_of(plans[0])
+        simulations = [simulate(plan, costs, lengths) for plan in plans]
+        predicted[seconds] = simulations, advised(specs[0], costs, lengths)
+    for seconds, (simulations, advice) in predicted.items():
+        found = []
+        for chunks in CHUNKS:
+            changed = changes(seconds, chunks, steps if seconds < 0.5 else slow_steps)
+            command("run", str(config), *settings(*changed))
+            found.append(measured_seconds(changed[0].partition("=")[2]))
+        first, last = simulations[0], simulations[-1]
+        pairs = zip((each.seconds for each in simulations), found, strict=True)
+        cells = (f"{value:.2f}" for pair in pairs for value in pair)
+        ratios = (f"{first.seconds / last.seconds:.2f}", f"{found[0] / found[-1]:.2f}")
+        rows.append((f"{seconds:g} s", f"{first.reply_waits / first.seconds:.0%}", *cells, *ratios, advice))
+        print("\n".join(table(rows, ">" * len(rows[0]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
