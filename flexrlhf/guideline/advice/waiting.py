@@ -16,7 +16,7 @@ CHUNKS = PROCESSES = (1, 2, 4)
 """Chunks that are tried, and factors of the processes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WaitingVariant:
     """A placement with other chunks, and other processes of its environment.
 
@@ -80,11 +80,12 @@ def waiting_lines(variants: Sequence[WaitingVariant], margin: float) -> Iterator
         rows.append((str(processes), *("does not fit" if each is None else seconds_text(each) for each in cells)))
     yield from table(rows, ">" * len(rows[0]))
     now, best = variants[0], least_waiting(variants, margin)
-    if now is best:
-        return
-    waits, share = best.found.simulation.reply_waits, best.found.simulation.reply_waits / best.seconds
-    kept = "" if best.is_open else "; not chosen, since the YAML has other ones"
-    yield (
-        f"{counted(best.chunks, 'chunk')} and {best.processes} processes in place of {now.chunks} and {now.processes}: "
-        f"{now.seconds / best.seconds:.2f} x as fast, and ranks wait {seconds_text(waits)} ({share:.0%}){kept}"
-    )
+    chosen = least_waiting([each for each in variants if each.is_open] or [now], margin)
+    for each in dict.fromkeys((chosen, best)):
+        if each is not now:
+            waits = each.found.simulation.reply_waits
+            yield (
+                f"{counted(each.chunks, 'chunk')} and {each.processes} processes in place of {now.chunks} and "
+                f"{now.processes}: {now.seconds / each.seconds:.2f} x as fast, and ranks wait {seconds_text(waits)} "
+                f"({waits / each.seconds:.0%}){'' if each is chosen else '; not chosen, since the YAML sets others'}"
+            )

@@ -24,11 +24,13 @@ class ScaledCosts:
     costs:    cost model that is scaled
     factors:  measured over predicted time of each work that the run has timed
     usual:    the same of all its calls together, for all other work
+    replies:  times of its environment; None: it has none
     """
 
     costs: CostModel
     factors: Mapping[Work, float]
     usual: float
+    replies: EnvironmentTimes | None = None
 
     def call(self, call: Call, mesh: Mesh) -> Cost:
         return _scaled(self.costs.call(call, mesh), self._factor_of(call))
@@ -50,7 +52,7 @@ class ScaledCosts:
         return self.costs.save(size)
 
     def environment(self, name: str) -> EnvironmentTimes | None:
-        return self.costs.environment(name)
+        return self.replies if self.replies and self.replies.name == name else self.costs.environment(name)
 
     def _factor_of(self, call: Call) -> float:
         """Return the factor of the calls most like ``call``: of its kind, engine and model; else the mean of its kind

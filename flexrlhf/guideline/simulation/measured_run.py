@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median, quantiles
@@ -18,9 +18,11 @@ from typing import Any
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import transformer_of
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
 from flexrlhf.guideline.costs.scaled import ScaledCosts, Work
 from flexrlhf.guideline.simulation.calls import engine_of
+from flexrlhf.guideline.simulation.episode_prices import EpisodePrices
 from flexrlhf.guideline.simulation.inputs import (
     CostSource,
     TextLengths,
@@ -109,6 +111,7 @@ def measured_run(record: RunRecord, profile: Path | None = None) -> MeasuredRun:
     lengths, base = _recent_lengths(record, steps), _base_costs(record.plan.spec, profile)
     predicted = simulate(record.plan, base.costs, lengths)
     scaled = _scaled_costs(predicted, _measured_times(record, steps), base)
+    scaled = replace(scaled, replies=reply_times(record, steps, lengths, base))
     accuracy = FROM_MEASUREMENTS.scattered((high - low) / seconds)
     source = CostSource(scaled, f"times of {record.directory}, by {base.name}", accuracy)
     first = next(iter(by_step.values()))
@@ -205,14 +208,43 @@ def _work_of(plan: Plan, instruction: Instruction) -> Work | None:
     return None
 
 
+def reply_times(
+    record: RunRecord, steps: Sequence[int], lengths: TextLengths, base: CostSource
+) -> EnvironmentTimes | None:
+    """Return the times of an environment's replies: from the end of a call to when generation goes on, which is more if
+    it did not wait for them. None without an environment."""
+    plan, environment = record.plan, record.plan.spec.environment
+    if environment is None:
+        return None
+    known = base.costs.environment(environment.name)
+    is_concurrent = known is not None and known.is_concurrent
+    one = EnvironmentTimes(name=environment.name, resets=(1.0,), replies=(1.0,), is_concurrent=is_concurrent)
+    episodes = EpisodePrices(environment, one, plan.batch, lengths)
+    runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
+    spans = {(each.label, each.chunk, each.step, each.rank): each for each in record.spans if each.step in steps}
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for call in runs:
+        readers = [each for each in runs if each.operator.kind == "generate" and each.reads_from(call)]
+        if call.operator.kind != "interact" or not readers:
+            continue
+        one_by_one = episodes.reply_seconds(plan.placement[call.model].layout, call)
+        for (label, chunk, step, rank), span in spans.items():
+            after = spans.get((readers[0].label, readers[0].chunk, step, rank))
+            if (label, chunk) == (call.label, call.chunk) and after is not None:
+                found[not call.operator.turns].append(max(0.0, after.start - span.end) / one_by_one)
+    # of all calls of a turn together, so that there is no distribution
+    resets, replies = ((median(found[is_reset]),) if found[is_reset] else () for is_reset in (True, False))
+    return one.model_copy(update={"resets": resets, "replies": replies}) if replies else known
+
+
 def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:
     """Return the lengths of the texts of ``steps``: responses with the mean of the metrics, distributed as the samples
     or, without enough of them, exponentially; those in the data if no responses are generated."""
     known, longest = lengths_in_data(record.plan), record.plan.lengths.response
-    means = [row["response_length"] for row in record.rows if row["step"] in steps and "response_length" in row]
-    if not means:
+    sampled_tokens, replies = _mean(record, steps, "response_length"), _mean(record, steps, "reply_length_mean") or 0.0
+    if sampled_tokens is None:
         return known
-    mean = max(1.0, sum(means) / len(means))
+    mean = max(1.0, sampled_tokens + replies)
     recent = [*_sampled_lengths(record.samples, steps[0])]
     sampled = recent if len(recent) >= LEAST_SAMPLES else [*_sampled_lengths(record.samples, 0)]
     if mean >= longest:
@@ -221,7 +253,14 @@ def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:
         responses = truncated(sorted(sampled), mean, longest)
     else:
         responses = truncated_exponential(mean, longest)
-    return TextLengths(known.prompt, responses, known.prompts)
+    turns = _mean(record, steps, "turns_mean")
+    return TextLengths(known.prompt, responses, known.prompts, turns=turns, replies=replies)
+
+
+def _mean(record: RunRecord, steps: Sequence[int], name: str) -> float | None:
+    """Return the mean of a metric over ``steps``; None if they do not have it."""
+    found = [float(row[name]) for row in record.rows if row["step"] in steps and name in row]
+    return sum(found) / len(found) if found else None
 
 
 def _sampled_lengths(samples: Iterable[Row], from_step: int) -> Iterator[float]:
