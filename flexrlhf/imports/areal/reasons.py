@@ -36,7 +36,7 @@ WITHOUT_EFFECT = {
     """,
 }
 WITH_EFFECT = {
-    "responses are of one turn": r"""
+    "environments and tools are named in environment here: docs/environments.md": r"""
         econfig\..* .*max_turns tir\..* n_trajs agent\w* judge\w*.* max_llm\w* max_tokens_per_trajectory
         reward_fn_path
     """,

@@ -46,7 +46,9 @@ WITH_EFFECT = {
     "experts are not placed by themselves": r".*expert\w*_parallel_size .*\bmoe_\w+",
     "stages have equally many layers": r".*num_layers_in_\w+ .*virtual_pipeline\w* .*pipeline_model_parallel_layout",
     "weights and caches are of 16 or 32 bits": r".*fp8.* .*quant.* .*kv_cache_dtype .*precision\w*",
-    "responses are of one turn": r".*max_rollout_turns env\.nemo_gym.* .*nemo_gym.* .*gym.*",
+    "environments and tools are named in environment here: docs/environments.md": r"""
+        .*max_rollout_turns env\.nemo_gym.* .*nemo_gym.* .*gym.*
+    """,
     "scores and advantages are changed in other ways here: docs/algorithms.md": r"""
         .*reward_scaling\..* .*reward_penalt.* .*advantage_clip\w* .*seq_logprob_error\w* .*overlong_filtering
         .*positive_example\w*

@@ -31,5 +31,8 @@ WITH_EFFECT = {
         lora_(dropout|task_type|modules\w*|target_param\w*) use_rslora use_dora peft_config bias task_type
     """,
     "corrections for another policy are algorithm.importance": r"(vllm_importance|off_policy)\w*",
-    "responses are of one turn, of text": r"max_tool\w* tools environment\w* rollout_func \w*image\w* \w*vlm\w*",
+    "environments and tools are named in environment here: docs/environments.md": r"""
+        max_tool\w* tools environment\w* rollout_func
+    """,
+    "messages are text": r"\w*image\w* \w*vlm\w*",
 }

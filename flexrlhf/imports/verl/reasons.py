@@ -73,7 +73,7 @@ WITH_EFFECT = {
     "settings of Megatron and transformers": r"""
         .*override_(transformer|optimizer|ddp|mcore)\w*config.* .*override_config.*
     """,
-    "responses are of one turn": r".*(multi_turn|tool|agent)\b.*",
+    "environments and tools are named in environment here: docs/environments.md": r".*(multi_turn|tool|agent)\b.*",
     "there is no teacher of a distillation": r"distillation\..*",
     "a lag is in whole steps here": r"async_training\.\w+",
     "tokens are generated one by one": r".*(mtp|speculative)\b.*",
