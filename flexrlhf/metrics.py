@@ -126,6 +126,8 @@ METRICS = (
     Metric("turns_mean", "turns", "turns of the policy in an episode", progress=True),
     Metric("reply_length_mean", "reply_length", "tokens of the environment's replies in an episode"),
     Metric("episode_ended", "episode_ended", "share of episodes that the environment has ended"),
+    Metric("episode_last_turn", "episode_last_turn", "share of episodes that had all their turns and were not ended"),
+    Metric("episode_no_room", "episode_no_room", "share of episodes without room for another turn"),
     Metric("episode_failed", "episode_failed", "share of episodes whose environment failed", is_problem=True),
     Metric("tool_calls", "calls", "calls of tools in an episode"),
     Metric("tool_calls_failed", "failed_calls", "share of calls that could not be made, or raised", over="calls"),

@@ -46,6 +46,12 @@ class RowStore:
         index = self._index.setdefault(column, {})
         index.update({row: (len(blocks), i) for i, row in enumerate(rows)})
         blocks.append(values)
+        if len(blocks) > 1:
+            used = {block for block, _ in index.values()}
+            for number in range(len(blocks)):
+                if number not in used:
+                    # turns of an episode replace its rows
+                    blocks[number] = values.new_empty(0)
 
     def expect(self, cells: Mapping[str, Iterable[int]], arrive: Callable[[], None]) -> None:
         """Call ``arrive``, which puts the rows of ``cells`` (by column), once, before any of them is read."""

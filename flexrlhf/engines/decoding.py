@@ -139,15 +139,14 @@ class Decoding:
         self._lengths = self._limits.clone()
         self._finished = torch.zeros(len(batch), dtype=torch.bool, device=device)
         self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
+        self._searched_from = searched_from(batch)
 
     def _given_responses(self) -> list[list[int]]:
-        """Return the tokens of each response, before it is continued, in which stop strings are searched."""
+        """Return the tokens that each response has before it is continued."""
         lengths = self._contexts.lengths.tolist()
         if "responses" not in self._batch.columns:
             return [[] for _ in lengths]
-        firsts = searched_from(self._batch)
-        rows = zip(self._batch["responses"].tolist(), firsts, lengths, strict=True)
-        return [row[first:length] for row, first, length in rows]
+        return [row[:length] for row, length in zip(self._batch["responses"].tolist(), lengths, strict=True)]
 
     def calls(self, num_rows: int) -> Iterator[bool]:
         """Decode at most ``num_rows`` rows at a time, longest prompts first; yield True before each model call."""
@@ -233,5 +232,7 @@ class Decoding:
         for place, token, ended in zip(rows.places.tolist(), tokens.tolist(), rows.ended.tolist(), strict=True):
             if not ended:
                 self._responses[place].append(token)
-            completed.append(not ended and completes_stop(self._responses[place], self._sampling))
+            completed.append(
+                not ended and completes_stop(self._responses[place], self._sampling, self._searched_from[place])
+            )
         return torch.tensor(completed, device=tokens.device)

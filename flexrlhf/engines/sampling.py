@@ -129,17 +129,19 @@ _REPLACEMENT = "\ufffd"
 """Character that decoders write for bytes that are no character, or not yet."""
 
 
-def completes_stop(response: Sequence[int], sampling: Sampling) -> bool:
+def completes_stop(response: Sequence[int], sampling: Sampling, first: int = 0) -> bool:
     """Return whether the last token of ``response`` completes a stop string, where no earlier one did.
 
-    As in vLLM a stop string counts only if it is completed after the first ``min_tokens`` tokens.
+    As in vLLM a stop string counts only if it is completed after the first ``min_tokens`` tokens. ``first``: tokens
+    that are not searched, of turns before.
     """
     decode = sampling.decode
     assert decode is not None, "stop strings are searched in decoded text"
     if len(response) <= sampling.min_tokens:
         return False
-    first = _start_of_tail(response, decode, max(map(len, sampling.stop)))
-    text, early = decode(response[first:]), response[first : sampling.min_tokens]
+    response, least = response[first:], max(0, sampling.min_tokens - first)
+    tail = _start_of_tail(response, decode, max(map(len, sampling.stop)))
+    text, early = decode(response[tail:]), response[tail:least]
     num_early = len(decode(early).rstrip(_REPLACEMENT)) if early else 0
     return any(text.find(stop, max(0, num_early - len(stop) + 1)) >= 0 for stop in sampling.stop)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from flexrlhf.rewards.base import ScoreFailure
@@ -38,7 +39,11 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One episode. Methods may be ``async``; ``close`` is called if there is one."""
+    """One episode. Methods may be ``async``.
+
+    Two more are called if there are any: ``truncate() -> float`` for the reward of an episode that ends after its last
+    turn, or for want of room, without the environment; ``close`` at the end of any.
+    """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Messages: ...
 
@@ -51,11 +56,13 @@ class EpisodeCall:
 
     A process that does not have the episode plays it again from its reset, so that it may move or be resumed.
 
-    key:      names the episode: (step, row); (step, place) of a prompt for all its samples would be two episodes
-    row:      columns of the prompt's row
-    seed:     of the episode, a function of (seed, step, row)
-    turns:    texts of the policy's turns so far; empty: the reset
-    is_last:  whether no turn follows, so that the episode is closed
+    key:       (step, row)
+    row:       columns of the prompt's row
+    seed:      of the episode, a function of (seed, step, prompt)
+    turns:     texts of the policy's turns so far; empty: the reset
+    is_last:   whether no turn follows, so that the episode is closed
+    replied:   digests of the earlier replies, the one of reset first: an episode that is played again must repeat them
+    is_ended:  whether the episode ends here, after the reply to its last turn, for want of room for another
     """
 
     key: tuple[int, int]
@@ -63,6 +70,13 @@ class EpisodeCall:
     seed: int
     turns: tuple[str, ...] = ()
     is_last: bool = False
+    replied: tuple[str, ...] = ()
+    is_ended: bool = False
+
+    @property
+    def number(self) -> int:
+        """Number of the call in its episode; 0 is the reset."""
+        return len(self.turns) + self.is_ended
 
 
 @dataclass(frozen=True)
@@ -85,3 +99,8 @@ class EpisodeReply:
     bad_calls: int = 0
     seconds: float = 0.0
     failure: ScoreFailure | None = field(default=None)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all that an episode depends on."""
+        return blake2b(repr((self.messages, self.reward)).encode(), digest_size=8).hexdigest()

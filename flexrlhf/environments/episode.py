@@ -44,13 +44,25 @@ class Episode:
             messages, reward, is_done = read_turn(await finished(self._environment.step(text)))
         if (is_done or is_last) and not self._has_step:
             reward = await self._reward()
+        elif is_last and not is_done:
+            reward += await self._truncate()
         self.turn += 1
         return EpisodeReply(messages, reward, is_done, calls, bad_calls)
+
+    async def truncated(self) -> EpisodeReply:
+        """End the episode for want of room, with the rest of its reward."""
+        return EpisodeReply(reward=await (self._truncate() if self._has_step else self._reward()), is_done=True)
 
     async def close(self) -> None:
         """End the episode."""
         if hasattr(self._environment, "close"):
             await finished(self._environment.close())
+
+    async def _truncate(self) -> float:
+        """Return the rest of the reward of an episode that its environment has not ended."""
+        if not hasattr(self._environment, "truncate"):
+            return 0.0
+        return read_reward(await finished(self._environment.truncate()))
 
     async def _reward(self) -> float:
         """Return the reward of an episode in TRL's form."""

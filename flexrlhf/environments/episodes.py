@@ -174,7 +174,7 @@ class EpisodeProcess:
 
     def _replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
         """Return replies of calls that are played together; episodes that the process does not have are replayed."""
-        last = {index: len(call.turns) for index, call in enumerate(calls)}
+        last = {index: call.number for index, call in enumerate(calls)}
         found = self._play(calls, last, deadline)
         replies = {index: reply for index, reply in found.items() if reply is not None}
         absent = [index for index in last if index not in replies]
@@ -184,12 +184,16 @@ class EpisodeProcess:
             due = {index: turn for index in absent if index not in replies and turn <= last[index]}
             for index, reply in self._play(calls, due, deadline).items():
                 failure = None if reply is None else reply.failure
+                replied = calls[index].replied
                 if reply is None:
                     failure = self._named(
                         calls[index], turn, ScoreFailure("crash", "its worker process ended during a replay")
                     )
                 elif turn < last[index] and reply.is_done:
                     text = f"its replay ended here, after {last[index]} recorded turns: it is not deterministic"
+                    failure = self._named(calls[index], turn, ScoreFailure("replay", text))
+                elif failure is None and turn < len(replied) and reply.digest != replied[turn]:
+                    text = "its replay replied otherwise than before: it is not deterministic"
                     failure = self._named(calls[index], turn, ScoreFailure("replay", text))
                 if failure is not None:
                     replies[index] = EpisodeReply(failure=failure)
@@ -287,7 +291,7 @@ class EpisodeProcess:
 
 def is_over(call: EpisodeCall, reply: EpisodeReply) -> bool:
     """Return whether no call of an episode follows."""
-    return call.is_last or reply.is_done or reply.failure is not None
+    return call.is_last or call.is_ended or reply.is_done or reply.failure is not None
 
 
 def _decided(reply: EpisodeReply) -> EpisodeReply:
@@ -304,6 +308,8 @@ def _kind(reply: EpisodeReply) -> str:
 def _turn(call: EpisodeCall, turn: int) -> TurnToPlay:
     """Return one turn of an episode, as its process receives it."""
     is_last = call.is_last and turn == len(call.turns)
+    if turn > len(call.turns):
+        return TurnToPlay(call.key, turn, is_last=True, is_ended=True)
     if not turn:
         return TurnToPlay(call.key, 0, is_last=is_last, row=dict(call.row), seed=call.seed)
     return TurnToPlay(call.key, turn, call.turns[turn - 1], is_last)

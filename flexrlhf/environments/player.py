@@ -64,6 +64,7 @@ class TurnToPlay:
     text:     of the policy's turn
     is_last:  whether no turn follows
     row, seed: of the episode, for the reset
+    is_ended: whether the episode ends in place of the turn
     """
 
     key: tuple[int, int]
@@ -72,6 +73,7 @@ class TurnToPlay:
     is_last: bool = False
     row: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    is_ended: bool = False
 
 
 def is_stale(key: tuple[int, int], step: int) -> bool:
@@ -221,7 +223,7 @@ class _Stage:
             if found is None or found.turn != turn.number - 1:
                 return None
             episode = found
-            reply = await episode.reply(turn.text, turn.is_last)
+            reply = await (episode.truncated() if turn.is_ended else episode.reply(turn.text, turn.is_last))
         if reply.is_done or turn.is_last:
             await self._close(turn.key)
         return reply

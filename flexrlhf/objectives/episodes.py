@@ -8,6 +8,9 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.operators.outcomes import EPISODES
 
+ENDS = {"episode_ended": "ended", "episode_last_turn": "last turn", "episode_no_room": "no room"}
+"""Statistic → the end of an episode that it counts."""
+
 
 def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Return statistics of turns, of tools and of how episodes ended.
@@ -23,7 +26,7 @@ def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -
     return {}, {
         **counted,
         "reply_length": moments(replies.sum(1), ~has_failed),
-        "episode_ended": moments((batch["episode"] == EPISODES["ended"]).float()),
+        **{name: moments((batch["episode"] == EPISODES[end]).float()) for name, end in ENDS.items()},
         "calls": moments(batch["calls"].float()),
         "failed_calls": moments(batch["failed_calls"].float()),
     }

@@ -120,7 +120,9 @@ def _length_penalised(spec: PolicySpec, batch: Batch, scores: Tensor, truncated:
     if spec.overlong is not None:
         mask = batch["response_mask"]
         buffer = spec.overlong.buffer_tokens or max(1, mask.shape[1] // 5)
-        over = mask.float().sum(1) - (mask.shape[1] - buffer)
+        # replies of an environment take up room, too
+        length = (last_positions(mask.bool()) + 1) * mask.any(1)
+        over = length.float() - (mask.shape[1] - buffer)
         scores = scores - spec.overlong.penalty * (over / buffer).clamp(0, 1)
     return scores
 

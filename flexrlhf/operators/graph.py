@@ -124,6 +124,10 @@ class Operator:
         """Whether the responses that are trained on are as it writes them: by the last turn, if it has several."""
         return self.kind == "interact" if self.turns else self.samples_responses
 
+    def goes_on(self, turn: int) -> bool:
+        """Whether a later turn changes the columns that it writes in ``turn``."""
+        return turn + 1 < self.turns
+
     @property
     def reads_texts(self) -> bool:
         """Whether it reads the rows of the data set as text."""

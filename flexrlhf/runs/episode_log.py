@@ -63,4 +63,4 @@ def drop_replies(run: Path, oldest: Path) -> None:
 
 
 def _digest(call: EpisodeCall) -> str:
-    return blake2b(repr((call.key, call.seed, call.turns)).encode(), digest_size=16).hexdigest()
+    return blake2b(repr((call.key, call.seed, call.turns, call.is_ended)).encode(), digest_size=16).hexdigest()

@@ -150,7 +150,7 @@ class Run(Instruction):
     @property
     def goes_on(self) -> bool:
         """Whether a later turn changes the columns that it writes."""
-        return self.turn + 1 < self.operator.turns
+        return self.operator.goes_on(self.turn)
 
     @property
     def is_statistic(self) -> bool:

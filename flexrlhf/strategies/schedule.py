@@ -147,7 +147,7 @@ class OperatorTask:
     @property
     def goes_on(self) -> bool:
         """Whether a later turn changes the columns that it writes."""
-        return self.turn + 1 < self.operator.turns
+        return self.operator.goes_on(self.turn)
 
     @property
     def attempt(self) -> int | None:
@@ -284,7 +284,9 @@ class Builder:
         """
         bundles: dict[tuple[int | None, tuple[str, ...]], list[tuple[str, OperatorTask]]] = defaultdict(list)
         for writer in writers:
-            for column in () if writer.goes_on else writer.operator.writes:
+            if writer.goes_on:
+                continue
+            for column in writer.operator.writes:
                 lacking = [r for r in readers if self._lacks(column, r, writer)]
                 if lacking:
                     names = tuple(dict.fromkeys(self.model_of(reader.operator).name for reader in lacking))

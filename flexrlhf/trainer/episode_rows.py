@@ -58,7 +58,7 @@ class TurnRows:
 
     def unchanged(self) -> Columns:
         """Return the columns of a turn that no row has."""
-        return {**self.state, **{name: self.state.get(name, self.state[REWARDS] * 0) for name in LOGPROBS}}
+        return dict(self.state)
 
     def columns(self, generated: Columns, version: int) -> Columns:
         """Return the columns of all rows after their turn. ``generated``: of the rows that had one."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from flexrlhf.operators.outcomes import EPISODES
 from flexrlhf.plan.episodes import processes_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import turn_tokens
+from flexrlhf.rewards.base import ScoreFailure
 from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.trainer.episode_rows import BEGUN, CALLS, GOING, PROMPT, after_replies, rows_before_turn
@@ -49,6 +51,18 @@ class _Request:
     room: int
     has_end: bool
     is_chat: bool
+
+
+@dataclass
+class _History:
+    """An episode so far.
+
+    turns:    texts of the policy.
+    replied:  digests of the replies, that of the reset first.
+    """
+
+    turns: list[str] = field(default_factory=list)
+    replied: list[str] = field(default_factory=list)
 
 
 class EpisodePlayer:
@@ -76,14 +90,14 @@ class EpisodePlayer:
         self.log = log
         self._lengths, self._seconds = lengths, seconds
         self._threads = ThreadPoolExecutor(max(2, chunks), "environment")
-        self._turns: dict[tuple[int, int], list[str]] = {}
+        self._histories: dict[tuple[int, int], _History] = {}
         self._warn = WarnOnce("environment")
 
     def reset(self, run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling) -> None:
         """Begin the episodes of ``batch``; its prompts are put once the environments have replied."""
         examples, rows, replica = run.examples_of(batch), run.rows, run.model.replica
-        self._turns = {key: turns for key, turns in self._turns.items() if key[0] == sampling.step}
-        self._turns |= {(sampling.step, row): [] for row in rows}
+        self._histories = {key: each for key, each in self._histories.items() if key[0] == sampling.step}
+        self._histories |= {(sampling.step, row): _History() for row in rows}
         samples = run.shape.samples_per_prompt
         calls = [
             EpisodeCall((sampling.step, row), example.columns, _seed(sampling, row // samples))
@@ -92,20 +106,26 @@ class EpisodePlayer:
         future = self._submit(calls, run)
 
         def arrive() -> None:
-            replies = self._result(future, len(rows))
-            prompts, mask, failed = batch["prompts"].clone(), batch["prompt_mask"].clone(), torch.zeros(len(rows))
+            replies = self._result(future, calls)
+            prompts, mask = batch["prompts"].cpu().clone(), batch["prompt_mask"].cpu().clone()
+            begun = torch.full((len(rows),), GOING)
             for place, (reply, example) in enumerate(zip(replies, examples, strict=True)):
-                failed[place] = EPISODES["failed"] if reply.failure is not None else GOING
-                if reply.messages:
-                    ids = self._prompt(example, reply)
-                    prompts[place], mask[place] = prompts[place].fill_(int(prompts[place, 0])), 0
+                ids: Sequence[int] = ()
+                failure = reply.failure
+                if failure is None and reply.messages:
+                    ids, failure = self._encoded(partial(self._prompt, example, reply), calls[place])
+                if failure is not None:
+                    begun[place] = EPISODES["failed"]
+                if ids:
+                    prompts[place], mask[place] = sampling.pad_token_id, 0
                     prompts[place, -len(ids) :] = torch.tensor(ids, dtype=torch.int32)
                     mask[place, -len(ids) :] = 1
-            columns = dict(zip((*PROMPT, BEGUN), (prompts, mask, failed.to(mask)), strict=True))
+            columns = dict(zip((*PROMPT, BEGUN), (prompts, mask, begun.to(mask)), strict=True))
             for name, values in columns.items():
-                store.put(name, rows, replica.sum(values.int() * replica.is_first).to(values.dtype))
+                shared = replica.sum(values.to(store.device).int() * replica.is_first)
+                store.put(name, rows, shared.to(values.dtype))
 
-        store.expect({name: rows for name in run.operator.writes}, arrive)
+        self._expect(run, store, arrive)
 
     def step(
         self,
@@ -114,7 +134,7 @@ class EpisodePlayer:
         sampling: Sampling,
         then: Callable[[Columns], None] = lambda columns: None,
     ) -> None:
-        """Ask for replies to the last turn of each row; their columns are put once the environments have replied.
+        """Call for replies to the last turn of each row; their columns are put once the environments have replied.
 
         ``then``: receives the columns before they are put.
         """
@@ -127,34 +147,45 @@ class EpisodePlayer:
         future = self._submit([each.call for each in requests], run)
 
         def arrive() -> None:
-            replies = self._result(future, len(requests))
-            found = {
-                name: replica.sum(values.to(store.device) * replica.is_first)
-                for name, values in self._reply_columns(replies, requests).items()
-            }
+            replies = self._result(future, [each.call for each in requests])
+            numbers = self._reply_columns(replies, requests, calls_end=replica.is_first)
+            found = {name: replica.sum(values.to(store.device) * replica.is_first) for name, values in numbers.items()}
             columns = after_replies(before, made, found, sampled)
             then(columns)
             for name in run.operator.writes:
                 store.put(name, rows, columns[name])
 
-        store.expect({name: rows for name in run.operator.writes}, arrive)
+        self._expect(run, store, arrive)
+
+    def _expect(self, run: OperatorRun, store: RowStore, arrive: Callable[[], None]) -> None:
+        """Have the columns of ``run`` put when one is first read.
+
+        Ranks of a replica share them by a sum, and read the last ones at different places: moves and files are of one.
+        """
+        if run.model.replica.group is not None and not run.goes_on:
+            arrive()
+        else:
+            store.expect({name: run.rows for name in run.operator.writes}, arrive)
 
     def _requests(
         self, run: OperatorRun, places: Tensor, made: Columns, sampled: Tensor, sampling: Sampling
     ) -> list[_Request]:
         """Return the turns of the rows at ``places``, whose tokens are ``sampled`` (k, R)."""
         width = self._lengths.response
-        responses, lengths = made["tokens"][places, -width:], made["attention_mask"][places, -width:].sum(1)
+        responses, lengths = made["tokens"][places, -width:].cpu(), made["attention_mask"][places, -width:].sum(1)
         requests = []
-        for place, tokens, mask, length in zip(places.tolist(), responses, sampled, lengths.tolist(), strict=True):
+        for place, tokens, mask, length in zip(
+            places.tolist(), responses, sampled.cpu(), lengths.tolist(), strict=True
+        ):
             row = run.rows[place]
             prompt, key = row // run.shape.samples_per_prompt, (sampling.step, row)
             example, room = run.examples[prompt], width - length
-            turns = self._turns.setdefault(key, [])
-            ids = tokens[mask].tolist()
-            turns.append(self._text(ids, sampling))
+            history, ids = self._histories[key], tokens[mask].tolist()
+            history.turns.append(self._text(ids, sampling))
+            assert len(history.turns) == run.turn + 1, f"{key}: a turn is missing"
             is_last = run.turn + 1 == run.operator.turns or room == 0
-            call = EpisodeCall(key, example.columns, _seed(sampling, prompt), tuple(turns), is_last)
+            told = tuple(history.turns), is_last, tuple(history.replied)
+            call = EpisodeCall(key, example.columns, _seed(sampling, prompt), *told)
             has_end = bool(ids) and ids[-1] in sampling.eos_token_ids
             requests.append(_Request(call, room, has_end, bool(example.turns)))
         return requests
@@ -185,14 +216,28 @@ class EpisodePlayer:
                     self.log.add(call, reply)
         return replies
 
-    def _result(self, future: Future[list[EpisodeReply]] | None, count: int) -> list[EpisodeReply]:
-        """Return ``count`` replies: empty ones on ranks that call no environment, or where all do none."""
+    def _result(self, future: Future[list[EpisodeReply]] | None, calls: Sequence[EpisodeCall]) -> list[EpisodeReply]:
+        """Return the replies to ``calls``: empty ones on ranks that call no environment, or where all do none."""
         if future is None:
-            return [EpisodeReply(is_done=self._episodes is None)] * count
+            return [EpisodeReply(is_done=self._episodes is None)] * len(calls)
         replies = future.result()
-        for reply in replies:
+        for call, reply in zip(calls, replies, strict=True):
             self._warn(reply.failure)
+            self._histories[call.key].replied.append(reply.digest)
         return replies
+
+    def _encoded(
+        self, encode: Callable[[], Sequence[int]], call: EpisodeCall
+    ) -> tuple[Sequence[int], ScoreFailure | None]:
+        """Return the tokens of a reply, or why it has none, which costs its episode."""
+        try:
+            return encode(), None
+        except UserError as error:
+            step, row = call.key
+            where = f"turn {call.number}" if call.number else "reset"
+            failure = ScoreFailure("tokens", f"{self._settings.name}: step {step}, row {row}, {where}: {error}")
+            self._warn(failure)
+            return (), failure
 
     def _text(self, tokens: list[int], sampling: Sampling) -> str:
         """Return the text of a turn, without its end token."""
@@ -205,24 +250,49 @@ class EpisodePlayer:
         ids = self._tokens.prompt(example, reply.messages)
         if len(ids) > self._lengths.prompt:
             raise UserError(
-                f"environment {self._settings.name}: a prompt has {len(ids)} tokens with what reset says, more than "
-                f"data.max_prompt_tokens {self._lengths.prompt}; use at least {len(ids)}"
+                f"the prompt has {len(ids)} tokens with the messages of reset, more than data.max_prompt_tokens "
+                f"{self._lengths.prompt}; use at least {len(ids)}"
             )
         return ids
 
-    def _reply_columns(self, replies: Sequence[EpisodeReply], requests: Sequence[_Request]) -> Columns:
-        """Return the replies of k rows as numbers: tokens (k, R), their number, reward, end, and calls (k,)."""
+    def _reply_columns(self, replies: Sequence[EpisodeReply], requests: Sequence[_Request], calls_end: bool) -> Columns:
+        """Return the replies of k rows as numbers: tokens (k, R), their number, reward, end, and calls (k,).
+
+        ``calls_end``: whether environments receive the end of episodes without room for another turn.
+        """
+        ends = [self._end(reply, turn) for reply, turn in zip(replies, requests, strict=True)]
+        replies = self._truncated(replies, requests, ends) if calls_end else replies
         count = len(replies)
         tokens = torch.zeros(count, self._lengths.response, dtype=torch.int64)
         numbers = {name: torch.zeros(count, dtype=torch.float64) for name in ("length", "reward", "end", *CALLS)}
-        for place, (reply, turn) in enumerate(zip(replies, requests, strict=True)):
-            end, ids = self._end(reply, turn)
+        for place, (reply, (end, ids)) in enumerate(zip(replies, ends, strict=True)):
+            end = end if reply.failure is None else "failed"
             tokens[place, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-            reward = reply.reward if reply.failure is None else float("nan")
+            reward = float("nan") if end == "failed" else reply.reward
             found = (len(ids), reward, EPISODES[end], reply.calls, reply.bad_calls)
             for column, value in zip(numbers.values(), found, strict=True):
                 column[place] = value
         return {"tokens": tokens, **numbers}
+
+    def _truncated(
+        self,
+        replies: Sequence[EpisodeReply],
+        requests: Sequence[_Request],
+        ends: Sequence[tuple[str, Sequence[int]]],
+    ) -> list[EpisodeReply]:
+        """Return ``replies`` with the rest of the reward of episodes that end here for want of room."""
+        full = list(replies)
+        cut = [index for index, (end, _) in enumerate(ends) if end == "no room" and not requests[index].call.is_last]
+        if self._episodes is None or not cut:
+            return full
+        calls = [
+            replace(each, replied=tuple(self._histories[each.key].replied), is_ended=True)
+            for each in (requests[index].call for index in cut)
+        ]
+        for index, last in zip(cut, self._replies(self._episodes, calls), strict=True):
+            self._warn(last.failure)
+            full[index] = replace(full[index], reward=full[index].reward + last.reward, failure=last.failure)
+        return full
 
     def _end(self, reply: EpisodeReply, turn: _Request) -> tuple[str, Sequence[int]]:
         """Return how an episode stands after a reply, and the reply's tokens if a turn follows it."""
@@ -234,7 +304,10 @@ class EpisodePlayer:
             return "no room", ()
         if turn.call.is_last:
             return "last turn", ()
-        ids = self._tokens.reply(reply.messages, turn.has_end, turn.is_chat)
+        encode = partial(self._tokens.reply, reply.messages, turn.has_end, turn.is_chat)
+        ids, failure = self._encoded(encode, turn.call)
+        if failure is not None:
+            return "failed", ()
         return ("going on", ids) if len(ids) < turn.room else ("no room", ())
 
 

@@ -49,7 +49,7 @@ class OperatorRun:
     @property
     def goes_on(self) -> bool:
         """Whether a later turn changes the columns that it writes."""
-        return self.turn + 1 < self.operator.turns
+        return self.operator.goes_on(self.turn)
 
     def rows_of(self, mini_batches: range) -> tuple[int, ...]:
         """Return the rows of ``mini_batches`` on this rank."""

@@ -171,7 +171,9 @@ def _computed(
             if "response_mask" in batch.columns:
                 # of values there is one more, after the last token
                 columns |= {
-                    name: columns[name] * batch["response_mask"] for name in columns if name.endswith("logprobs")
+                    name: columns[name].where(batch["response_mask"] > 0, 0.0)
+                    for name in columns
+                    if name.endswith("logprobs")
                 }
             return columns, {}
         case "score":
@@ -233,7 +235,7 @@ def _turn(run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling, c
 
 
 def _interact(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> None:
-    """Ask the environments for what they say first, or to the last turn of each row."""
+    """Call the environments: their reset, or their reply to the last turn of each row."""
     assert context.player is not None, "an environment has a caller"
     if not run.operator.turns:
         context.player.reset(run, batch, store, context.sampling)

@@ -163,3 +163,13 @@ def test_an_empty_place_has_nothing() -> None:
         assert not is_empty or not any(
             store.get(name, [row]).any() for name in ("response_mask", "attention_mask", PRESENT)
         )
+
+
+def test_rows_that_are_put_again_take_no_further_memory() -> None:
+    """As the turns of an episode do."""
+    store, rows = RowStore(LENGTHS, torch.device("cpu")), range(4)
+    for turn in range(5):
+        store.put("scores", rows, torch.full((4,), float(turn)))
+    store.put("scores", [1], torch.tensor([9.0]))
+    assert store.get("scores", rows).tolist() == [4, 9, 4, 4]
+    assert [len(block) for block in store._blocks["scores"]] == [0, 0, 0, 0, 4, 1]

@@ -482,6 +482,13 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(stop: tuple
     assert any(found)
 
 
+def test_stop_strings_of_a_later_turn_count_from_the_fewest_tokens_of_the_response() -> None:
+    tokens, sampling = list(b"abcabc"), replace(PLAIN, stop=("bc",), min_tokens=4, decode=text_of)
+    assert completes_stop(tokens, sampling, first=3)
+    assert not completes_stop(tokens[:5], sampling, first=3)
+    assert not completes_stop(tokens, replace(sampling, min_tokens=6), first=3)
+
+
 def test_only_the_end_of_a_long_response_is_decoded() -> None:
     decoded: list[int] = []
 

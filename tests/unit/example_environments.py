@@ -142,6 +142,21 @@ class Chance:
         return Turn(is_done=self.is_done)
 
 
+class Secret:
+    """Draws anew in every process."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        return f"secret {os.getpid()}"
+
+    def step(self, reply: str) -> Turn:
+        if reply == "die":
+            os._exit(1)
+        return Turn("again")
+
+    def truncate(self) -> float:
+        return 0.5
+
+
 def multiply(first: float, second: float) -> float:
     """Multiply two numbers.
 

@@ -172,6 +172,31 @@ def test_a_replay_that_ends_earlier_is_named(tmp_path: Path) -> None:
         episodes.close()
 
 
+def test_a_replay_that_replies_otherwise_fails_the_episode() -> None:
+    episodes = Episodes(EnvironmentSpec(path=own("Secret")), 1)
+    try:
+        (secret,) = episodes.replies([EpisodeCall((0, 0), {}, 0)], Deadline.after(60))
+        moved = EpisodeCall((0, 0), {}, 0, ("a",), replied=(secret.digest,))
+        calls = [EpisodeCall((0, 1), {}, 0, ("die",)), moved]
+        _, replay = (reply.failure for reply in episodes.replies(calls, Deadline.after(60)))
+        assert replay is not None and replay.kind == "replay"
+        assert "row 0, reset: its replay replied otherwise than before" in replay.text
+    finally:
+        episodes.close()
+
+
+def test_an_episode_without_room_for_a_turn_has_its_reward() -> None:
+    for name, row, turn, reward in (("Counter", {"start": 2}, call("add", number=3), 5.0), ("Secret", {}, "a", 0.5)):
+        episodes = Episodes(EnvironmentSpec(path=own(name)), 1)
+        try:
+            calls = [EpisodeCall((0, 0), row, 0, turns) for turns in ((), (turn,))]
+            calls.append(EpisodeCall((0, 0), row, 0, (turn,), is_ended=True))
+            *_, last = (episodes.replies([each], Deadline.after(60))[0] for each in calls)
+            assert (last.reward, last.is_done, last.failure) == (reward, True, None)
+        finally:
+            episodes.close()
+
+
 def test_loading_that_hangs_is_not_waited_for_twice(
     tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,11 @@ def test_overlong_responses_are_punished_by_their_length(penalty: float) -> None
     assert scores_of(spec, scored_batch(mask, [2.0] * 11)) == pytest.approx(expected)
 
 
+def test_replies_of_an_environment_take_up_room_too() -> None:
+    spec = PpoSpec.model_validate({"overlong": {"buffer_tokens": 4, "penalty": 1.0}})
+    assert scores_of(spec, scored_batch(mask_of("1100000011", "0000000000"), [2.0, 2.0])) == [1.0, 2.0]
+
+
 @pytest.mark.parametrize(("width", "expected"), [(10, [0, 0, 0.5, 1]), (4, [0, 0, 0, 1]), (5, [0, 0, 0, 1])])
 def test_the_buffer_is_a_fifth_unless_it_is_given(width: int, expected: list[float]) -> None:
     """DAPO's 4096 of 20480 tokens; at least one."""

@@ -128,11 +128,8 @@ def add_output(response: PartialResponse, output: Any) -> bool:
         response.tokens.append(token)
         response.logprobs.append(logprobs[token].logprob)
         response.finished = token in sampling.eos_token_ids
-        if (
-            sampling.stop
-            and not response.finished
-            and completes_stop(response.tokens[response.searched_from :], sampling)
-        ):
+        is_searched = sampling.stop and not response.finished
+        if is_searched and completes_stop(response.tokens, sampling, response.searched_from):
             response.finished = response.done = True
             return not output.finished
     response.done = output.finished

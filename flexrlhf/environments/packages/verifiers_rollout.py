@@ -59,6 +59,11 @@ class VerifiersRollout:
         self._seat.texts.put_nowait(reply)
         return await self._heard()
 
+    async def truncate(self) -> float:
+        """End the rollout, which waits for a turn; return its reward."""
+        self._seat.texts.put_nowait(None)
+        return (await self._heard()).reward
+
     async def close(self) -> None:
         """End the rollout, if it has not ended."""
         if self._rollout is not None:
@@ -89,19 +94,21 @@ class _Seat:
 
     calls:          how it writes calls of tools
     conversations:  the ones that need its turn
-    texts:          its turns
+    texts:          its turns; None: no further one
     upstream:       replies of the model, by rollout, as in ``_Served``
     """
 
     calls: str
     conversations: asyncio.Queue[list[Message]] = field(default_factory=asyncio.Queue)
-    texts: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    texts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     upstream: dict[str, Message] = field(default_factory=dict)
 
-    async def turn(self, messages: list[Message]) -> Message:
-        """Return the policy's turn in a conversation, as a message of a model."""
+    async def turn(self, messages: list[Message]) -> Message | None:
+        """Return the policy's turn in a conversation, as a message of a model; None for none."""
         self.conversations.put_nowait(list(messages))
         text = await self.texts.get()
+        if text is None:
+            return None
         calls, _ = parse_calls(text, self.calls)
         if not calls:
             return {"role": "assistant", "content": text}
@@ -226,7 +233,10 @@ async def _converse(
         servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
         tools, places, connections = await connect_mcp(servers, stack)
         while True:
-            seat.upstream[rollout] = message = await seat.turn(messages)
+            message = await seat.turn(messages)
+            if message is None:
+                return ""
+            seat.upstream[rollout] = message
             body = {"model": "policy", "messages": messages, **({"tools": tools} if tools else {})}
             headers = {"Authorization": f"Bearer {secret}"}
             reply = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)
