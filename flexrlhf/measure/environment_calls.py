@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any, get_args
 
-from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.config.environment_settings import Calls, EnvironmentSpec
 from flexrlhf.data.examples import Example
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes, is_over
+from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.plan.plan import Plan
@@ -20,6 +23,8 @@ from flexrlhf.rewards.limits import Deadline
 
 MOST_EPISODES, MOST_TIMES = 64, 256
 """Episodes that are played at the same time, and times of a kind that are kept."""
+EXAMPLES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+"""Arguments of tools by type; of other types a text."""
 PER_PROCESS = 4
 """Episodes of a process at the same time."""
 
@@ -33,6 +38,9 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
     for plan in plans:
         environment = plan.spec.environment
         if environment is not None and environment.name not in found and (rows := first_rows(plan, MOST_EPISODES)):
+            calls = [example_call(tool["function"], environment.calls) for tool in tool_schemas(environment)]
+            if calls and environment.calls in get_args(Calls):
+                rows = [(example, calls[place % len(calls)]) for place, (example, _) in enumerate(rows)]
             found[environment.name] = _measured(environment, rows, plan.spec.seed, seconds)
     return tuple(found.values())
 
@@ -96,9 +104,18 @@ def _measured(
     )
 
 
+def example_call(function: Mapping[str, Any], form: str) -> str:
+    """Return the text of a call of a tool, by its schema, with a value of the type of each of its arguments."""
+    properties = function["parameters"].get("properties", {})
+    arguments = {name: EXAMPLES.get(str(schema.get("type")), "1") for name, schema in properties.items()}
+    if form == "llama3":
+        return json.dumps({"name": function["name"], "parameters": arguments})
+    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
+
+
 def _resets(rows: Sequence[tuple[Example, str]], step: int, seed: int) -> list[EpisodeCall]:
     """Return the calls that begin the episodes of ``rows``."""
-    return [EpisodeCall((step, row), example.columns, seed + step) for row, (example, _) in enumerate(rows)]
+    return [EpisodeCall((step, row), example.columns, seed + step + row) for row, (example, _) in enumerate(rows)]
 
 
 def _around(times: Sequence[float], took: float, processes: int, is_concurrent: bool) -> float:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms.grpo import GrpoSpec
+from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
@@ -921,3 +922,35 @@ def test_larger_batches_are_shown_with_what_they_gain() -> None:
     )
     assert gained.seconds == pytest.approx(same, rel=0.05)
     assert lines[-1].split()[:6] == ["1024", "prompts", "a", "step", "in", "place"]
+
+
+def test_chunks_and_processes_are_chosen_for_an_environment_that_is_waited_for() -> None:
+    """What the request sets stays, and the table has it; without a time of replies nothing is proposed."""
+    environment = {"path": "game.py:Game", "max_turns": 4, "processes": 16, "seconds": 2.0}
+    spec = spec_for(8, prompt_tokens=256, response_tokens=256, rollout="transformers").model_copy(
+        update={"environment": EnvironmentSpec.model_validate(environment)}
+    )
+    found = advise(spec, AnalyticCosts(), seconds_limit=2.0)
+    seconds = {(each.chunks, each.processes): each.seconds for each in found.waiting}
+    assert set(seconds) == {(chunks, processes) for chunks in (1, 2, 4) for processes in (16, 32, 64)}
+    # twice the processes: half of the replies' time
+    assert seconds[1, 16] - seconds[1, 32] == pytest.approx(2 * (seconds[1, 32] - seconds[1, 64]))
+    chosen = found.best.plan.spec
+    assert chosen.schedule.num_chunks > 1
+    assert seconds[chosen.schedule.num_chunks, 16] < seconds[1, 16]
+    assert chosen.environment is not None and chosen.environment.processes == 16
+    text = format_advice(found, SOURCE)
+    assert (
+        "waiting for environments" in text and "x as fast" in text and "not chosen, since the YAML sets others" in text
+    )
+
+    opened = EnvironmentSpec.model_validate({"path": "game.py:Game", "max_turns": 4, "seconds": 2.0})
+    more = advise(spec.model_copy(update={"environment": opened}), AnalyticCosts(), seconds_limit=2.0).best.plan.spec
+    assert more.environment is not None and more.environment.processes > opened.processes
+
+    unknown = advise(
+        spec.model_copy(update={"environment": opened.model_copy(update={"seconds": 0.0})}),
+        AnalyticCosts(),
+        seconds_limit=2.0,
+    )
+    assert not unknown.waiting and "flexrlhf profile" in format_advice(unknown, SOURCE)

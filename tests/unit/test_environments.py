@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import PPO
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.environments import sandbox, sources
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.sources import check_package
+from flexrlhf.environments.tool_calls import ToolCall, parse_calls
+from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
+from flexrlhf.measure.environment_calls import example_call, measure_environments
+from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.rewards import workers
 from flexrlhf.rewards.limits import Deadline
 
@@ -387,3 +394,45 @@ def test_code_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_code_is_a_tool(play: Play) -> None:
     _, reply, _ = play([call("python", code="print(6 * 7)"), "42"], tools=("flexrlhf.environments.sandbox:python",))
     assert said([reply]) == [(("tool", "42"),)]
+
+
+SLOW = """
+import time
+from flexrlhf.environments.base import Turn
+class Slow:
+    def reset(self, row, seed):
+        self.is_slow = seed % 2
+        return ""
+    def step(self, reply):
+        time.sleep(0.05 + 0.1 * self.is_slow)
+        return Turn(is_done=not reply)
+"""
+
+
+def test_profile_measures_replies_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginnings and replies apart, with the time around them; all calls that fail are one sentence."""
+    monkeypatch.chdir(tmp_path)
+    prepare_corpus()
+    (tmp_path / "slow.py").write_text(SLOW)
+    rows = {"path": "runs/quickstart-corpus/prompts.jsonl", "tokenizer": "runs/quickstart-corpus/tokenizer"}
+    raw = PPO | {
+        "data": PPO["data"] | rows | {"max_prompt_tokens": 24},
+        "environment": {"path": "slow.py:Slow", "max_turns": 3, "processes": 2},
+        "reward": None,
+        "cluster": {"devices": 1},
+    }
+    plan = make_plan(parse_spec(raw))
+    (found,) = measure_environments([plan, plan], seconds=1.5)
+    assert (found.name, found.is_concurrent, found.failures) == ("slow.py:Slow", False, 0)
+    assert max(found.resets) < 0.05 <= min(found.replies) < 0.15 <= max(found.replies)
+    assert 0 < found.around < 0.1
+    (tmp_path / "slow.py").write_text(SLOW.replace("time.sleep", "time.sleeps"))
+    with pytest.raises(UserError, match="no reply could be measured: .*sleeps"):
+        measure_environments([plan], seconds=0.1)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+def test_profile_calls_tools(form: str) -> None:
+    (tool,) = tool_schemas(EnvironmentSpec(tools=(f"{FILE}:multiply",)))
+    expected = ToolCall("multiply", {"first": 1.0, "second": 1.0})
+    assert parse_calls(example_call(tool["function"], form), form) == ([expected], [])

@@ -22,6 +22,7 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
+from flexrlhf.guideline.simulation.measured_run import RunRecord, reply_times
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
@@ -571,6 +572,72 @@ def test_every_kind_of_plan_can_be_printed(plan: Plan) -> None:
     costs = Fixed(moved=0.5, synced=1)
     text = format_simulation(simulate(plan, costs), CostSource(costs, "fixed costs", FROM_FIGURES))
     assert text.startswith("test: ppo, ")
+
+
+# --- environments
+
+GAME = ("environment={path: game.py:Game, max_turns: 2, processes: 8}", "algorithm.num_mini_batches=4")
+
+
+def replies_of(*seconds: float, **changes: object) -> EnvironmentTimes:
+    return EnvironmentTimes.model_validate({"name": "game.py:Game", "resets": (), "replies": seconds, **changes})
+
+
+def test_chunks_alternate_while_environments_reply() -> None:
+    """One chunk waits for both replies; of two chunks one generates meanwhile, until the last reply of the second."""
+    costs = Fixed(replies=replies_of(8))
+    whole = simulate(plan_of(None, 1, *GAME), costs)
+    assert whole.reply_waits == whole.reply_seconds == 16
+    halves = simulate(plan_of(None, 1, *GAME, "schedule.num_chunks=2"), costs)
+    found = times(halves, steps=1)
+    assert [found["generate,", 0, chunk][0] for chunk in (0, 1)] == [0, 8]
+    assert halves.reply_seconds == 32
+    assert halves.reply_waits < 8
+    # environments have a row of their own, whose chunks reply at the same time: there are processes for all rows
+    rows = {span.rank: span.start for span in halves.reply_spans(1) if "turn 0" in span.label}
+    assert rows == {1: 8, 2: 16}
+
+
+def test_chunks_that_share_processes_wait_for_each_other() -> None:
+    """With as many processes as a quarter of the rows replies of all take four times as long, in any number of
+    chunks."""
+    costs = Fixed(replies=replies_of(1))
+    for chunks in (1, 2, 4):
+        plan = plan_of(None, 1, *GAME, "environment.processes=2", f"schedule.num_chunks={chunks}")
+        assert simulate(plan, costs).reply_seconds == 2 * 4
+
+
+def test_rows_whose_episode_has_ended_have_no_later_turn() -> None:
+    plan = plan_of(None, 1, *GAME, "environment.max_turns=8")
+    for mean in (1.0, 2.5, 8.0):
+        lengths = TextLengths(4, (8.0,), turns=mean, replies=2.0)
+        episodes = Pricer(plan, Fixed(), lengths).episodes
+        assert episodes is not None
+        assert sum(episodes.shares) == pytest.approx(mean)
+        assert list(episodes.shares) == sorted(episodes.shares, reverse=True)
+        # sampled tokens of all turns and the replies between them are a response
+        parts = sum(share * episodes.lengths_of(0).mean_response for share in episodes.shares)
+        assert parts == pytest.approx(max(mean, 6.0))
+    unknown = Pricer(plan, Fixed(), TextLengths(4, (8.0,))).episodes
+    assert unknown is not None and set(unknown.shares) == {1.0}
+
+
+def test_replies_take_as_long_as_the_slowest_process() -> None:
+    assert replies_of(1).seconds(8, 4) == 2
+    assert replies_of(1, is_concurrent=True).seconds(8, 4) == 1
+    assert replies_of(1, around=0.5).seconds(5, 4) == 3
+    mixed = replies_of(0, 0, 0, 4)
+    assert 1 < mixed.seconds(4, 4) < 4 == replies_of(4).seconds(4, 4)
+    assert mixed.seconds(64, 1) == pytest.approx(64, rel=0.3)
+    assert mixed.seconds(4, 4, is_reset=True) == 0
+
+
+def test_a_run_gives_back_the_time_of_its_replies() -> None:
+    plan, costs = plan_of(None, 1, *GAME, "environment.processes=4"), Fixed(replies=replies_of(1.5))
+    spans = tuple(simulate(plan, costs).spans(3))
+    record = RunRecord(Path("runs/x"), plan, (), (), spans)
+    found = reply_times(record, (1, 2), longest_lengths(plan), CostSource(Fixed(), "fixed costs", FROM_FIGURES))
+    assert found is not None and found.replies == (1.5,)
 
 
 def test_responses_that_no_data_has_are_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
