@@ -110,7 +110,8 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
     found = best.candidate.spec
     chosen = found.model_copy(update={"rollout": found.rollout.as_written})
     if not has_settings:
-        kept = {"placement": found.placement, "schedule": found.schedule, "sync": found.sync}
+        names = ("placement", "schedule", "sync", "environment")
+        kept = {name: getattr(found, name) for name in names}
         chosen = spec.model_copy(update=kept)
     head = "placement auto is" if spec.placement == "auto" else "placement, which is not written, is"
     line = f"{spec.name}: {head} {placement_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
