@@ -166,12 +166,14 @@ class Simulation:
             for flow in flows_of(self.plan, item.instruction):
                 yield flow, 1 / item.every
 
-    def walked(self, steps: int) -> WalkResult:
+    def walked(self, steps: int, with_rare: bool = True) -> WalkResult:
         """Walk a run of ``steps`` steps from its start, with Save and Eval when they are due."""
-        planned = [item.instruction for item in self.priced]
-        return walk_steps(
-            self.instructions, self.num_walked, steps, lambda index, step: planned[index].due(step, steps)
-        )
+
+        def due(index: int, step: int) -> bool:
+            item = self.priced[index]
+            return (with_rare or not item.is_rare) and item.instruction.due(step, steps)
+
+        return walk_steps(self.instructions, self.num_walked, steps, due)
 
     def spans(self, steps: int, ranks: Collection[int] | None = None) -> Iterator[Span]:
         """Yield the timeline of such a run on all ranks, or on given ``ranks``, as the trainer records it."""
@@ -196,9 +198,13 @@ class Simulation:
         """Longest time of a settled step in which a rank has nothing to do but wait for replies of environments."""
         regular = [item.instruction for item in self.regular]
         steady = SteadySteps.of((each.lag for each in regular), (each.period for each in regular))
-        runs = {index: item.instruction for index, item in enumerate(self.priced) if isinstance(item.instruction, Run)}
+        runs = {
+            index: item.instruction
+            for index, item in enumerate(self.priced)
+            if isinstance(item.instruction, Run) and not item.is_rare
+        }
         replies = {index: run for index, run in runs.items() if _interacts(run)}
-        visits = [each for each in self.walked(steady.walked).visits if each.step == steady.last]
+        visits = [each for each in self.walked(steady.walked, with_rare=False).visits if each.step == steady.last]
         replied = {each.index: each for each in visits if each.block >= len(self.blocks)}
         waits: dict[int, float] = defaultdict(float)
         for visit in visits:
