@@ -174,6 +174,8 @@ class _Filling:
 
     def add(self, number: int, unit: Sequence[TextGroup], most_rows: int) -> bool:
         """Place the groups of a unit in the fullest rows that have room; without effect where there is too little."""
+        if len(unit) == 1:
+            return self._add_alone(number, unit[0].tokens, most_rows)
         free, new, places = list(self.free), 0, []
         for index in sorted(range(len(unit)), key=lambda index: -unit[index].tokens):
             tokens = unit[index].tokens
@@ -192,6 +194,22 @@ class _Filling:
         self.free = free
         self.units.append(number)
         self.real += sum(group.tokens for group in unit)
+        return True
+
+    def _add_alone(self, number: int, tokens: int, most_rows: int) -> bool:
+        """Do the same for a unit of one group, of which nothing is undone."""
+        at = bisect_left(self.free, (tokens, 0))
+        if at < len(self.free):
+            left, row = self.free.pop(at)
+        elif self.rows and len(self.rows) >= most_rows:
+            return False
+        else:
+            left, row = self.width, len(self.rows)
+            self.rows.append([])
+        insort(self.free, (left - tokens, row))
+        self.rows[row].append(Place(number, 0))
+        self.units.append(number)
+        self.real += tokens
         return True
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -153,6 +153,17 @@ class RoundPricer:
     def _blocks(self, run: Run, model: PlacedModel, replica: int) -> list[list[Sequence[Prompt]]]:
         """Return the prompts of a replica in each block of each mini-batch of ``run``, by their numbers among those of
         one round."""
+        key = run.mini_batches, run.attempt, model.name, replica
+        if key not in self._known_blocks:
+            self._known_blocks[key] = self._blocks_of(run, model, replica)
+        return self._known_blocks[key]
+
+    @cached_property
+    def _known_blocks(self) -> dict[Hashable, list[list[Sequence[Prompt]]]]:
+        """Blocks found so far, which are the same in every round."""
+        return {}
+
+    def _blocks_of(self, run: Run, model: PlacedModel, replica: int) -> list[list[Sequence[Prompt]]]:
         batch, layout = self.pricer.plan.batch, model.layout
         rank, places = layout.replica_sets[replica][0], batch.num_rows // batch.num_taken
         every = [batch.blocks_on(layout, rank, range(m, m + 1)) for m in run.mini_batches]
