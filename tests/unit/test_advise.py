@@ -87,6 +87,12 @@ def advice() -> Advice:
     return advise(spec_for(8, prompt_tokens=256, response_tokens=256, rollout="transformers"), AnalyticCosts())
 
 
+@pytest.fixture(scope="module")
+def on_four_nodes() -> Advice:
+    """33B on four nodes: FlexRLHF's guideline disaggregates, and co-location is faster as simulated."""
+    return advise(spec_for(32, "llama-33b", prompts=512, mini_batches=8), AnalyticCosts(), seconds_limit=10.0)
+
+
 MIXED = ({"count": 1, "devices": 2, "class": "A100-80G"}, {"count": 1, "devices": 2, "class": "A100-40G"})
 KINDS = {
     "transformers": {"rollout": "transformers"},
@@ -639,9 +645,8 @@ def test_options_change_settings_of_a_config() -> None:
     assert (spec.data.max_prompt_tokens, spec.data.max_response_tokens) == (100, 60)
 
 
-def test_a_placement_against_the_guideline_says_so_and_why() -> None:
-    """33B on four nodes: FlexRLHF's guideline disaggregates, and co-location is faster as simulated."""
-    found = advise(spec_for(32, "llama-33b", prompts=512), AnalyticCosts(), seconds_limit=10.0)
+def test_a_placement_against_the_guideline_says_so_and_why(on_four_nodes: Advice) -> None:
+    found = on_four_nodes
     ruled = next(item for item in found.feasible if item.candidate.method == "guideline")
     assert (found.best.candidate.strategy, ruled.candidate.strategy) == ("co-located", "disaggregated")
     (line,) = contradictions(found)
@@ -908,7 +913,7 @@ def test_a_lag_is_offered_with_its_price_and_chosen_if_it_is_allowed() -> None:
     assert allowed.best.lag == 1 and allowed.lagging is None
 
 
-def test_larger_batches_are_shown_with_what_they_gain() -> None:
+def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> None:
     """33B on 32 devices: passes of a few rows read as many weights as those of many."""
     found = advise(spec_for(32, "llama-33b", prompts=128, mini_batches=8), AnalyticCosts(), seconds_limit=1.0)
     lines = format_advice(found, SOURCE).partition("larger batches")[2].partition("\n\n")[0].splitlines()[1:]
@@ -916,10 +921,8 @@ def test_larger_batches_are_shown_with_what_they_gain() -> None:
     speeds = larger_batches([found.best])
     gained = speeds[2].found[0]
     assert gained is not None and gained.samples_per_second > 1.2 * found.best.samples_per_second
-    again = advise(spec_for(32, "llama-33b", prompts=512, mini_batches=8), AnalyticCosts(), seconds_limit=1.0)
-    same = min(
-        item.seconds for item in again.comparable if ratios_of(item.candidate) == ratios_of(found.best.candidate)
-    )
+    alike = (item for item in on_four_nodes.comparable if ratios_of(item.candidate) == ratios_of(found.best.candidate))
+    same = min(item.seconds for item in alike)
     assert gained.seconds == pytest.approx(same, rel=0.05)
     assert lines[-1].split()[:6] == ["1024", "prompts", "a", "step", "in", "place"]
 
