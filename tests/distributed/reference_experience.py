@@ -172,7 +172,8 @@ def describe_episode(episode: Episode, terms: Terms) -> None:
     has_failed = episode.outcome == "failed"
     terms.add("turns_mean", [] if has_failed else [float(len(episode.ends))])
     terms.add("reply_length_mean", [] if has_failed else [float(len(episode.text) - len(episode.positions))])
-    terms.add("episode_ended", [float(episode.outcome == "ended")])
+    for outcome in ("ended", "last turn", "no room"):
+        terms.add(f"episode_{outcome.replace(' ', '_')}", [float(episode.outcome == outcome)])
     terms.add("episode_failed", [float(has_failed)])
     terms.add("tool_calls", [0.0])
 
