@@ -130,7 +130,9 @@ DEFAULT = [
     *(
         pair
         for pair in ALIKE
-        if pair.first.setting in ("two", "corrected", "retokenized", "scheduled", "segments")
+        # PPO under a lag is in the pair with its own tokenizer, too
+        if pair.first == Case("two", "co-located", 2)
+        or pair.first.setting in ("corrected", "retokenized", "scheduled", "segments")
         or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments", "episodes")
     ),
     *(
