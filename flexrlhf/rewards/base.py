@@ -78,6 +78,7 @@ class Sample:
     num_characters: number of tokens from the first one → characters of their text, for the ends of steps
     token_ids:   the response as tokens, its end token included
     turns:       the prompt as messages, where it is a chat
+    conversation: turns of an episode as messages of the assistant and the environment; empty for a response of one turn
     """
 
     prompt: str
@@ -87,6 +88,7 @@ class Sample:
     num_characters: Callable[[int], int] = field(default=lambda _: 0, compare=False)
     token_ids: Sequence[int] = ()
     turns: Sequence[Turn] = ()
+    conversation: Sequence[Turn] = ()
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class ScoreBatch:
     steps:       the responses split into steps, where the source has a separator
     token_ids:   tokens of the responses, end tokens included
     chats:       the prompts as messages; empty for a prompt that is no chat
+    conversations: turns of episodes as messages; None without an environment
     """
 
     prompts: list[str]
@@ -157,6 +160,7 @@ class ScoreBatch:
     steps: list[list[str]] | None = None
     token_ids: list[list[int]] = field(default_factory=list)
     chats: list[list[dict[str, str]]] = field(default_factory=list)
+    conversations: list[list[dict[str, str]]] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -173,6 +177,9 @@ def make_batch(samples: Sequence[Sample], separator: str | None = None) -> Score
         steps=None if separator is None else [split_steps(sample.response, separator) for sample in samples],
         token_ids=[list(sample.token_ids) for sample in samples],
         chats=[[dict(turn) for turn in sample.turns] for sample in samples],
+        conversations=[[dict(turn) for turn in sample.conversation] for sample in samples]
+        if any(sample.conversation for sample in samples)
+        else None,
     )
 
 

@@ -15,7 +15,7 @@ from flexrlhf.config.secrets import expanded, expanded_url, has_port
 from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.rewards.worker_calls import FORMS, form_of, required_columns
 
-OWN_COLUMNS = ("num_tokens",)
+OWN_COLUMNS = ("num_tokens", "conversation")
 """Arguments that a function may take in addition to the columns of the data."""
 _PACKAGES = {
     "math": ("math_verify", "math-verify", "math"),

@@ -147,17 +147,19 @@ def function_of(reference: str) -> Callable[..., Any]:
 
 
 def _columns(batch: ScoreBatch) -> dict[str, list[Any]]:
-    """Return the arguments that a function may take by name: the data's columns, numbers of tokens, and steps."""
-    steps = {} if batch.steps is None else {"steps": batch.steps}
-    return {**batch.columns, "num_tokens": batch.num_tokens, **steps}
+    """Return the arguments that a function may take by name: columns of the data, numbers of tokens, and more."""
+    further = {"steps": batch.steps, "conversation": batch.conversations}
+    own = {name: values for name, values in further.items() if values is not None}
+    return {**batch.columns, "num_tokens": batch.num_tokens, **own}
 
 
 def _named(batch: ScoreBatch) -> dict[str, list[Any]]:
     """Return all that a function in TRL's form may take: chats are lists of messages, other prompts texts."""
     prompts = [chat or prompt for chat, prompt in zip(batch.chats, batch.prompts, strict=True)]
+    whole = batch.conversations or [[{"role": "assistant", "content": response}] for response in batch.responses]
     completions = [
-        [{"role": "assistant", "content": response}] if chat else response
-        for chat, response in zip(batch.chats, batch.responses, strict=True)
+        messages if chat else response
+        for chat, response, messages in zip(batch.chats, batch.responses, whole, strict=True)
     ]
     columns = {name: values for name, values in _columns(batch).items() if name not in LEFT_OUT}
     return {**columns, "prompts": prompts, "completions": completions, "completion_ids": batch.token_ids}

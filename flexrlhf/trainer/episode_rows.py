@@ -6,7 +6,9 @@ A response is all that follows the prompt: tokens that the policy has sampled (`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -24,6 +26,17 @@ GOING = EPISODES["going on"]
 PROMPT = qualified(("prompts", "prompt_mask"), OPENED)
 BEGUN = f"episode.{OPENED}"
 """Column of whether an episode's environment has begun it."""
+
+
+def parts_of(tokens: Tensor, sampled: Tensor, count: int) -> Iterator[tuple[bool, list[int]]]:
+    """Yield the turns and the replies of a response, in order: whether its tokens are sampled, and these.
+
+    tokens, sampled:  (R,), on the host.
+    count:            tokens of the response, those of replies included.
+    """
+    ids = tokens[:count].tolist()
+    for is_sampled, places in groupby(range(count), key=sampled[:count].tolist().__getitem__):
+        yield bool(is_sampled), [ids[place] for place in places]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import text_encoder
 from flexrlhf.rewards.base import Sample, Scores, split_steps, step_end_tokens, step_ends
 from flexrlhf.rewards.scorer import Scorer
+from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.loaded_models import LoadedModel
 
 _DTYPES = {"scores": torch.float32, "token_scores": torch.float32, STEP_ENDS: torch.uint8}
@@ -37,9 +38,17 @@ class ExternalScorers:
     """Scorers of a run, by section of the YAML (reward, cost): tensors in, tensors out."""
 
     def __init__(
-        self, scorers: Mapping[str, Scorer], decode: Decode, separators: Mapping[str, Mapping[str, str]] | None = None
+        self,
+        scorers: Mapping[str, Scorer],
+        decode: Decode,
+        separators: Mapping[str, Mapping[str, str]] | None = None,
+        has_episodes: bool = False,
     ) -> None:
-        """``separators``: section → model that scores steps → the text that ends one."""
+        """
+        separators:    section → model that scores steps → the text that ends one.
+        has_episodes:  whether responses are episodes, whose conversation a function may receive.
+        """
+        self._has_episodes = has_episodes
         self._scorers = scorers
         self._separators = separators or {}
         self._decode = decode
@@ -92,16 +101,27 @@ class ExternalScorers:
         return columns, failed
 
     def _samples(self, batch: Batch, examples: Sequence[Example]) -> list[Sample]:
-        """Return the responses of ``batch`` as text, each with the columns of its example."""
-        mask = batch["response_mask"].bool()
-        width = batch["tokens"].shape[1] - mask.shape[1]
-        tokens = batch["tokens"].cpu()
+        """Return the responses of ``batch`` as text, each with the columns of its example.
+
+        The turns of an episode are joined by line breaks.
+        """
+        mask = batch["response_mask"].bool().cpu()
+        responses = batch["tokens"][:, -mask.shape[1] :].cpu()
+        counts = batch["attention_mask"][:, -mask.shape[1] :].sum(1).tolist()
         samples = []
-        for row, example in enumerate(examples):
-            response: list[int] = tokens[row, width:][mask[row].cpu()].tolist()
-            text, count = self._decode(response), partial(_num_characters, self._decode, response)
+        for row, (example, count) in enumerate(zip(examples, counts, strict=True)):
+            parts = list(parts_of(responses[row], mask[row], count))
+            spoken = [tokens for is_sampled, tokens in parts if is_sampled]
+            response = [token for tokens in spoken for token in tokens]
+            text, characters = _joined(self._decode, spoken, len(response)), partial(_length, self._decode, spoken)
             turns = [{"role": turn.role, "content": turn.content} for turn in example.turns]
-            samples.append(Sample(example.text, text, len(response), example.columns, count, response, turns))
+            conversation = [
+                {"role": "assistant" if is_sampled else "environment", "content": self._decode(tokens)}
+                for is_sampled, tokens in (parts if self._has_episodes else ())
+            ]
+            samples.append(
+                Sample(*(example.text, text, len(response), example.columns, characters, response, turns, conversation))
+            )
         return samples
 
     def close(self) -> None:
@@ -126,12 +146,23 @@ def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalS
         }
         for name in scorers
     }
-    return ExternalScorers(scorers, decode, separators)
+    return ExternalScorers(scorers, decode, separators, has_episodes=spec.environment is not None)
 
 
-def _num_characters(decode: Decode, response: Sequence[int], count: int) -> int:
-    """Return the characters of the text of the first ``count`` tokens."""
-    return len(decode(response[:count]))
+def _length(decode: Decode, turns: Sequence[Sequence[int]], count: int) -> int:
+    """Return the characters of the text of the first ``count`` tokens of ``turns``."""
+    return len(_joined(decode, turns, count))
+
+
+def _joined(decode: Decode, turns: Sequence[Sequence[int]], count: int) -> str:
+    """Return the text of the first ``count`` tokens of ``turns``."""
+    texts = []
+    for turn in turns:
+        texts.append(decode(turn[:count]))
+        count -= len(turn)
+        if count <= 0:
+            break
+    return "\n".join(texts)
 
 
 def _step_ends(sample: Sample, separator: str) -> set[int]:

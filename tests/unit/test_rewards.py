@@ -336,7 +336,8 @@ def test_a_run_gives_a_step_half_of_its_own_limit(capsys: pytest.CaptureFixture[
     operator = next(operator for operator in graph.operators if operator.kind == "score")
     scoring = make_external_scorers(graph, spec, lambda _: "hang")
     alone: Any = SimpleNamespace(is_first=True, sum=lambda tensor: tensor)
-    batch = batch_of(tokens=torch.ones(1, 3, dtype=torch.long), response_mask=mask_of("11"))
+    masks = {"attention_mask": mask_of("111"), "response_mask": mask_of("11")}
+    batch = batch_of(tokens=torch.ones(1, 3, dtype=torch.long), **masks)
     columns, _ = scoring.score(operator, batch, [Example((1,), (), ())], alone)
     scoring.close()
     assert columns["scores"].isnan().all()

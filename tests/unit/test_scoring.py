@@ -51,9 +51,11 @@ ONE = Parts(Alone(), True)
 
 def sampled(*responses: list[int], width: int = 4) -> Batch:
     """Responses right-padded with the end token, which may be a word of a response, too."""
+    mask = mask_of(*("1" * len(answer) + "0" * (width - len(answer)) for answer in responses))
     columns = {
         "tokens": torch.tensor([PROMPT + answer + [9] * (width - len(answer)) for answer in responses]),
-        "response_mask": mask_of(*("1" * len(answer) + "0" * (width - len(answer)) for answer in responses)),
+        "attention_mask": torch.cat([torch.ones(len(responses), len(PROMPT), dtype=mask.dtype), mask], 1),
+        "response_mask": mask,
         "finished": torch.ones(len(responses), dtype=torch.uint8),
     }
     return batch_of(**columns)
@@ -79,8 +81,8 @@ def scoring_of() -> Iterator[Any]:
     """Makes the scorers of a run with these ``reward`` sources; their workers end with the test."""
     made: list[ExternalScorers] = []
 
-    def make(reward: str) -> Scoring:
-        spec = spec_of(None, 1, f"reward={reward}")
+    def make(reward: str, *further: str) -> Scoring:
+        spec = spec_of(None, 1, f"reward={reward}", *further)
         graph = make_graph(spec)
         made.append(make_external_scorers(graph, spec, decode))
         return Scoring(made[-1], next(operator for operator in graph.operators if operator.kind == "score"))
@@ -101,6 +103,22 @@ def test_the_text_of_a_response_follows_from_its_mask(scoring_of: Any) -> None:
     assert columns["scores"].tolist() == [1.0, 1.0, 1.0, 1.0]
     assert columns["scores"].dtype == torch.float32 and set(columns) == {"scores"}
     assert statistics["score_failed"].tolist()[:2] == [4.0, 0.0]
+
+
+def test_functions_receive_the_conversation_of_an_episode(scoring_of: Any, tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "def judge(prompts, responses, conversation):\n"
+        "    assert responses == ['yes\\n#### 8', 'no'], responses\n"
+        "    roles = [[turn['role'] for turn in turns] for turns in conversation]\n"
+        "    assert roles == [['assistant', 'environment', 'assistant'], ['assistant']], roles\n"
+        "    return [float(conversation[0][1]['content'] == 'no'), 0.0]\n"
+    )
+    batch = sampled([1, 2, 4], [2])
+    batch["response_mask"][0, 1] = 0
+    scoring = scoring_of(f"{{function: '{file}:judge'}}", "environment={path: 'game.py:Game'}")
+    columns, _ = scoring.score(batch, [example_of()] * 2)
+    assert [value for name, value in columns.items() if name.startswith("scores")][0].tolist() == [1.0, 0.0]
 
 
 def test_rows_are_scored_with_their_own_examples(scoring_of: Any) -> None:
