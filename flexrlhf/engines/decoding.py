@@ -139,7 +139,7 @@ class Decoding:
         self._lengths = self._limits.clone()
         self._finished = torch.zeros(len(batch), dtype=torch.bool, device=device)
         self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
-        self._searched_from = searched_from(batch)
+        self._searched_from = searched_from(batch) if sampling.stop else []
 
     def _given_responses(self) -> list[list[int]]:
         """Return the tokens that each response has before it is continued."""

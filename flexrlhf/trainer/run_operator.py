@@ -218,7 +218,7 @@ def _generate(
         columns["logprobs"] = columns["rollout_logprobs"]
     if sampling.step < 0:
         return columns, {}  # an evaluation
-    requests = columns["rollout_logprobs"].new_tensor(engine.num_requests - num_requests)
+    requests = torch.tensor(float(engine.num_requests - num_requests), device=context.device)
     return columns, {"rollout_requests": moments(requests)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, cast
 
@@ -426,11 +426,16 @@ def test_a_response_that_goes_on_on_another_rank_is_reported() -> None:
         emulate(replace(plan, batch=Separated(**vars(plan.batch))), "asynchronous")
 
 
+def fields_of(plan: Plan) -> dict[str, Any]:
+    """Arguments of a plan that equals ``plan``."""
+    return {each.name: getattr(plan, each.name) for each in fields(plan)}
+
+
 def test_rows_that_are_dropped_before_they_are_carried_on_are_reported() -> None:
     class Forgetting(Plan):
         num_steps_kept = 0
 
-    plan = Forgetting(**vars(ppo_plan([1, 1, 1, 1], 2, rollout=THIRDS)))
+    plan = Forgetting(**fields_of(ppo_plan([1, 1, 1, 1], 2, rollout=THIRDS)))
     with pytest.raises(EmulationError, match=r"rank \d reads tokens of step 0, whose rows are dropped"):
         emulate(plan, "asynchronous")
 
@@ -648,7 +653,7 @@ def test_an_engine_that_is_offloaded_with_responses_begun_is_reported() -> None:
         def ahead(self, run: Run) -> list[range]:
             return later[-(3 - (run.chunk or 0)) :] if run.operator.kind == "generate" and run.chunk != 3 else []
 
-    eager = Eager(**{**vars(plan), "schedule": replace(plan.schedule, instructions=tuple(instructions))})
+    eager = Eager(**{**fields_of(plan), "schedule": replace(plan.schedule, instructions=tuple(instructions))})
     with pytest.raises(EmulationError, match=r"actor.rollout has begun mini-batches \[range\(1, 2\), "):
         emulate(eager, "asynchronous")
     check_result(plan, emulate(plan, "asynchronous"))

@@ -72,6 +72,7 @@ EXAMPLES: Examples = {
     ),
     "Spec.timeout_seconds": (1, 1.5, 86400),
     **dict.fromkeys([f"Spec.{name}" for name in ("algorithm", "models", "data", "reward", "cost", "cluster")], NOTHING),
+    "Spec.environment": NOTHING,
     **dict.fromkeys([f"Spec.{name}" for name in ("placement", "schedule", "sync", "rollout", "eval", "save")], NOTHING),
     **dict.fromkeys([f"{kind.__name__}.name" for kind in CLASSES.values()], NOTHING),
     **dict.fromkeys([f"{kind.__name__}.prompts_per_step" for kind in CLASSES.values()], (4, 6, 8, 12, 24)),
