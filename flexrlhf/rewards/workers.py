@@ -111,10 +111,16 @@ class Worker:
         """Submit from a thread that stays: a process ends with the thread that started it, and a step's threads end."""
         if self._pool is not None and not self._pool.active:
             self.close()
-        if self._pool is None or self._starter is None:
-            self._pool = ProcessPool(1, initializer=self._start, initargs=(os.getpid(),), context=WorkerContext())
-            self._starter = ThreadPoolExecutor(1)
-        return self._starter.submit(self._pool.schedule, function, args=args, timeout=limit).result()
+        for _ in range(2):
+            if self._pool is None or self._starter is None:
+                self._pool = ProcessPool(1, initializer=self._start, initargs=(os.getpid(),), context=WorkerContext())
+                self._starter = ThreadPoolExecutor(1)
+            try:
+                return self._starter.submit(self._pool.schedule, function, args=args, timeout=limit).result()
+            except RuntimeError:
+                # its process has ended since the call before, which the pool sees only now
+                self.close()
+        raise BrokenProcessPool("no process takes a call")
 
 
 def loaded(worker: Worker, load: Callable[[], T], deadline: Deadline) -> T:
