@@ -58,6 +58,10 @@ class _ForkedRanks(SubprocessContext):
         for rank, variables in self.envs.items():
             self.subprocess_handlers[rank] = _ForkedRank(self._factory, self._command, variables, rank)
 
+    def _close(self, death_sig: signal.Signals, timeout: int = SHUTDOWN_SECONDS) -> None:
+        # the agent waits 30 s; torch 2.13 alone has a setting
+        super()._close(death_sig, min(timeout, SHUTDOWN_SECONDS))
+
 
 Report = Callable[[Mapping[int, ProcessFailure]], list[Failure]]
 """Records the failed ranks of this machine and returns their failures."""
@@ -86,7 +90,7 @@ class RankAgent(LocalElasticAgent):
         directory:   for the errors of ranks
         make_watch:  makes the watch over the nodes of an attempt, with its store
         """
-        super().__init__(spec, DefaultLogsSpecs(directory), "spawn", EXIT_BARRIER_SECONDS, None, SHUTDOWN_SECONDS)
+        super().__init__(spec, DefaultLogsSpecs(directory), "spawn", EXIT_BARRIER_SECONDS)
         self.cause: Failure | None = None
         self._meeting, self._factory, self._make_watch, self._report = rendezvous, factory, make_watch, report
         self._watch: NodeWatch | None = None
@@ -120,7 +124,7 @@ class RankAgent(LocalElasticAgent):
             self._conclude(self._report(result.failures))
         elif result.state == WorkerState.HEALTHY and (problem := self._watch.problem()) is not None:
             self._resume_stopped()
-            self._shutdown(signal.SIGTERM, SHUTDOWN_SECONDS)
+            self._shutdown(signal.SIGTERM)
             # the ranks of this node were ended, and have failed in no way of their own
             self._report({})
             self._conclude([problem])
