@@ -158,7 +158,12 @@ class Run(Instruction):
         return not self.operator.writes
 
     def reads_from(self, writer: Run) -> bool:
-        """Whether it reads a column that ``writer`` writes, of mini-batches that both work on."""
+        """Whether it reads a column that ``writer`` writes, of mini-batches that both work on.
+
+        Operators without turns read columns of the last turn alone.
+        """
+        if writer.goes_on and not self.operator.turns:
+            return False
         if not common_range(self.mini_batches, writer.mini_batches):
             return False
         reads = columns_read(self.operator, self.attempt, writer.attempt)

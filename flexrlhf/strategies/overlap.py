@@ -1,7 +1,8 @@
 """Overlap: operators that may run at the same time, since neither a shared rank nor a column orders them.
 
 The schedule is unrolled over three steps; an instruction comes after the one before it on each of its ranks, and after
-whatever writes the columns that it reads. Two runs may overlap when neither comes after the other.
+whatever writes the columns that it reads. Two runs may overlap when neither comes after the other. Turns of episodes
+are in order on the ranks of their model, so the first and the last stand for those between them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Order:
 
     nodes: list[_UnrolledInstruction] = field(default_factory=list)
     last_on_rank: dict[int, int] = field(default_factory=dict)
-    writers: dict[tuple[int, str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    writers: dict[tuple[int, str, int], int] = field(default_factory=dict)
     filled: dict[str, int] = field(default_factory=dict)
 
     def add(self, instruction: Run | Sync, step: int) -> None:
@@ -43,10 +44,10 @@ class _Order:
         if isinstance(instruction, Run):
             before += [self.filled[instruction.model]] if instruction.model in self.filled else []
             cells = [(step, c, m) for c in instruction.operator.reads for m in instruction.mini_batches]
-            before += [writer for cell in cells for writer in self.writers[cell]]
-            for column in instruction.operator.writes:
-                for mini_batch in instruction.mini_batches:
-                    self.writers[step, column, mini_batch].append(index)
+            before += [self.writers[cell] for cell in cells if cell in self.writers]
+            written = ((step, c, m) for c in instruction.operator.writes for m in instruction.mini_batches)
+            # those before it are on the same ranks, so in order
+            self.writers.update(dict.fromkeys(written, index))
         for earlier in before:
             node.after |= self.nodes[earlier].after | 1 << earlier
         self.nodes.append(node)
@@ -70,9 +71,14 @@ def _unroll(schedule: Schedule) -> list[_UnrolledInstruction]:
     for loop in range(STEPS + schedule.lag):
         for instruction in schedule.instructions:
             step = loop - instruction.lag
-            if isinstance(instruction, Run | Sync) and instruction.due(step, STEPS):
+            if isinstance(instruction, Run | Sync) and instruction.due(step, STEPS) and not _is_between(instruction):
                 order.add(instruction, step)
     return order.nodes
+
+
+def _is_between(instruction: Run | Sync) -> bool:
+    """Whether it is a turn between the first and the last."""
+    return isinstance(instruction, Run) and instruction.turn > 0 and instruction.goes_on
 
 
 def overlapping_operators(schedule: Schedule) -> list[str]:

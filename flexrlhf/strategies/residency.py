@@ -150,6 +150,8 @@ class _Walk:
     ) -> list[ModelName]:
         """Return the models to evict so that those needed fit, farthest next use first."""
         total = sum(self.memory.state(self.rank, name) for name in self.on_device.union(missing))
+        if total <= room:
+            return []
         others = self.on_device - set(needed) - self.transient
         movable = (name for name in others if self.memory.state(self.rank, name))
         idle = sorted(movable, key=lambda name: (-self._next_use(index, name), name))

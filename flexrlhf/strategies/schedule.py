@@ -244,18 +244,20 @@ class Builder:
         What environments write moves when it is first read, since a move waits for them: the next chunk comes before.
         """
         out: list[Instruction] = []
-        held: dict[int, list[Move]] = {}
+        pending: dict[int, list[Move]] = {}
+        # all turns of an operator read the same
+        readers = [task for task in tasks if task.turn == 0]
         for (tick, *_), wave in groupby(tasks, key=lambda task: task.order):
             members = list(wave)
             if not members[0].operator.turns:
-                out += [each for earlier in [t for t in held if t + 1 < tick] for each in held.pop(earlier)]
+                out += _taken_before(tick, pending)
             out += [self.run(task) for task in members]
-            moves = self.moves(members, tasks)
+            moves = self.moves(members, readers)
             if any(task.operator.kind == "interact" for task in members):
-                held.setdefault(tick, []).extend(moves)
+                pending.setdefault(tick, []).extend(moves)
             else:
                 out += moves
-        return [*out, *(each for moves in held.values() for each in moves)]
+        return [*out, *(each for moves in pending.values() for each in moves)]
 
     def run(self, task: OperatorTask) -> Run:
         """Return the Run of ``task`` and record the columns that its ranks now have."""
@@ -344,6 +346,14 @@ class Builder:
             transfers=tuple(transfers),
             chunk=chunk,
         )
+
+
+def _taken_before(tick: int, pending: dict[int, list[Move]]) -> list[Move]:
+    """Take the moves of replies that operators of ``tick`` may read out of ``pending``, which has them by tick.
+
+    Replies to a chunk are read two ticks later at the earliest; those of the tick before are of the next chunk.
+    """
+    return [move for earlier in [each for each in pending if each + 1 < tick] for move in pending.pop(earlier)]
 
 
 def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]:

@@ -344,8 +344,7 @@ class OptionEnumerator:
         used = [each for each in rows if any(each)]
         priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts, call.compares)
         # each turn of an episode has a part of a response
-        turns = 1 if kind != "generate" or self.spec.environment is None else self.spec.environment.max_turns
-        return self.costs.call(priced, mesh).seconds / turns
+        return self.costs.call(priced, mesh).seconds / call.turns
 
     def _state(self, placed: PlacedModel, key: object) -> State:
         """Return the state of the stage that stores most."""

@@ -17,12 +17,16 @@ from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.plan.pipeline import run_graph
+from flexrlhf.strategies.column_writers import ColumnWriters
 from flexrlhf.strategies.instructions import Instruction, Run, Sync
 from flexrlhf.strategies.residency import sleepers
 from flexrlhf.strategies.strategy import STRATEGIES
 
 PlacedCallKind = OperatorKind | Literal["switch"]
 """OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
+
+MOST_TURNS = 4
+"""Turns of an episode that a search has calls for; each of them stands for as many of more."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class PlacedCall:
     texts:         texts in a row.
     compares:      whether all texts of a prompt are in one pass.
     is_attempt:    whether its rows are those of one attempt of dynamic sampling.
+    turns:         turns of an episode, of which it is one.
     """
 
     kind: PlacedCallKind
@@ -43,13 +48,15 @@ class PlacedCall:
     texts: int = 1
     compares: bool = False
     is_attempt: bool = False
+    turns: int = 1
 
     @classmethod
     def of(cls, run: Run) -> Self:
         """Return the call of ``run``."""
         operator, texts, compares = run.operator, texts_per_row(run.operator), run.operator.compares_responses
         section, is_attempt = source_section(operator), run.attempt is not None
-        return cls(operator.kind, run.mini_batches, section, texts, compares, is_attempt)
+        turns = max(1, operator.turns)
+        return cls(operator.kind, run.mini_batches, section, texts, compares, is_attempt, turns)
 
     def shape(self, batch: BatchShape) -> BatchShape:
         """Return the shape of its rows, as of every attempt of a step if it is one."""
@@ -150,7 +157,11 @@ class Sketch:
     @cached_property
     def whole_graph(self) -> Graph:
         """Graph that runs, with the operators of the rollout engine."""
-        return run_graph(self.graph, self.spec, self.placement)
+        environment = self.spec.environment
+        if environment is None or environment.max_turns <= MOST_TURNS:
+            return run_graph(self.graph, self.spec, self.placement)
+        shorter = environment.model_copy(update={"max_turns": MOST_TURNS})
+        return run_graph(self.graph, self.spec.model_copy(update={"environment": shorter}), self.placement)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -190,9 +201,13 @@ class Sketch:
         """Return the task that ends the training of ``model``."""
         return [name_of(run) for run in self.runs if run.model == model and run.operator.kind == "train"][-1]
 
+    @cached_property
+    def _writers(self) -> ColumnWriters:
+        return ColumnWriters(self.runs)
+
     def writers(self, reader: Run) -> list[Run]:
         """Return the runs whose columns ``reader`` reads."""
-        return [run for run in self.runs if reader.reads_from(run)]
+        return list(self._writers.of(reader).values())
 
     def separate(self, reader: Run) -> Iterator[Run]:
         """Yield ancestors of ``reader`` on models that must not share a device with its own: one of each such model.

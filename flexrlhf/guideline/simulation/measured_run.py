@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -34,6 +35,7 @@ from flexrlhf.guideline.simulation.inputs import (
 )
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.column_writers import ColumnWriters
 from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Run, Sync
 from flexrlhf.timeline import Span
 
@@ -221,16 +223,19 @@ def reply_times(
     one = EnvironmentTimes(name=environment.name, resets=(1.0,), replies=(1.0,), is_concurrent=is_concurrent)
     episodes = EpisodePrices(environment, one, plan.batch, lengths)
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
+    writers, readers = ColumnWriters(runs), dict[int, Run]()
+    for reader in reversed([each for each in runs if each.operator.kind == "generate"]):
+        readers.update(dict.fromkeys(writers.of(reader), reader))
     spans = {(each.label, each.chunk, each.step, each.rank): each for each in record.spans if each.step in steps}
     found: dict[bool, list[float]] = {True: [], False: []}
-    for call in runs:
-        readers = [each for each in runs if each.operator.kind == "generate" and each.reads_from(call)]
-        if call.operator.kind != "interact" or not readers:
+    for place, reader in readers.items():
+        call = runs[place]
+        if call.operator.kind != "interact":
             continue
         one_by_one = episodes.reply_seconds(plan.placement[call.model].layout, call)
-        for (label, chunk, step, rank), span in spans.items():
-            after = spans.get((readers[0].label, readers[0].chunk, step, rank))
-            if (label, chunk) == (call.label, call.chunk) and after is not None:
+        for step, rank in product(steps, call.ranks):
+            span, after = (spans.get((each.label, each.chunk, step, rank)) for each in (call, reader))
+            if span is not None and after is not None:
                 found[not call.operator.turns].append(max(0.0, after.start - span.end) / one_by_one)
     # of all calls of a turn together, so that there is no distribution
     resets, replies = ((median(found[is_reset]),) if found[is_reset] else () for is_reset in (True, False))

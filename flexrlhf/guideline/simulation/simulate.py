@@ -33,6 +33,7 @@ from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.column_writers import ColumnWriters
 from flexrlhf.strategies.instructions import Instruction, Move, Offload, Release, Reload, Run, Sync
 from flexrlhf.timeline import Span, write_trace
 
@@ -198,19 +199,12 @@ class Simulation:
         """Longest time of a settled step in which a rank has nothing to do but wait for replies of environments."""
         regular = [item.instruction for item in self.regular]
         steady = SteadySteps.of((each.lag for each in regular), (each.period for each in regular))
-        runs = {
-            index: item.instruction
-            for index, item in enumerate(self.priced)
-            if isinstance(item.instruction, Run) and not item.is_rare
-        }
-        replies = {index: run for index, run in runs.items() if _interacts(run)}
         visits = [each for each in self.walked(steady.walked, with_rare=False).visits if each.step == steady.last]
         replied = {each.index: each for each in visits if each.block >= len(self.blocks)}
         waits: dict[int, float] = defaultdict(float)
         for visit in visits:
-            run = runs.get(visit.index)
-            if run is not None and visit.block < len(self.blocks):
-                awaited = [replied[index] for index, reply in replies.items() if run.reads_from(reply)]
+            if visit.block < len(self.blocks):
+                awaited = [replied[index] for index in self.instructions[visit.index].after if index in replied]
                 waited = [each.end - max(visit.arrived, each.ready) for each in awaited]
                 waits[visit.block] += max((0.0, *waited))
         return max(waits.values(), default=0.0)
@@ -297,10 +291,10 @@ def timed_instructions(
 ) -> list[TimedInstruction]:
     """Return ``priced`` as the walk takes them, at the same positions."""
     block_of = {rank: number for number, ranks in enumerate(blocks) for rank in ranks}
-    runs = [(index, item.instruction) for index, item in enumerate(priced) if isinstance(item.instruction, Run)]
+    writers = ColumnWriters([item.instruction for item in priced])
     background = (item.instruction for item in priced if item.instruction.proceeds_in_background)
     copies = list(dict.fromkeys(name for each in background for name in each.fills))
-    timed = [_timed(pricer, item, block_of, runs, copies) for item in priced]
+    timed = [_timed(pricer, item, block_of, writers, copies) for item in priced]
     return [
         replace(each, calls=each.blocks, blocks=(len(blocks) + _lane(pricer, item.instruction),))
         if _interacts(item.instruction)
@@ -324,7 +318,7 @@ def _timed(
     pricer: Pricer,
     item: PricedInstruction,
     block_of: Mapping[int, int],
-    runs: Sequence[tuple[int, Run]],
+    writers: ColumnWriters,
     copies: Sequence[ModelName],
 ) -> TimedInstruction:
     """Return ``item`` as the walk takes it. A Move is only its posting: a Run waits for its columns from the time that
@@ -335,15 +329,14 @@ def _timed(
     plain = TimedInstruction(ours, item.cost.seconds, lag=it.lag, every=item.every, uses=used)
     match it:
         case Run():
-            awaited = {index: pricer.rows_cost(run, it).seconds for index, run in runs if it.reads_from(run)}
+            awaited = {index: pricer.rows_cost(run, it).seconds for index, run in writers.of(it).items()}
             return replace(plain, after=tuple(awaited), delays=tuple(awaited.values()))
         case Move():
             return replace(plain, blocking=False)
         case Sync(overlaps=True):
-            trained = [index for index, run in runs if run.model == it.source and run.operator.kind == "train"]
             senders = {block_of[rank] for rank in pricer.plan.placement[it.source].ranks}
             copy = copies.index(it.destination)
-            return replace(plain, fills=copy, after=tuple(trained[-1:]), sends=tuple(sorted(senders)))
+            return replace(plain, fills=copy, after=writers.last_training(it.source), sends=tuple(sorted(senders)))
         case Sync():
             return replace(plain, together=not it.is_in_place or bool(it.gathers))
         case Offload() | Release() | Reload():
