@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
-from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
@@ -18,10 +15,12 @@ from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.preset_text import preset_lines
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.plan.schedule_text import schedule_table
+from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
 from flexrlhf.strategies.overlap import overlapping_operators
+from flexrlhf.strategies.repeated_turns import repeated_turns
 from flexrlhf.strategies.schedule import whole_step
-from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
+from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import layer_of, of_stage
 
@@ -64,11 +63,15 @@ def format_short_plan(plan: Plan, width: int) -> str:
     room = "" if size is None else f"; it has {bytes_text(size)}"
     rows = [(ranks_text(ranks), ", ".join(names)) for ranks, names in by_ranks.items()]
     steps = (
-        each
-        for each in plan.schedule.instructions
-        if not (isinstance(each, Move) or (isinstance(each, Sync | Eval) and each.at_start))
+        (listed, listed.instruction)
+        for listed in repeated_turns(plan.schedule.instructions)
+        if not isinstance(listed.instruction, Move)
     )
-    labels = Counter(each.label if isinstance(each, Run) else f"{each.kind} {each.label}" for each in steps)
+    labels = Counter(
+        listed.label if isinstance(each, Run) else f"{each.kind} {each.label}"
+        for listed, each in steps
+        if not (isinstance(each, Sync | Eval) and each.at_start)
+    )
     step = [f"{label}{f' x {count}' * (count > 1)}" for label, count in labels.items()]
     rows += [
         ("step", " > ".join(step)),
@@ -279,92 +282,6 @@ def _groups(plan: Plan) -> list[str]:
     most = plan.most_communicators
     shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but moves and syncs"
     return [*lines, shared] if most else lines or ["none: one rank"]
-
-
-@dataclass(frozen=True)
-class ScheduleRow:
-    """A line of the table of instructions.
-
-    ranks:     that it names
-    kind:      of the instruction
-    label:     of the instruction
-    notes:     primitive, bytes, period, chunk and lag, where it has them
-    is_inner:  whether it belongs to the evaluation above it
-    """
-
-    ranks: tuple[int, ...]
-    kind: str
-    label: str
-    notes: tuple[str, ...]
-    is_inner: bool
-
-
-def schedule_rows(plan: Plan) -> list[ScheduleRow]:
-    """Return a row for each instruction; the instructions of an evaluation, for one batch of its rows, follow it."""
-    rows = []
-    for each in plan.schedule.instructions:
-        rows.append((each, plan.batch, False))
-        if isinstance(each, Eval):
-            rows += [(inner, each.batch, True) for inner in each.instructions]
-    return [
-        ScheduleRow(each.ranks, each.kind, _label(each), tuple(_notes(plan, each, batch)), is_inner)
-        for each, batch, is_inner in rows
-    ]
-
-
-def schedule_table(plan: Plan) -> list[str]:
-    """Return a line for each of ``schedule_rows``: ranks, kind, label, and for moves and syncs primitive and bytes."""
-    rows = schedule_rows(plan)
-    width = max(len(row.label) for row in rows)
-    return [
-        f"{rank_marks(row.ranks, plan.placement.num_ranks)}  {'  ' * row.is_inner}{row.kind:<5} "
-        f"{row.label:<{min(width, 60) - 2 * row.is_inner}}  {'  '.join(row.notes)}".rstrip()
-        for row in rows
-    ]
-
-
-def _label(instruction: Instruction) -> str:
-    if isinstance(instruction, Move):
-        return f"{', '.join(instruction.columns)}  {instruction.edge}"
-    return instruction.label
-
-
-def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]:
-    """Return primitive, bytes, period, chunk and lag, if the instruction has them."""
-    notes: list[str] = []
-    match instruction:
-        case Move():
-            notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction, batch))]
-        case Sync():
-            way = "in place" if instruction.is_in_place else "point_to_point"
-            notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction)]
-            notes += ["in the background"] * instruction.overlaps
-        case Run() if instruction.operator.every > 1:
-            notes = [_turns(instruction.operator, plan.spec.steps)]
-        case Eval() | Save() | Checkpoint():
-            notes = [_period(instruction, plan.spec.steps)]
-    chunk = instruction.chunk
-    if chunk is not None:
-        notes.append(f"attempt {chunk}" if plan.batch.attempts > 1 else f"chunk {chunk}")
-    if instruction.lag:
-        notes.append("of the last batch" if instruction.lag == 1 else f"of the batch {instruction.lag} before")
-    return notes
-
-
-def _turns(operator: Operator, steps: int) -> str:
-    """Return the steps in which an operator with a period runs."""
-    first = [str(step) for step in dict.fromkeys((0, operator.also)) if step < steps]
-    shown = f"at step {' and '.join(first)}"
-    return shown if operator.every >= steps else f"{shown}, every {operator.every} steps"
-
-
-def _period(instruction: Sync | Eval | Save | Checkpoint, steps: float = math.inf) -> str:
-    """Return when an instruction is due in a run of ``steps`` steps."""
-    if instruction.at_start:
-        return "before the first step"
-    if instruction.every >= steps:
-        return "after the last step"
-    return "every step" if instruction.every == 1 else f"every {instruction.every} steps"
 
 
 def run_title(plan: Plan, device: str) -> str:

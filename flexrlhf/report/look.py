@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import TITLES, Work, work_of
+from flexrlhf.strategies.instructions import TITLES, Work, without_turn, work_of
 from flexrlhf.timeline import Span
 
 ROLES = {
@@ -127,7 +127,7 @@ class InstructionStyles:
 
 
 def _operator_and_model(label: str) -> tuple[str, str]:
-    name, _, model = label.partition(" on ")
+    name, _, model = without_turn(label).partition(" on ")
     return name, model
 
 
@@ -139,4 +139,4 @@ def _guessed_kind(name: str) -> OperatorKind:
     """Return the kind of an operator of an unknown graph, by its name."""
     if name.startswith("train_"):
         return "train"
-    return "generate" if name == "generate" else "forward"
+    return "generate" if name == "generate" else "interact" if name == "interact" else "forward"

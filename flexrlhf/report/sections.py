@@ -12,7 +12,7 @@ from flexrlhf.errors import shown
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.metrics import ends_of
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import schedule_rows
+from flexrlhf.plan.schedule_text import schedule_rows
 from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_bytes
 from flexrlhf.report.curves import further_curves, main_curves
 from flexrlhf.report.look import run_colour

@@ -19,7 +19,7 @@ from flexrlhf.metrics import METRICS, TIMES
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.report.run_contents import RecordedSteps
 from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
-from flexrlhf.strategies.instructions import TITLES, Work, work_of
+from flexrlhf.strategies.instructions import TITLES, Work, without_turn, work_of
 from flexrlhf.text import bytes_text, counted, shortened, table
 from flexrlhf.timeline import Span
 
@@ -304,7 +304,7 @@ def mean_times(spans: Sequence[Span], kinds: Mapping[str, OperatorKind]) -> Step
     steps, start, end = range(times[0].step, times[-1].step + 1), times[0].start, times[-1].end
 
     def work(span: Span) -> Work:
-        return work_of(span.kind, kinds.get(span.label.rpartition(" on ")[0]))
+        return work_of(span.kind, kinds.get(without_turn(span.label).rpartition(" on ")[0]))
 
     ranks = busy_seconds(spans, start, end, work)
     sums = {kind: sum(seconds.get(kind, 0.0) for seconds in ranks.values()) for kind in TITLES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -177,8 +178,17 @@ class Run(Instruction):
 
     @property
     def label(self) -> str:
-        turn = f", turn {self.turn}," if self.operator.turns else ""
-        return f"{self.operator.name}{turn} on {self.model}"
+        return self.turns_label(self.turn)
+
+    def turns_label(self, last: int) -> str:
+        """Return its label, as one of all turns up to ``last``."""
+        turn = f"turn {self.turn}" if last == self.turn else f"turns {self.turn}-{last}"
+        return f"{self.operator.name}{f', {turn},' if self.operator.turns else ''} on {self.model}"
+
+
+def without_turn(label: str) -> str:
+    """Return ``generate on actor`` for the label ``generate, turn 3, on actor`` of a Run; others as they are."""
+    return re.sub(r", turn \d+,", "", label)
 
 
 def columns_read(operator: Operator, attempt: int | None, of_attempt: int | None) -> tuple[str, ...]:

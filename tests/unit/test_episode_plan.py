@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +17,19 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.engines.base import Batch
 from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.guideline.simulation.inputs import costs_for
+from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.guideline.simulation.simulation_text import format_simulation
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.operators.outcomes import EPISODES
-from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.schedule_text import schedule_table
+from flexrlhf.strategies.instructions import Instruction, Move, Run
+from flexrlhf.strategies.overlap import overlapping_operators
+from flexrlhf.strategies.repeated_turns import repeated_turns
 
 GAME = "environment={path: game.py:Game, max_turns: 2}"
 
@@ -66,6 +77,42 @@ def test_algorithms_that_generate_have_episodes(name: str) -> None:
     assert not any(
         ".turn" in name for each in plan.schedule.instructions if isinstance(each, Move) for name in each.columns
     )
+
+
+MANY = 64
+H100S = "cluster={nodes: [{count: 1, devices: 4, class: H100-80G}]}"
+SHADOW = {"actor": 0.5, "actor.shadow": 0.5, "ref": 0.5, "reward": 0.5}
+
+
+@pytest.mark.parametrize(("placement", "overrides"), [("1,1,0.5", ()), (SHADOW, ("schedule.lag=1", "steps=5"))])
+def test_many_turns_are_planned_in_linear_time_and_few_lines(placement: object, overrides: tuple[str, ...]) -> None:
+    """Calls of functions stand for time. The table has as many lines for any number of turns, and all instructions."""
+    algorithm = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2, num_mini_batches: 4}"
+
+    def planned(turns: int) -> tuple[Plan, int]:
+        game, calls = f"environment={{path: game.py:Game, max_turns: {turns}}}", Counter[str]()
+        sys.setprofile(lambda frame, event, arg: calls.update([event]))
+        try:
+            plan = plan_of(placement, 4, game, algorithm, "schedule.num_chunks=4", H100S, *overrides)
+            text = format_plan(plan) + format_simulation(simulate(plan), costs_for(plan.spec, None))
+        finally:
+            sys.setprofile(None)
+        assert len(text.splitlines()) < 200
+        return plan, calls["call"]
+
+    few, few_calls = planned(MANY // 4)
+    plan, calls = planned(MANY)
+    assert calls < 4.2 * few_calls
+    assert len(schedule_table(plan)) == len(schedule_table(few))
+    assert overlapping_operators(few.schedule) == overlapping_operators(plan.schedule)
+    listed = Counter[Instruction]()
+    for each in repeated_turns(plan.schedule.instructions):
+        run = each.instruction
+        if isinstance(run, Run) and run.operator.turns:
+            listed.update(replace(run, turn=turn) for turn in each.turns)
+        else:
+            listed[run] += max(1, len(each.turns))
+    assert listed == Counter(plan.schedule.instructions)
 
 
 def test_rewards_of_turns_are_added_to_other_scores() -> None:

@@ -21,7 +21,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import schedule_table
+from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.evaluation_batches import EvaluationShape, evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run, Save
 from flexrlhf.strategies.residency import resident_models

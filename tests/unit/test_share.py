@@ -13,7 +13,7 @@ from flexrlhf.operators.graph import share_weights
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import schedule_table
+from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Move, Run
 
 SHARED = ("models.actor.lora={rank: 2}", "models.ref.share=actor")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +21,7 @@ from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES,
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
 from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.guideline.advice.waiting import waiting_lines
+from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
@@ -28,7 +30,7 @@ from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import zero_text
-from flexrlhf.strategies.instructions import Offload, Run
+from flexrlhf.strategies.instructions import Offload, Run, without_turn
 from flexrlhf.text import bytes_text, ranks_text, span_of, table
 
 SHOWN = 3
@@ -193,10 +195,14 @@ def _reasons(advice: Advice) -> Iterator[str]:
             f"{len(equal)} placements take as long as the fastest ({_name(equal[0])}) within {advice.margin:.0%}; this "
             f"is the simplest of them"
         )
-    runs = [item for item in best.simulation.priced if isinstance(item.instruction, Run) and not item.is_rare]
-    for item in sorted(runs, key=lambda item: -item.cost.seconds)[:SHOWN]:
-        seconds, share = item.cost.seconds, item.cost.seconds / best.seconds
-        yield f"{item.instruction.label}: {seconds:.2f} s ({share:.0%} of a step), most of it {item.cost.largest}"
+    calls: dict[tuple[str, int | None], list[Cost]] = defaultdict(list)
+    for item in best.simulation.regular:
+        if isinstance(item.instruction, Run):
+            calls[without_turn(item.instruction.label), item.instruction.chunk].append(item.cost)
+    seconds = {call: sum(cost.seconds for cost in costs) for call, costs in calls.items()}
+    for label, chunk in sorted(calls, key=lambda call: -seconds[call])[:SHOWN]:
+        taken, longest = seconds[label, chunk], max(calls[label, chunk], key=lambda cost: cost.seconds)
+        yield f"{label}: {taken:.2f} s ({taken / best.seconds:.0%} of a step), most of it {longest.largest}"
     yield f"devices run {best.simulation.utilisation:.0%} of the time"
     if 0 < best.share < FULL_SHARE:
         yield f"memory is filled to {best.share:.0%}: fewer devices would reach about the same throughput per device"

@@ -15,6 +15,7 @@ from statistics import median
 from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import Simulation
+from flexrlhf.strategies.instructions import without_turn
 from flexrlhf.timeline import Span, read_trace
 
 WARM_UP_STEPS = 1
@@ -38,10 +39,10 @@ class TimePair:
 
 @dataclass(frozen=True)
 class SpanComparison:
-    """Spans of one kind and label, medians over ranks, steps and chunks.
+    """Spans of one kind and label, medians over ranks, steps, chunks and turns.
 
     kind:     kind of the instruction
-    label:    its label
+    label:    its label, without a turn
     count:    measured spans
     seconds:  durations
     waited:   waiting for columns before the start
@@ -138,7 +139,7 @@ def _by_label(spans: Iterable[Span], steps: range) -> dict[tuple[str, str], list
     groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.step in steps:
-            groups[span.kind, span.label].append(span)
+            groups[span.kind, without_turn(span.label)].append(span)
     return groups
 
 

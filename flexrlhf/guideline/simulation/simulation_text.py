@@ -12,7 +12,7 @@ from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanCompariso
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
+from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync, without_turn
 from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
 
 LABEL_WIDTH, RANKS_WIDTH = 52, 24
@@ -82,10 +82,13 @@ def _passes(simulation: Simulation) -> str:
 
 
 def _instructions(simulation: Simulation) -> Iterator[str]:
-    """Yield a line for each kind and label, with all chunks. Moves proceed while the instructions after them run."""
+    """Yield a line for each kind and label, with all chunks and turns.
+
+    Moves proceed while the instructions after them run.
+    """
     groups: dict[tuple[str, str], list[PricedInstruction]] = defaultdict(list)
     for item in simulation.regular:
-        groups[item.instruction.kind, item.instruction.label].append(item)
+        groups[item.instruction.kind, without_turn(item.instruction.label)].append(item)
     num_ranks = simulation.plan.placement.num_ranks
     width = min(LABEL_WIDTH, max((len(label) for _, label in groups), default=0))
     margin = len(rank_marks((), num_ranks))
@@ -99,15 +102,20 @@ def _instructions(simulation: Simulation) -> Iterator[str]:
 
 
 def _notes(plan: Plan, items: list[PricedInstruction], total: Cost) -> list[str]:
-    """Return the part that takes longest, bytes, period and number of chunks, each empty if there is none."""
+    """Return the part that takes longest, bytes, period and numbers of turns and chunks, without what there is not."""
     first = items[0].instruction
     if isinstance(first, Move | Sync):
         what = first.primitive if isinstance(first, Move) else _largest(total)
         size = bytes_text(sum(_crossing(plan, item.instruction) for item in items))
     else:
         what, size = _largest(total), ""
-    every = items[0].every
-    return [what, size, "" if every == 1 else f"every {every} steps", f"{len(items)} chunks" if len(items) > 1 else ""]
+    every, turns = items[0].every, max(1, first.operator.turns) if isinstance(first, Run) else 1
+    parts = {
+        f"every {every} steps": every,
+        f"{turns} turns": turns,
+        f"{len(items) // turns} chunks": len(items) // turns,
+    }
+    return [what, size, *(text for text, number in parts.items() if number > 1)]
 
 
 def _crossing(plan: Plan, instruction: Instruction) -> int:
