@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +26,20 @@ class FileScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = self.config.rootpath / nodeid.partition("::")[0]
         return LAUNCHES if reads_launches(file) else str(file)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Have no garbage collected while libraries and tests are loaded, nor ever search their objects for it: that takes
+    a tenth of the time of a process, which has millions of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        # extensions report objects that are frozen at the exit as leaks
+        atexit.register(gc.unfreeze)
 
 
 @cache
