@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from flexrlhf.config.placement_settings import Ranks
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import nearest, shown
@@ -37,6 +38,11 @@ class EnvironmentSpec(StrictModel):
         "name (not needed for an only tool) and the group arguments (JSON), or one for each argument (text)",
     )
     processes: int = Field(4, ge=1, le=16384, description="processes of all ranks; an episode has one at a time")
+    nodes: Ranks | None = Field(
+        None,
+        description="machines on which the processes run, in equal parts: their numbers in cluster.nodes, as a list or "
+        "as 0-3; null: the machine of the rank that generates; also as placement.environment",
+    )
     timeout_seconds: float = Field(30.0, gt=0, description="limit of one reply; its process is then ended")
     seconds: float = Field(0.0, ge=0, description="time of one reply that simulate and advise assume")
     memory_mb: int | None = Field(None, ge=64, description="limit of a process's memory; null: none")
@@ -59,6 +65,17 @@ class EnvironmentSpec(StrictModel):
     def _replies_exist(self) -> Self:
         if self.path is None and not self.tools:
             raise ValueError("path or tools: missing; give a class, a package's environment, or functions")
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_have_processes(self) -> Self:
+        nodes = self.nodes
+        if nodes is None:
+            return self
+        if not nodes or len(set(nodes)) != len(nodes):
+            raise ValueError(f"nodes must be distinct, found {list(nodes)}")
+        if len(nodes) > self.processes:
+            raise ValueError(f"nodes: {len(nodes)} machines for {self.processes} processes; use fewer, or processes")
         return self
 
     @field_validator("calls")

@@ -30,6 +30,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from threading import Lock
+from typing import Protocol
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
@@ -53,15 +54,30 @@ TIDY_SECONDS = 10.0
 """Limit of looking for processes that episodes have left behind."""
 
 
+class PlaysEpisodes(Protocol):
+    """A process that plays episodes, here or on another machine.
+
+    is_async:  whether it plays its episodes at once; known with the first reply.
+    """
+
+    is_async: bool
+
+    def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]: ...
+
+    def close(self) -> None: ...
+
+
 class Episodes:
     """Episodes of one rank, in its share of the processes. Nothing starts before the first call."""
 
-    def __init__(self, settings: EnvironmentSpec, num_processes: int) -> None:
-        options = json.dumps(settings.options, default=str)
-        setup = Setup(settings.path, settings.tools, options, settings.calls, settings.timeout_seconds)
-        limits = ProcessLimits(settings.memory_mb, settings.open_files)
-        self._processes = [EpisodeProcess(setup, limits, settings.name) for _ in range(num_processes)]
-        self._places: dict[Key, EpisodeProcess] = {}
+    def __init__(self, settings: EnvironmentSpec, num_processes: int, elsewhere: Sequence[PlaysEpisodes] = ()) -> None:
+        """
+        num_processes:  on this machine.
+        elsewhere:      processes on other machines.
+        """
+        own = [make_process(settings) for _ in range(num_processes)]
+        self._processes: tuple[PlaysEpisodes, ...] = (*own, *elsewhere)
+        self._places: dict[Key, PlaysEpisodes] = {}
         self._lock = Lock()
 
     def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
@@ -96,17 +112,17 @@ class Episodes:
 
     def close(self) -> None:
         """End all processes, within a few seconds."""
-        with ThreadPoolExecutor(len(self._processes)) as threads:
-            list(threads.map(EpisodeProcess.close, self._processes))
+        with ThreadPoolExecutor(max(1, len(self._processes))) as threads:
+            list(threads.map(lambda process: process.close(), self._processes))
 
-    def _shares(self, calls: Sequence[EpisodeCall]) -> Mapping[EpisodeProcess, list[int]]:
+    def _shares(self, calls: Sequence[EpisodeCall]) -> Mapping[PlaysEpisodes, list[int]]:
         """Return the places of the calls by process: an episode's own, or the one with the fewest episodes."""
         step = max(call.key[0] for call in calls)
         self._places = {key: process for key, process in self._places.items() if not is_stale(key, step)}
         counts = dict.fromkeys(self._processes, 0)
         for process in self._places.values():
             counts[process] += 1
-        shares: dict[EpisodeProcess, list[int]] = {}
+        shares: dict[PlaysEpisodes, list[int]] = {}
         for index, call in enumerate(calls):
             if call.key not in self._places:
                 self._places[call.key] = min(counts, key=counts.__getitem__)
@@ -287,6 +303,13 @@ class EpisodeProcess:
         if self._folder is not None:
             shutil.rmtree(self._folder.name, ignore_errors=True)
             os.makedirs(self._folder.name, mode=0o700, exist_ok=True)
+
+
+def make_process(settings: EnvironmentSpec) -> EpisodeProcess:
+    """Return a process of this machine, which starts with its first call."""
+    options = json.dumps(settings.options, default=str)
+    setup = Setup(settings.path, settings.tools, options, settings.calls, settings.timeout_seconds)
+    return EpisodeProcess(setup, ProcessLimits(settings.memory_mb, settings.open_files), settings.name)
 
 
 def is_over(call: EpisodeCall, reply: EpisodeReply) -> bool:

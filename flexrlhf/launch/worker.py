@@ -169,8 +169,7 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         torch.backends.cuda.enable_cudnn_sdp(plan.spec.debug.cudnn_attention)
         opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send)
         trainer = Trainer(opened, start)
-        if start is not None:
-            files.remove_checkpoint(plan, world)
+        files.remove_received(plan, world)
         start_seconds = rank.join_seconds + time.time() - began
         if files.keeps:
             first = 0 if start is None else start.next_step

@@ -17,7 +17,9 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import OPENED, REWARDS, TURN, qualified
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
+from flexrlhf.text import span_of
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
 """Columns of the policy's log-probs that a forward may write."""
@@ -35,8 +37,8 @@ def with_episodes(graph: Graph, spec: Spec) -> Graph:
     """
     if spec.environment is None:
         return graph
-    _check(graph, spec)
     environment = spec.environment
+    _check(graph, spec, environment)
     return replace(
         graph,
         operators=_with_turns(graph.operators, environment),
@@ -48,6 +50,16 @@ def processes_of(environment: EnvironmentSpec, layout: Layout, replica: int) -> 
     """Return the processes in which the episodes of a replica are played: its share, and at least one."""
     first, last = (environment.processes * each // layout.dp for each in (replica, replica + 1))
     return max(1, last - first)
+
+
+def process_nodes(environment: EnvironmentSpec, layout: Layout, replica: int, cluster: Cluster) -> tuple[int, ...]:
+    """Return the machine of each process in which the episodes of a replica are played."""
+    count = processes_of(environment, layout, replica)
+    if environment.nodes is None:
+        return (cluster.node_of(layout.replica_sets[replica][0]),) * count
+    first = environment.processes * replica // layout.dp
+    numbers = range(first, first + count)
+    return tuple(environment.nodes[number * len(environment.nodes) // environment.processes] for number in numbers)
 
 
 def _with_turns(operators: tuple[Operator, ...], environment: EnvironmentSpec) -> tuple[Operator, ...]:
@@ -99,12 +111,16 @@ def _turns(generate: Operator, environment: EnvironmentSpec) -> tuple[Operator, 
     )
 
 
-def _check(graph: Graph, spec: Spec) -> None:
+def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
     name = spec.algorithm.name
     if not isinstance(spec.algorithm, PolicySpec) or GENERATE.name not in {each.name for each in graph.operators}:
         raise UserError(f"environment: {name} trains on responses of the data set, which have no turns; remove it")
     if any(operator.is_greedy for operator in graph.operators):
         raise UserError(f"environment: {name} compares with a second response, which has no episode; use reinforce++")
+    machines = sum(node.count for node in spec.cluster.nodes) or 1
+    for node in environment.nodes or ():
+        if not 0 <= node < machines:
+            raise UserError(f"environment.nodes: no machine {node}; the cluster has {span_of(tuple(range(machines)))}")
     if spec.rollout.segment_tokens is not None:
         raise UserError(
             f"rollout.segment_tokens: {spec.rollout.segment_tokens} carries responses to the next step, and the "

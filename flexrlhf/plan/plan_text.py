@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.episodes import processes_of
+from flexrlhf.plan.environment_places import processes_by_node, processes_by_rank
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
@@ -199,6 +199,9 @@ def _placement(plan: Plan) -> list[str]:
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
     shared = {role: model.share for role, model in plan.spec.models if model is not None and model.share is not None}
     lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in shared.items()]
+    for count, nodes in _by_value(processes_by_node(plan)).items():
+        which = f"{'node' if len(nodes) == 1 else 'each of nodes'} {span_of(nodes)}"
+        lines.append(f"{'environment':<{width}}{counted(count, 'process')} on {which}")
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
@@ -210,21 +213,24 @@ def _placement(plan: Plan) -> list[str]:
 def _environment(plan: Plan) -> Iterator[str]:
     """Yield the environment, its processes by rank, and the limits of its turns."""
     environment = plan.spec.environment
-    played = next((each for each in plan.graph.operators if each.kind == "interact"), None)
-    if environment is None or played is None:
+    if environment is None:
         return
-    layout = plan.placement.copy_for(played).layout
-    ranks: dict[int, list[int]] = defaultdict(list)
-    for replica, members in enumerate(layout.replica_sets):
-        ranks[processes_of(environment, layout, replica)].append(members[0])
     parts = [
-        f"{counted(number, 'process')} of {'each of ' * (len(mine) > 1)}{ranks_text(tuple(mine))}"
-        for number, mine in ranks.items()
+        f"{counted(number, 'process')} of {'each of ' * (len(ranks) > 1)}{ranks_text(ranks)}"
+        for number, ranks in _by_value({rank: len(nodes) for rank, nodes in processes_by_rank(plan).items()}).items()
     ]
     tokens = "" if environment.turn_tokens is None else f" of at most {environment.turn_tokens} tokens"
     yield f"{environment.name}: {', '.join(parts)}"
     turns = f"at most {counted(environment.max_turns, 'turn')}{tokens}"
     yield f"{turns}; a reply may take {environment.timeout_seconds:g} s"
+
+
+def _by_value(counts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Return the keys that have each value."""
+    keys: dict[int, list[int]] = defaultdict(list)
+    for key, count in counts.items():
+        keys[count].append(key)
+    return {count: tuple(sorted(found)) for count, found in keys.items()}
 
 
 def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:

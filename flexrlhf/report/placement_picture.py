@@ -9,18 +9,21 @@ import plotly.graph_objects as go
 
 from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.environment_places import processes_by_node
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import zero_text
-from flexrlhf.report.look import role_colours
+from flexrlhf.report.look import INSTRUCTIONS, role_colours
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
-from flexrlhf.text import bytes_text, ranks_text, span_of
+from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 
 ROW, LINE = 34, 15
 MOST_COLUMNS = 64
 """Ranks that have a column each; of more, those with the same models and device share one."""
+ENVIRONMENT = "environment"
 CAPTION = (
     "A column is a rank, a row a placed model (a copy of a role's weights). dp: number of the replica that the rank is "
-    "of, of so many; tp, pp: its tensor-parallel part and pipeline stage. Above: node and device class."
+    "of, of so many; tp, pp: its tensor-parallel part and pipeline stage. Row environment: processes of the whole node "
+    "that play episodes. Above: node and device class."
 )
 
 
@@ -58,24 +61,47 @@ def _kind(plan: Plan, rank: int) -> tuple[object, ...]:
 
 
 def _where(plan: Plan, ranks: tuple[int, ...], device: str) -> str:
-    nodes = tuple(dict.fromkeys(plan.cluster.node_of(rank) for rank in ranks))
+    nodes = _nodes(plan, ranks)
     device_class = plan.cluster.devices[ranks[0]].device_class
     called = device if device_class == ANY_CLASS else device_class
     return f"node{'s' if len(nodes) > 1 else ''} {span_of(nodes)}" + (f" · {called}" if called else "")
 
 
+def _nodes(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(plan.cluster.node_of(rank) for rank in ranks))
+
+
+def _environment_hovers(columns: Sequence[RankColumn], shares: Sequence[int]) -> list[str]:
+    """Return what is shown of the processes on the machines of each column."""
+    return [
+        f"<b>{ENVIRONMENT}</b><br>{column.where}<br>{counted(share, 'process')} that play episodes" if share else ""
+        for column, share in zip(columns, shares, strict=True)
+    ]
+
+
 def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     """Return the picture of the placement of ``plan``. ``device``: name of devices without a class."""
     columns, models = columns_of(plan, device), plan.placement.models
-    colours = role_colours(plan.graph.roles)
-    roles = [*colours]
+    colours = {**role_colours(plan.graph.roles), ENVIRONMENT: INSTRUCTIONS["move"]}
+    roles, processes = [*colours], processes_by_node(plan)
+    shares = [sum(processes.get(node, 0) for node in _nodes(plan, column.ranks)) for column in columns]
+    environment = [f"{share} proc." if share else "" for share in shares]
     names = [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]
     trace = go.Heatmap(
         x=[*range(len(columns))],
-        y=[str(model.name) for model in models],
-        z=[[roles.index(model.role) if _is_on(model, column) else None for column in columns] for model in models],
-        text=[[_part(model, column) for column in columns] for model in models],
-        customdata=[[_hover(plan, model, column) for column in columns] for model in models],
+        y=[*(str(model.name) for model in models), *[ENVIRONMENT] * bool(processes)],
+        z=[
+            *([roles.index(model.role) if _is_on(model, column) else None for column in columns] for model in models),
+            *[[roles.index(ENVIRONMENT) if share else None for share in shares]] * bool(processes),
+        ],
+        text=[
+            *([_part(model, column) for column in columns] for model in models),
+            *[environment] * bool(processes),
+        ],
+        customdata=[
+            *([_hover(plan, model, column) for column in columns] for model in models),
+            *[_environment_hovers(columns, shares)] * bool(processes),
+        ],
         texttemplate="%{text}" if len(columns) <= 16 else "",
         textfont={"size": 11},
         hovertemplate="%{customdata}<extra></extra>",
@@ -88,7 +114,7 @@ def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
         ygap=3,
     )
     most_lines = max(_part(model, column).count("<br>") for model in models for column in columns)
-    height = (ROW + LINE * max(0, most_lines - 1)) * len(models) + 72
+    height = (ROW + LINE * max(0, most_lines - 1)) * (len(models) + bool(processes)) + 72
     figure = make_figure([trace], height, margin={"l": 8, "r": 12, "t": 34, "b": 30}, showlegend=False)
     figure.update_yaxes(autorange="reversed", automargin=AUTOMARGIN, showgrid=False, fixedrange=True, zeroline=False)
     step = max(1, len(columns) // 16)

@@ -8,41 +8,56 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.runs.manifest import checkpoint_directory
 
 DIRECTORY = "episodes"
-_FILE = re.compile(r"step(\d+)-rank\d+\.jsonl")
+FILE = r"step(\d+)-rank\d+\.jsonl"
+"""Name of a file of one rank and step, whose replies it has."""
 
 
 class EpisodeLog:
     """Replies to the episodes of one rank, kept until no checkpoint is left from which their step would be played."""
 
-    def __init__(self, run: Path, rank: int) -> None:
-        """Read the replies that are in ``run``, of all ranks: an episode may have moved."""
-        self._directory, self._rank = run / DIRECTORY, rank
+    def __init__(self, run: Path, received: Path, rank: int, append: Callable[[Path, str], None]) -> None:
+        """Read the replies of all ranks: an episode may have moved.
+
+        run:       directory of the run.
+        received:  directory of the replies, as this machine has it.
+        append:    adds text to a file of the run, which another machine may have.
+        """
+        self._directory, self._rank, self._append, self._lock = run / DIRECTORY, rank, append, Lock()
         self._found: dict[str, EpisodeReply] = {}
-        for path in sorted(self._directory.glob("*.jsonl")):
+        for path in sorted(received.glob("*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
                 self._read(line)
+
+    @property
+    def num_found(self) -> int:
+        """Number of replies of an earlier start of the run."""
+        return len(self._found)
 
     def find(self, call: EpisodeCall) -> EpisodeReply | None:
         """Return the reply that an earlier start of the run has received to the same turns."""
         return self._found.get(_digest(call)) if self._found else None
 
-    def add(self, call: EpisodeCall, reply: EpisodeReply) -> None:
-        """Write a reply, unless the episode failed or is of an evaluation."""
-        step = call.key[0]
-        if reply.failure is not None or step < 0:
-            return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        entry = {**asdict(reply), "digest": _digest(call)}
-        with (self._directory / f"step{step}-rank{self._rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    def add(self, replies: Sequence[tuple[EpisodeCall, EpisodeReply]]) -> None:
+        """Write replies, except of episodes that failed or are of an evaluation."""
+        lines: dict[int, list[str]] = {}
+        for call, reply in replies:
+            if reply.failure is None and call.key[0] >= 0:
+                entry = {**asdict(reply), "digest": _digest(call)}
+                lines.setdefault(call.key[0], []).append(json.dumps(entry, ensure_ascii=False) + "\n")
+        for step, texts in lines.items():
+            # chunks of a step have a thread each
+            with self._lock:
+                self._append(self._directory / f"step{step}-rank{self._rank}.jsonl", "".join(texts))
 
     def _read(self, line: str) -> None:
         """Take a line; the last one may be cut off where the run was killed."""
@@ -57,7 +72,7 @@ class EpisodeLog:
 def drop_replies(run: Path, oldest: Path) -> None:
     """Remove the replies of steps before the ``oldest`` checkpoint that the run may go on from."""
     for path in (run / DIRECTORY).glob("*.jsonl"):
-        named = _FILE.fullmatch(path.name)
+        named = re.fullmatch(FILE, path.name)
         if named is not None and checkpoint_directory(run, int(named[1])) < oldest:
             path.unlink(missing_ok=True)
 

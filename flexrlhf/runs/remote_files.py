@@ -62,6 +62,7 @@ class RemoteFiles:
         fresh = target.with_name(target.name + WRITING)
         try:
             shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
             for name, size in json.loads(self._request("GET", directory)).items():
                 path = fresh / name
                 if ".." in path.parts or not path.is_relative_to(fresh):

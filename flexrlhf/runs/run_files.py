@@ -20,6 +20,7 @@ from flexrlhf.config.job_secret import MAKE, VARIABLE, derived_token, job_secret
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.episode_log import DIRECTORY as REPLIES
 from flexrlhf.runs.file_server import ServedRuns, serve_files
 from flexrlhf.runs.fingerprints import written_inputs
 from flexrlhf.runs.manifest import FOLDER
@@ -27,7 +28,8 @@ from flexrlhf.runs.remote_files import RemoteFiles
 from flexrlhf.runs.resume import RunOrder
 
 RECEIVED = "received"
-"""Folder of a run, on a machine with a directory of its own, for the checkpoint that it goes on from."""
+"""Folder of a run, on a machine with a directory of its own, for the checkpoint that it goes on from, with
+replies."""
 SPARE_CONNECTIONS = 16
 """Connections that one address may have in addition to one for each rank."""
 _SERVER = "files/server"
@@ -64,19 +66,23 @@ class RunFiles:
             self.remote.append(path, text)
             return
         path.parent.mkdir(exist_ok=True)
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(text)
 
     def received_checkpoint(self, checkpoint: Path, plan: Plan, world: World) -> Path:
         """Return where this machine has a checkpoint, once it has it. All ranks call this."""
-        target = checkpoint if self.remote is None else plan.spec.directory / RECEIVED / checkpoint.name
-        if self.remote is not None and self.keeps:
-            self.remote.get_directory(checkpoint, target)
-        self._meet(world, f"the copies of {checkpoint}", plan.spec)
-        return target
+        return self._received(checkpoint, plan, world)
 
-    def remove_checkpoint(self, plan: Plan, world: World) -> None:
-        """Remove the copies of checkpoints once all ranks have read them. All ranks call this."""
+    def received_replies(self, plan: Plan, world: World) -> Path:
+        """Return where this machine has the replies of environments, once it has them. All ranks call this."""
+        directory = plan.spec.directory / REPLIES
+        if world.rank == 0:
+            directory.mkdir(exist_ok=True)
+        self._meet(world, "the directory of replies", plan.spec)
+        return self._received(directory, plan, world)
+
+    def remove_received(self, plan: Plan, world: World) -> None:
+        """Remove the copies of checkpoints and replies once all ranks have read them. All ranks call this."""
         self._meet(world, "the end of reading the checkpoint", plan.spec)
         if self.remote is not None and self.keeps:
             shutil.rmtree(plan.spec.directory / RECEIVED, ignore_errors=True)
@@ -92,6 +98,13 @@ class RunFiles:
             for path in written_inputs(spec, earlier):
                 self.remote.get_directory(path, path)
         self._meet(world, "the models of earlier runs", spec)
+
+    def _received(self, directory: Path, plan: Plan, world: World) -> Path:
+        target = directory if self.remote is None else plan.spec.directory / RECEIVED / directory.name
+        if self.remote is not None and self.keeps:
+            self.remote.get_directory(directory, target)
+        self._meet(world, f"the copies of {directory}", plan.spec)
+        return target
 
     def _meet(self, world: World, what: str, spec: Spec) -> None:
         if self.are_copied:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
+from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.turn_tokens import TurnTokens
@@ -27,12 +28,12 @@ from flexrlhf.errors import UserError
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import TURN, Lengths
 from flexrlhf.operators.outcomes import EPISODES
-from flexrlhf.plan.episodes import processes_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import turn_tokens
 from flexrlhf.rewards.base import ScoreFailure
 from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.runs.episode_log import EpisodeLog
+from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_rows import BEGUN, CALLS, GOING, PROMPT, after_replies, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
 
@@ -211,9 +212,10 @@ class EpisodePlayer:
         given = iter(episodes.replies(due, Deadline.after(self._seconds)) if due else ())
         replies = [next(given) if reply is None else reply for reply in found]
         if self.log is not None:
-            for call, reply, earlier in zip(calls, replies, found, strict=True):
-                if earlier is None:
-                    self.log.add(call, reply)
+            fresh = [
+                each for each, earlier in zip(zip(calls, replies, strict=True), found, strict=True) if earlier is None
+            ]
+            self.log.add(fresh)
         return replies
 
     def _result(self, future: Future[list[EpisodeReply]] | None, calls: Sequence[EpisodeCall]) -> list[EpisodeReply]:
@@ -317,8 +319,22 @@ def _seed(sampling: Sampling, prompt: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
-def make_player(plan: Plan, rank: int, tokenizer: Any) -> EpisodePlayer | None:
-    """Return the caller of the environments of the rows of ``rank``; None if the run has no episodes, or none there."""
+def open_log(plan: Plan, files: RunFiles, world: World) -> EpisodeLog | None:
+    """Return the replies since the last checkpoint; None if the run has none. All ranks call this."""
+    spec = plan.spec
+    if spec.environment is None or spec.checkpoint.every is None or spec.debug.replay is not None:
+        return None
+    return EpisodeLog(spec.directory, files.received_replies(plan, world), world.rank, files.append)
+
+
+def make_player(
+    plan: Plan, rank: int, tokenizer: Any, episodes: Episodes | None, log: EpisodeLog | None
+) -> EpisodePlayer | None:
+    """Return the caller of the environments of the rows of ``rank``; None if the run has no episodes, or none there.
+
+    episodes:  None: they are replayed.
+    log:       None: the run writes none.
+    """
     spec, settings = plan.spec, plan.spec.environment
     interacting = [each for each in plan.graph.operators if each.kind == "interact"]
     if settings is None or not interacting:
@@ -329,10 +345,6 @@ def make_player(plan: Plan, rank: int, tokenizer: Any) -> EpisodePlayer | None:
     if rank not in layout.places:
         return None
     tokens = turn_tokens(plan, tokenizer)
-    processes = processes_of(settings, layout, layout.replica(rank))
-    episodes = None if spec.debug.replay is not None else Episodes(settings, processes)
-    keeps_log = spec.checkpoint.every is not None and episodes is not None
-    log = EpisodeLog(spec.directory, rank) if keeps_log else None
     chunks = plan.batch.num_chunks
     seconds = spec.timeout_seconds / 2
     return EpisodePlayer(settings, episodes, tokens, tokenizer.decode, plan.lengths, seconds, log, chunks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.plan.run_tokenizer import load_tokenizer
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.trainer.episode_turns import EpisodePlayer, make_player
+from flexrlhf.trainer.episode_hosts import open_episodes
+from flexrlhf.trainer.episode_turns import EpisodePlayer, make_player, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
 from flexrlhf.trainer.memory_meter import MemoryMeter
@@ -44,6 +46,7 @@ class RankContext:
     decode:     tokens to text, special tokens included.
     player:     caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
+    closing:    end of the environments that this rank plays for other machines.
     """
 
     plan: Plan
@@ -60,6 +63,7 @@ class RankContext:
     decode: Callable[..., str]
     player: EpisodePlayer | None
     start_bytes: dict[str, int]
+    closing: ExitStack
 
     @property
     def rank(self) -> int:
@@ -99,6 +103,7 @@ class RankContext:
         self.scorers.close()
         if self.player is not None:
             self.player.close()
+        self.closing.close()
         # models keep groups in cycles of hooks and closures
         gc.collect()
         self.groups.close()
@@ -121,11 +126,29 @@ def open_rank(
         send(Note(plan.spec.name, connected_memory(plan, world.rank, *torch.accelerator.get_memory_info())))
     tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
     decode = tokenizer.decode
-    player = make_player(plan, world.rank, tokenizer)
+    closing = ExitStack()
+    log = open_log(plan, files, world)
+    if log is not None and log.num_found and world.rank == 0:
+        send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
+    player = make_player(plan, world.rank, tokenizer, open_episodes(plan, world, closing), log)
     scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id)
     start_bytes = {"load": meter.peak()}
     meter.reset_peak()
     return RankContext(
-        plan, data, files, world, flight, meter, stops, send, groups, models, scorers, decode, player, start_bytes
+        plan,
+        data,
+        files,
+        world,
+        flight,
+        meter,
+        stops,
+        send,
+        groups,
+        models,
+        scorers,
+        decode,
+        player,
+        start_bytes,
+        closing,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.plan.pipeline import make_plan
 
 CASE = Case("two", "halves", 2)
+PLAYED = Case("episodes-random", "co-located", 2)
+"""An environment that never replies alike: a run that goes on has its former replies from a log alone."""
 SECONDS = 90
 
 
@@ -41,9 +44,11 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 
 
 def write_config(assets: Assets, directory: Path, **changes: Any) -> str:
-    raw = yaml.safe_load(dump_spec(assets.spec(CASE))) | {"runs": "runs"} | changes
-    path = directory / "config.yaml"
-    path.write_text(yaml.safe_dump(raw))
+    return write_case(CASE, assets, directory / "config.yaml", **changes)
+
+
+def write_case(case: Case, assets: Assets, path: Path, **changes: Any) -> str:
+    path.write_text(yaml.safe_dump(yaml.safe_load(dump_spec(assets.spec(case))) | {"runs": "runs"} | changes))
     return str(path)
 
 
@@ -87,7 +92,11 @@ def test_a_request_to_one_node_is_the_end_of_all(assets: Assets, tmp_path: Path)
 def test_two_nodes_without_a_shared_directory(
     way: str, assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later run reads a model of the first one, and the first one resumes from a checkpoint of node 0."""
+    """A later run reads a model of the first one, and the first one resumes from a checkpoint of node 0.
+
+    In a third one each node plays the episodes of the other one's rank. Their replies since the checkpoint from which
+    it resumes are on node 0.
+    """
     monkeypatch.setenv("FLEXRLHF_TOKEN", token_hex())
     places = [tmp_path / "first", tmp_path / "second"]
     cluster = {"cluster": {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}}
@@ -97,9 +106,13 @@ def test_two_nodes_without_a_shared_directory(
         later = yaml.safe_load((place / "config.yaml").read_text())
         later["models"]["actor"]["path"] = f"runs/{CASE.name}/actor"
         (place / "later.yaml").write_text(yaml.safe_dump(later | {"name": "later", "steps": 1}))
+        environment = yaml.safe_load(dump_spec(assets.spec(PLAYED)))["environment"] | {"processes": 2}
+        played = {"environment": environment, "checkpoint": {"every": 1, "keep_last": 2}, **cluster}
+        placement = {"actor": 1, "critic": 1, "ref": 1, "environment": {"nodes": [1, 0]}}
+        write_case(PLAYED, assets, place / "played.yaml", name="played", placement=placement, **played)
 
     def run(*arguments: str, joins: bool = False) -> str:
-        port, command = free_port(), ["run", "config.yaml", "later.yaml", *arguments]
+        port, command = free_port(), ["run", "config.yaml", "later.yaml", "played.yaml", *arguments]
         endpoint = ["--rdzv-endpoint", f"{'[::1]' if Path('/proc/net/if_inet6').exists() else 'localhost'}:{port}"]
         nodes = []
         for number, place in enumerate(places):
@@ -114,17 +127,31 @@ def test_two_nodes_without_a_shared_directory(
         return finish(*nodes)
 
     first, second = places
-    run("--set", f"{CASE.name}:steps=2", "--set", "later:steps=1", joins=True)
+    run("--set", f"{CASE.name}:steps=2", "--set", "later:steps=1", "--set", "played:steps=2", joins=True)
     assert not list((second / "runs").rglob("step-*")), "checkpoints are on node 0 alone"
+    assert replies_of(second) == set() and replies_of(first) == {"step1-rank0.jsonl", "step1-rank1.jsonl"}
+    before = [row["reward_mean"] for row in metrics_of(first)]
+    shutil.rmtree(first / "runs/played/checkpoints/step-000002")
     # a run that is finished on node 0 alone is one that torchrun's ranks do not find
     arguments = ["--resume", "auto", *(["--set", "later:steps=2"] if way == "torchrun" else [])]
     out = run(*arguments)
     assert f"{CASE.name}  step 2/3" not in out and f"{CASE.name}  step 3/3" in out, out
     assert ("later: finished, skipped" in out) == (way != "torchrun"), out
     assert_equals_the_reference(assets, first)
+    assert [row["reward_mean"] for row in metrics_of(first)][:2] == before and "replies of environments since" in out
+    assert all(row["episode_failed"] == 0 for row in metrics_of(first))
+    assert replies_of(second) == set() and replies_of(first) == {"step2-rank0.jsonl", "step2-rank1.jsonl"}
     assert not list((second / "runs").rglob("received"))
     trace = json.loads((first / f"runs/{CASE.name}/timeline.json").read_text())
     assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
+
+
+def replies_of(place: Path) -> set[str]:
+    return {path.name for path in (place / "runs/played/episodes").glob("*")}
+
+
+def metrics_of(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "runs/played/metrics.jsonl").read_text().splitlines()]
 
 
 QUICK = ["--set", "steps=2", "--set", "quickstart-ppo:eval=null"]

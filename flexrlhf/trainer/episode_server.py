@@ -1,0 +1,138 @@
+"""Processes of environments on other machines than the ranks whose rows they play: server and client.
+
+The first rank of a machine serves the processes there. A request has the calls of one process, as JSON, and the
+response their replies; it carries the token of the job, as those for files do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.episodes import EpisodeProcess
+from flexrlhf.errors import UserError
+from flexrlhf.rewards.base import ScoreFailure
+from flexrlhf.rewards.limits import Deadline
+from flexrlhf.runs.token_server import Refused, TokenHandler, TokenServer
+
+GRACE_SECONDS = 30.0
+"""Time after the deadline of replies in which a machine ends processes and responds."""
+MOST_BYTES = 1 << 30
+"""Most bytes of a request."""
+
+
+class EpisodeServer(TokenServer):
+    """Server of ``processes``, by the paths of their requests."""
+
+    def __init__(
+        self, host: str, processes: Mapping[str, EpisodeProcess], token: str, seconds: float, what: str
+    ) -> None:
+        # a process has one connection at a time
+        super().__init__(host, _CallHandler, token, seconds, 2 * len(processes), what)
+        self.processes = processes
+
+
+class _CallHandler(TokenHandler):
+    """Calls of one process."""
+
+    server: EpisodeServer
+
+    def do_POST(self) -> None:  # noqa: N802 (http.server's name)
+        """Return the replies to the calls, and whether the process plays its episodes at once."""
+        with self._responding():
+            process, body = self._process(), self._body()
+            calls = [_read_call(each) for each in body["calls"]]
+            replies = process.replies(calls, Deadline.after(body["seconds"]))
+            found = {"replies": [asdict(each) for each in replies], "is_async": process.is_async}
+            self._respond(HTTPStatus.OK, json.dumps(found))
+
+    def do_DELETE(self) -> None:  # noqa: N802
+        """End the process."""
+        with self._responding():
+            self._process().close()
+            self._respond(HTTPStatus.OK, "")
+
+    def _process(self) -> EpisodeProcess:
+        self._verify_token()
+        found = self.server.processes.get(self.path)
+        if found is None:
+            raise Refused(HTTPStatus.NOT_FOUND, "there is no such process")
+        return found
+
+    def _body(self) -> Any:
+        if (length := self._length()) > MOST_BYTES:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {MOST_BYTES} bytes of calls")
+        return json.loads(self.rfile.read(length))
+
+
+@dataclass(eq=False)
+class RemoteProcess:
+    """Process of another machine that plays episodes.
+
+    node:        number of the machine.
+    host, port:  of its server.
+    path:        of the process.
+    token:       of the job.
+    is_async:    whether it plays its episodes at once; known with the first reply.
+    """
+
+    node: int
+    host: str
+    port: int
+    path: str
+    token: str
+    is_async: bool = False
+
+    def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
+        """Return one reply a call, in order; each has a failure if the machine does not respond.
+
+        Raises UserError for a row that is not sent to other machines.
+        """
+        try:
+            body = json.dumps({"calls": [asdict(each) for each in calls], "seconds": deadline.left()}).encode()
+        except TypeError as error:
+            raise UserError(
+                f"environment.nodes: a row of the data is not sent to node {self.node}: {error}; remove the column, or "
+                f"environment.nodes"
+            ) from None
+        try:
+            found = json.loads(self._request("POST", body, max(0.0, deadline.left()) + GRACE_SECONDS))
+        except (OSError, HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            failure = ScoreFailure("machine", f"node {self.node} (host {self.host}) does not reply: {reason}")
+            return [EpisodeReply(failure=failure)] * len(calls)
+        self.is_async = found["is_async"]
+        return [_read_reply(each) for each in found["replies"]]
+
+    def close(self) -> None:
+        """End the process."""
+        with suppress(OSError, HTTPException):
+            self._request("DELETE", b"", GRACE_SECONDS)
+
+    def _request(self, method: str, body: bytes, seconds: float) -> bytes:
+        connection = HTTPConnection(self.host, self.port, timeout=seconds)
+        try:
+            connection.request(method, self.path, body, {"Authorization": f"Bearer {self.token}"})
+            response = connection.getresponse()
+            if response.status >= 400:
+                raise HTTPException(response.read().decode())
+            return response.read()
+        finally:
+            connection.close()
+
+
+def _read_call(raw: Mapping[str, Any]) -> EpisodeCall:
+    step, row = raw["key"]
+    return EpisodeCall(**{**raw, "key": (step, row), "turns": tuple(raw["turns"]), "replied": tuple(raw["replied"])})
+
+
+def _read_reply(raw: Mapping[str, Any]) -> EpisodeReply:
+    messages = tuple((role, text) for role, text in raw["messages"])
+    failure = None if raw["failure"] is None else ScoreFailure(**raw["failure"])
+    return EpisodeReply(**{**raw, "messages": messages, "failure": failure})
