@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from flexrlhf.rewards.base import ScoreFailure
+from flexrlhf.user_code.call_failures import CallFailure
 
 Messages = str | Sequence[Mapping[str, Any]]
 """A text, or messages with role and content."""
@@ -98,7 +98,7 @@ class EpisodeReply:
     calls: int = 0
     bad_calls: int = 0
     seconds: float = 0.0
-    failure: ScoreFailure | None = field(default=None)
+    failure: CallFailure | None = field(default=None)
 
     @property
     def digest(self) -> str:

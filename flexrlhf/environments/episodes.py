@@ -36,10 +36,10 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.player import BLOCKED, Setup, TurnToPlay, children, is_stale, load, play, waiting_limit
 from flexrlhf.environments.process_limits import ProcessLimits, begin_limited
-from flexrlhf.rewards.base import CallFailed, ScoreFailure
-from flexrlhf.rewards.limits import Deadline
-from flexrlhf.rewards.processes import end_processes
-from flexrlhf.rewards.workers import Worker, loaded
+from flexrlhf.user_code.call_failures import CallFailed, CallFailure
+from flexrlhf.user_code.deadline import Deadline
+from flexrlhf.user_code.processes import end_processes
+from flexrlhf.user_code.worker_process import Worker, loaded
 
 Key = tuple[int, int]
 EARLIER = (-1, -1)
@@ -140,7 +140,7 @@ class EpisodeProcess:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._worker: Worker | None = None
         self.is_async = False
-        self._given_up: ScoreFailure | None = None
+        self._given_up: CallFailure | None = None
         self._played: set[Key] = set()
         """Episodes that have been played since the process started."""
         self._open: set[Key] = set()
@@ -203,14 +203,14 @@ class EpisodeProcess:
                 replied = calls[index].replied
                 if reply is None:
                     failure = self._named(
-                        calls[index], turn, ScoreFailure("crash", "its worker process ended during a replay")
+                        calls[index], turn, CallFailure("crash", "its worker process ended during a replay")
                     )
                 elif turn < last[index] and reply.is_done:
                     text = f"its replay ended here, after {last[index]} recorded turns: it is not deterministic"
-                    failure = self._named(calls[index], turn, ScoreFailure("replay", text))
+                    failure = self._named(calls[index], turn, CallFailure("replay", text))
                 elif failure is None and turn < len(replied) and reply.digest != replied[turn]:
                     text = "its replay replied otherwise than before: it is not deterministic"
-                    failure = self._named(calls[index], turn, ScoreFailure("replay", text))
+                    failure = self._named(calls[index], turn, CallFailure("replay", text))
                 if failure is not None:
                     replies[index] = EpisodeReply(failure=failure)
                 elif turn == last[index] and reply is not None:
@@ -240,14 +240,14 @@ class EpisodeProcess:
                 failure = error.failure
                 if failure.kind == "timeout":
                     kind = "timeout" if len(sent) == 1 else BLOCKED
-                    failure = ScoreFailure(kind, f"took longer than {self._setup.seconds:g} s")
+                    failure = CallFailure(kind, f"took longer than {self._setup.seconds:g} s")
                 replies = [EpisodeReply(failure=failure)] * len(sent)
         return {
             index: reply and replace(reply, failure=self._named(calls[index], turn, reply.failure))
             for (index, turn), reply in zip(turns.items(), replies, strict=True)
         }
 
-    def _load(self, deadline: Deadline) -> ScoreFailure | None:
+    def _load(self, deadline: Deadline) -> CallFailure | None:
         """Load the environment; return why it does not load. Loading that takes too long is not tried again."""
         if self._given_up is not None:
             return self._given_up
@@ -258,12 +258,12 @@ class EpisodeProcess:
             if error.failure.kind == "load timeout":
                 self._given_up = error.failure
             return replace(error.failure, text=f"{self._name}: {error.failure.text}")
-        if isinstance(found, ScoreFailure):
-            return ScoreFailure(f"load {found.kind}", f"{self._name}: could not be loaded: {found.text}")
+        if isinstance(found, CallFailure):
+            return CallFailure(f"load {found.kind}", f"{self._name}: could not be loaded: {found.text}")
         self.is_async = found
         return None
 
-    def _named(self, call: EpisodeCall, turn: int, failure: ScoreFailure | None) -> ScoreFailure | None:
+    def _named(self, call: EpisodeCall, turn: int, failure: CallFailure | None) -> CallFailure | None:
         """Return a failure with the name of its turn."""
         if failure is None:
             return None

@@ -24,9 +24,8 @@ from flexrlhf.environments.base import EpisodeReply
 from flexrlhf.environments.episode import Episode
 from flexrlhf.environments.sources import load_environment
 from flexrlhf.environments.tool_runs import load_tools
-from flexrlhf.rewards.base import ScoreFailure
-from flexrlhf.rewards.processes import descendants
-from flexrlhf.rewards.worker_calls import Caught
+from flexrlhf.user_code.call_failures import CallFailure, Caught
+from flexrlhf.user_code.processes import descendants
 
 BLOCKED = "blocked"
 """Kind of failure of a call that may have waited only for another one, which blocked its process."""
@@ -81,7 +80,7 @@ def is_stale(key: tuple[int, int], step: int) -> bool:
     return key[0] < step - 1
 
 
-def load(setup: Setup) -> bool | ScoreFailure:
+def load(setup: Setup) -> bool | CallFailure:
     """Load environment and tools, once in a process. Return whether they are ``async``, or why they do not load."""
     return _stage(setup).load()
 
@@ -130,7 +129,7 @@ class _Stage:
         self._of_loading: dict[int, int] = {}
         self.is_blocked = False
 
-    def load(self) -> bool | ScoreFailure:
+    def load(self) -> bool | CallFailure:
         with Caught("raise", "raised") as caught:
             if self._make is None:
                 self._make, is_async = _factory(self._setup)
@@ -208,7 +207,7 @@ class _Stage:
     def _late(self, is_sure: bool) -> EpisodeReply:
         """Return the reply of a turn that takes too long. ``is_sure``: whether it is not another one that does."""
         kind = "timeout" if is_sure else BLOCKED
-        return EpisodeReply(failure=ScoreFailure(kind, f"took longer than {self._setup.seconds:g} s"))
+        return EpisodeReply(failure=CallFailure(kind, f"took longer than {self._setup.seconds:g} s"))
 
     async def _played(self, turn: TurnToPlay) -> EpisodeReply | None:
         assert self._make is not None, "nothing is loaded"

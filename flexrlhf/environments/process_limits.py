@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 
-from flexrlhf.rewards.processes import begin, set_process_option
+from flexrlhf.user_code.processes import begin, set_process_option
 
 OUTPUT_RATE = 1024
 """Bytes a second that a process may write to the terminal in the long run, its successors included."""

@@ -13,8 +13,7 @@ from flexrlhf.config.code_loading import load_function
 from flexrlhf.environments.tool_calls import ONLY, ToolCall, parse_calls
 from flexrlhf.environments.turn_checks import read_text
 from flexrlhf.errors import nearest
-from flexrlhf.rewards.replies import BadReply
-from flexrlhf.rewards.worker_calls import Caught
+from flexrlhf.user_code.call_failures import BadReply, Caught
 
 Functions = Mapping[str, Callable[..., Any]]
 NO_TOOLS = ("reset", "step", "close", "get_reward")

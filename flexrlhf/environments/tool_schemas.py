@@ -23,9 +23,9 @@ from flexrlhf.data.chat import Tool
 from flexrlhf.environments.sources import PACKAGES
 from flexrlhf.environments.tool_runs import tool_names
 from flexrlhf.errors import UserError
-from flexrlhf.rewards.processes import is_killed_with_parent, kill_group
-from flexrlhf.rewards.worker_calls import Caught
-from flexrlhf.rewards.workers import LOAD_SECONDS
+from flexrlhf.user_code.call_failures import Caught
+from flexrlhf.user_code.processes import is_killed_with_parent, kill_group
+from flexrlhf.user_code.worker_process import LOAD_SECONDS
 
 Made = list[Tool] | str
 """Schemas of the tools of one setting, or why there are none."""

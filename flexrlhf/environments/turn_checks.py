@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexrlhf.environments.base import Turn
-from flexrlhf.rewards.replies import BadReply
+from flexrlhf.user_code.call_failures import BadReply
 
 MAX_CHARACTERS = 1 << 20
 """Characters of one reply. A longer one is no reply that a model could read."""

@@ -18,8 +18,8 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from flexrlhf.launch.lifetime import changed_environment, ending
-from flexrlhf.rewards.processes import is_killed_with_parent
 from flexrlhf.text import counted
+from flexrlhf.user_code.processes import is_killed_with_parent
 
 PR_SET_NAME = 15
 """Constant of <sys/prctl.h>: the name of a process in lists."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
-from flexrlhf.rewards.processes import is_killed_with_parent, keep_output
+from flexrlhf.user_code.processes import is_killed_with_parent, keep_output
 
 _PREFIX, _LOCK = "flexrlhf-", ".locked-by-process"
 """Beginning of the names of temporary directories, and the file in each that its process has locked: a run's directory

@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """Run the orders of the file that is the first argument; the second one is the file of a request to stop."""
     from flexrlhf.launch.lifetime import end_with_launcher
-    from flexrlhf.rewards.processes import keep_children_safe, keep_output
+    from flexrlhf.user_code.processes import keep_children_safe, keep_output
 
     # torch takes seconds to load, in which the launcher may die
     end_with_launcher()

@@ -18,8 +18,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import first_rows
-from flexrlhf.rewards.base import ScoreFailure
-from flexrlhf.rewards.limits import Deadline
+from flexrlhf.user_code.call_failures import CallFailure
+from flexrlhf.user_code.deadline import Deadline
 
 MOST_EPISODES, MOST_TIMES = 64, 256
 """Episodes that are played at the same time, and times of a kind that are kept."""
@@ -53,7 +53,7 @@ def _measured(
     rows = rows[: PER_PROCESS * environment.processes]
     times: dict[bool, list[float]] = {True: [], False: []}
     around: list[float] = []
-    failures: list[ScoreFailure] = []
+    failures: list[CallFailure] = []
 
     def play(calls: Sequence[EpisodeCall], is_reset: bool) -> list[EpisodeReply]:
         """Make the calls, and keep their times."""

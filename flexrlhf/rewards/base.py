@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from flexrlhf.user_code.call_failures import CallFailure
+
 
 @dataclass(frozen=True)
 class StepScores:
@@ -108,26 +110,6 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class ScoreFailure:
-    """The reason why a source returned no score.
-
-    kind:  failures of one kind are reported once
-    text:  the reason, for a person
-    """
-
-    kind: str
-    text: str
-
-
-class CallFailed(Exception):
-    """A call or a request without a usable reply, and why."""
-
-    def __init__(self, failure: ScoreFailure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-
-
-@dataclass(frozen=True)
 class Reply:
     """Scores of one batch by one source.
 
@@ -136,7 +118,7 @@ class Reply:
     """
 
     scores: list[Score]
-    failure: ScoreFailure | None = None
+    failure: CallFailure | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +170,6 @@ def make_batches(samples: Sequence[Sample], batch_size: int, separator: str | No
     return [make_batch(samples[start : start + batch_size], separator) for start in range(0, len(samples), batch_size)]
 
 
-def failed_reply(batch: ScoreBatch, failure: ScoreFailure) -> Reply:
+def failed_reply(batch: ScoreBatch, failure: CallFailure) -> Reply:
     """Return the reply of a call that failed: no score for any sample."""
     return Reply([None] * len(batch), failure)

@@ -17,13 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flexrlhf.rewards.base import NotApplicable, Reply, Score, ScoreBatch, ScoreFailure, StepScores, step_ends
+from flexrlhf.rewards.base import NotApplicable, Reply, Score, ScoreBatch, StepScores, step_ends
+from flexrlhf.user_code.call_failures import BadReply, CallFailure
 
-NO_SCORE = ScoreFailure("none", "returned no score for a response")
-
-
-class BadReply(ValueError):
-    """A reply of another form than is read."""
+NO_SCORE = CallFailure("none", "returned no score for a response")
 
 
 def read_reply(reply: Any, batch: ScoreBatch, level: str) -> Reply:
@@ -48,12 +45,12 @@ def read_applicable(reply: Any, batch: ScoreBatch, level: str) -> Reply:
     return Reply(scores, read.failure if None in scores else None)
 
 
-def _reply(scores: Sequence[Score | ScoreFailure]) -> Reply:
-    failure = next((score for score in scores if isinstance(score, ScoreFailure)), None)
-    return Reply([None if isinstance(score, ScoreFailure) else score for score in scores], failure)
+def _reply(scores: Sequence[Score | CallFailure]) -> Reply:
+    failure = next((score for score in scores if isinstance(score, CallFailure)), None)
+    return Reply([None if isinstance(score, CallFailure) else score for score in scores], failure)
 
 
-def _number(value: Any) -> float | ScoreFailure:
+def _number(value: Any) -> float | CallFailure:
     if value is None:
         return NO_SCORE
     if isinstance(value, str | bytes):
@@ -64,26 +61,26 @@ def _number(value: Any) -> float | ScoreFailure:
         raise BadReply(f"returned {value!r:.60} instead of a number") from None
 
 
-def _tokens(value: Any, count: int) -> list[float] | ScoreFailure:
+def _tokens(value: Any, count: int) -> list[float] | CallFailure:
     if value is None:
         return NO_SCORE
     numbers = [_number(number) for number in _as_list(value, "numbers, one a token")]
     if len(numbers) != count:
-        return ScoreFailure("tokens", f"returned {len(numbers)} numbers for a response of {count} tokens")
-    missing = next((number for number in numbers if isinstance(number, ScoreFailure)), None)
+        return CallFailure("tokens", f"returned {len(numbers)} numbers for a response of {count} tokens")
+    missing = next((number for number in numbers if isinstance(number, CallFailure)), None)
     return missing or [number for number in numbers if isinstance(number, float)]
 
 
-def _steps(value: Any, steps: Sequence[str]) -> StepScores | ScoreFailure:
+def _steps(value: Any, steps: Sequence[str]) -> StepScores | CallFailure:
     if value is None:
         return NO_SCORE
     numbers = [_number(number) for number in _as_list(value, "numbers, one a step")]
     if len(numbers) != len(steps):
-        return ScoreFailure("steps", f"returned {len(numbers)} numbers for a response of {len(steps)} steps")
+        return CallFailure("steps", f"returned {len(numbers)} numbers for a response of {len(steps)} steps")
     return _scored_steps(step_ends(steps), numbers)
 
 
-def _ended_steps(value: Any, response: str) -> StepScores | ScoreFailure:
+def _ended_steps(value: Any, response: str) -> StepScores | CallFailure:
     """Read pairs of a step's end, in characters of ``response``, and its score."""
     if value is None:
         return NO_SCORE
@@ -92,14 +89,12 @@ def _ended_steps(value: Any, response: str) -> StepScores | ScoreFailure:
         raise BadReply(f"returned {value!r:.60} instead of pairs of a step's end, in characters, and its score")
     ends = tuple(end for end, _ in pairs)
     if list(ends) != sorted(set(ends)) or any(not 0 < end <= len(response) for end in ends):
-        return ScoreFailure(
-            "ends", f"returned step ends {list(ends)!r:.60} in a response of {len(response)} characters"
-        )
+        return CallFailure("ends", f"returned step ends {list(ends)!r:.60} in a response of {len(response)} characters")
     return _scored_steps(ends, [_number(score) for _, score in pairs])
 
 
-def _scored_steps(ends: tuple[int, ...], numbers: Sequence[float | ScoreFailure]) -> StepScores | ScoreFailure:
-    missing = next((number for number in numbers if isinstance(number, ScoreFailure)), None)
+def _scored_steps(ends: tuple[int, ...], numbers: Sequence[float | CallFailure]) -> StepScores | CallFailure:
+    missing = next((number for number in numbers if isinstance(number, CallFailure)), None)
     return missing or StepScores(ends, tuple(number for number in numbers if isinstance(number, float)))
 
 

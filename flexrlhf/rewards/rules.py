@@ -23,10 +23,11 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 
 from flexrlhf.config.reward_sources import RuleSource
-from flexrlhf.rewards.base import Sample, Score, ScoreFailure
-from flexrlhf.rewards.limits import Deadline, WarnOnce
+from flexrlhf.rewards.base import Sample, Score
 from flexrlhf.rewards.worker_calls import match, same_value, task_score
 from flexrlhf.rewards.workers import Workers, WorkerSource
+from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
+from flexrlhf.user_code.deadline import Deadline
 
 PATTERN_SECONDS, MATH_SECONDS = 10.0, 120.0
 """For a batch of responses; math-verify itself gives up on one after five seconds."""
@@ -41,7 +42,7 @@ class RowRule:
 
     def __init__(self, rule: Callable[[Sample], float | None], column: str, warn: WarnOnce) -> None:
         self._rule, self._warn = rule, warn
-        self._missing = ScoreFailure("column", f"a row has no solution in its column {column!r}")
+        self._missing = CallFailure("column", f"a row has no solution in its column {column!r}")
 
     def score(self, samples: Sequence[Sample], deadline: Deadline) -> list[Score]:
         """Return one score a sample, at once: the deadline does not matter."""

@@ -9,11 +9,13 @@ from functools import partial
 
 from flexrlhf.config.reward_sources import ExternalSource, FunctionSource, RuleSource, ServiceSource
 from flexrlhf.rewards.base import NotApplicable, Sample, Score, Scores, StepScores, step_end_tokens
-from flexrlhf.rewards.limits import Deadline, ScoreSource, WarnOnce
+from flexrlhf.rewards.limits import ScoreSource
 from flexrlhf.rewards.rules import make_rule
 from flexrlhf.rewards.services import HttpService
 from flexrlhf.rewards.worker_calls import call, load
 from flexrlhf.rewards.workers import Workers, WorkerSource
+from flexrlhf.user_code.call_failures import WarnOnce
+from flexrlhf.user_code.deadline import Deadline
 
 
 class Scorer:

@@ -41,10 +41,12 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url, masked
-from flexrlhf.rewards.base import CallFailed, Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
-from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
-from flexrlhf.rewards.replies import BadReply, read_reply
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, failed_reply, make_batches
+from flexrlhf.rewards.limits import CircuitBreaker
+from flexrlhf.rewards.replies import read_reply
 from flexrlhf.text import bytes_text
+from flexrlhf.user_code.call_failures import BadReply, CallFailed, CallFailure, WarnOnce
+from flexrlhf.user_code.deadline import Deadline
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -97,7 +99,7 @@ class HttpService:
 
     async def _send(self, client: httpx.AsyncClient, batch: ScoreBatch, turn: int, deadline: Deadline) -> Reply:
         """Return the reply to one batch, after as many requests as it takes."""
-        failures: list[ScoreFailure] = []
+        failures: list[CallFailure] = []
         content = self._content(batch)
         limit = min(self._source.deadline_seconds, deadline.left())
         try:
@@ -106,13 +108,13 @@ class HttpService:
         except CallFailed as error:
             return failed_reply(batch, error.failure)
         except TimeoutError:
-            late = ScoreFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
+            late = CallFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
             late = deadline.failure() if limit < self._source.deadline_seconds else late
             further = f"; last {failures[-1].text}" if failures else ""
             return failed_reply(batch, replace(late, text=late.text + further))
 
     async def _request(
-        self, client: httpx.AsyncClient, batch: ScoreBatch, content: bytes, turn: int, failures: list[ScoreFailure]
+        self, client: httpx.AsyncClient, batch: ScoreBatch, content: bytes, turn: int, failures: list[CallFailure]
     ) -> Reply:
         """Send one request, to the next URL with every failure of the batch so far. Raises CallFailed."""
         url = self._source.url[(turn + len(failures)) % len(self._source.url)]
@@ -147,21 +149,21 @@ class HttpService:
         """Return the further headers, with the values of environment variables."""
         return {name: expanded(value, f"headers.{name}") for name, value in self._source.headers.items()}
 
-    def _failure(self, url: str, error: Exception) -> ScoreFailure:
+    def _failure(self, url: str, error: Exception) -> CallFailure:
         """Return why a request failed, without the values of environment variables."""
         failure = self._described(url, error)
         return replace(failure, text=masked(failure.text, [*self._source.url, *self._source.headers.values()]))
 
-    def _described(self, url: str, error: Exception) -> ScoreFailure:
+    def _described(self, url: str, error: Exception) -> CallFailure:
         # one is in the name of the source
         where = f"{url}: " if len(self._source.url) > 1 else ""
         if isinstance(error, TimeoutError):
-            return ScoreFailure("timeout", f"{where}no reply within {self._source.timeout_seconds:g} s")
+            return CallFailure("timeout", f"{where}no reply within {self._source.timeout_seconds:g} s")
         if isinstance(error, BadReply):
-            return ScoreFailure("reply", f"{where}{error}")
+            return CallFailure("reply", f"{where}{error}")
         if isinstance(error, httpx.HTTPStatusError):
-            return ScoreFailure("status", f"{where}status {error.response.status_code}")
-        return ScoreFailure("connection", f"{where}{type(error).__name__} {error}".rstrip())
+            return CallFailure("status", f"{where}status {error.response.status_code}")
+        return CallFailure("connection", f"{where}{type(error).__name__} {error}".rstrip())
 
 
 async def _received(response: httpx.Response) -> bytes:

@@ -20,16 +20,14 @@ import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from errno import EMFILE, ENFILE
 from inspect import Parameter, Signature
 from inspect import signature as signature_of
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from flexrlhf.config.code_loading import line_of, load_function
-from flexrlhf.errors import is_exhaustion
-from flexrlhf.rewards.base import Reply, Score, ScoreBatch, ScoreFailure, failed_reply
-from flexrlhf.rewards.replies import BadReply, read_applicable, read_reply
+from flexrlhf.config.code_loading import load_function
+from flexrlhf.rewards.base import Reply, Score, ScoreBatch, failed_reply
+from flexrlhf.rewards.replies import read_applicable, read_reply
+from flexrlhf.user_code.call_failures import CallFailure, Caught
 
 Form = Literal["texts", "by_name"]
 BY_NAME = ("completions", "completion_ids", "prompts")
@@ -66,12 +64,12 @@ def required_columns(signature: Signature, form: Form) -> list[str]:
     return [name for name in required if name not in texts]
 
 
-def load(reference: str) -> ScoreFailure | None:
+def load(reference: str) -> CallFailure | None:
     """Load the function, once in a process. Return why it could not be loaded, or not be called."""
     with Caught("load", "could not be loaded") as caught:
         signature = signature_of(function_of(reference))
         if form_of(signature) is None:
-            return ScoreFailure("load", f"its signature {signature} is neither {FORMS}")
+            return CallFailure("load", f"its signature {signature} is neither {FORMS}")
     return caught.failure
 
 
@@ -110,7 +108,7 @@ def same_value(column: str, batch: ScoreBatch) -> Reply:
 
     solutions = batch.columns.get(column, [None] * len(batch))
     scores: list[Score] = [score(*each) for each in zip(solutions, batch.responses, strict=True)]
-    missing = ScoreFailure("column", f"a row has no solution in its column {column!r}")
+    missing = CallFailure("column", f"a row has no solution in its column {column!r}")
     return Reply(scores, missing if None in scores else None)
 
 
@@ -118,7 +116,7 @@ def task_score(batch: ScoreBatch) -> Reply:
     """Return the scores of reasoning-gym's tasks; None for a row of none, 0 for a text that its task cannot read."""
     from reasoning_gym.utils import extract_answer
 
-    def score(task: Any, settings: Any, entry: Any, response: str) -> tuple[Score, ScoreFailure | None]:
+    def score(task: Any, settings: Any, entry: Any, response: str) -> tuple[Score, CallFailure | None]:
         with Caught("task", "a row has no task of reasoning-gym:") as row:
             scorer, right = task_scorer(task, settings), ast.literal_eval(entry)
             with Caught("raise", f"{task} raised") as scored:
@@ -171,40 +169,3 @@ def _accepted(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
         return values
     names = {one.name for one in signature.parameters.values() if one.kind in _NAMES}
     return {name: each for name, each in values.items() if name in names}
-
-
-class Caught:
-    """Context that catches whatever a user's code raises, ``sys.exit`` too: it costs a score, not the process.
-
-    passes:  errors that are not caught
-    """
-
-    def __init__(self, kind: str, verb: str, passes: tuple[type[BaseException], ...] = ()) -> None:
-        self._kind, self._verb, self._passes = kind, verb, passes
-        self.failure: ScoreFailure | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if isinstance(error, self._passes):
-            return False
-        if error is not None:
-            self.failure = failure_of(error, self._kind, self._verb)
-        return True
-
-
-def failure_of(error: BaseException, kind: str, verb: str) -> ScoreFailure:
-    """Return the failure of a call that raised.
-
-    Memory and open files are kinds of their own: another call of the process may have used them up.
-    """
-    if isinstance(error, BadReply):
-        return ScoreFailure("reply", str(error))
-    # str(error) may raise
-    line = line_of(error)
-    if isinstance(error, MemoryError) or is_exhaustion(RuntimeError(line)):
-        kind = "memory"
-    elif isinstance(error, OSError) and error.errno in (EMFILE, ENFILE):
-        kind = "files"
-    return ScoreFailure(kind, f"{verb} {line}")

@@ -1,4 +1,4 @@
-"""Worker processes for calls that may hang or crash: each call has a deadline, and the next call goes on.
+"""Worker processes that call sources of scores: each call has a deadline, and the next call goes on.
 
 | what happens                                  | the batch         | the worker                         |
 |-----------------------------------------------|-------------------|------------------------------------|
@@ -12,125 +12,20 @@
 |                                               | have no scores    |                                    |
 | the step's deadline passes                    | and all left have | is killed; a new one starts        |
 |                                               | no scores         |                                    |
-| this process dies                             | -                 | is killed, see ``processes``       |
-
-Each worker is a pool of one, so that loading, which may take long, has another limit than the call after it. A worker
-that ends takes along what it has started. A spawned process runs the parent's main module again, so a rank's main
-module should import little.
+| this process dies                             | -                 | is killed, see ``user_code``       |
 """
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TypeVar
 
-from pebble import ProcessExpired, ProcessPool
-
-from flexrlhf.rewards.base import CallFailed, Reply, Sample, Score, ScoreBatch, ScoreFailure, failed_reply, make_batches
-from flexrlhf.rewards.limits import CircuitBreaker, Deadline, WarnOnce
-from flexrlhf.rewards.processes import WorkerContext, begin, kill_group
-from flexrlhf.rewards.worker_calls import failure_of
-
-START_SECONDS = 60.0
-"""Limit for a process to start, on a machine that is busy."""
-LOAD_SECONDS = 60.0
-"""Limit for a user's file to load: it may import much."""
-
-T = TypeVar("T")
-
-
-class Worker:
-    """One process, started at the first call, and again after a call that ended it.
-
-    start:  runs first in the process, with the id of this one
-    """
-
-    def __init__(self, start: Callable[[int], None] = begin) -> None:
-        self._start = start
-        self._pool: ProcessPool | None = None
-        self._starter: ThreadPoolExecutor | None = None
-
-    def run(self, function: Callable[..., T], *args: object, seconds: float, deadline: Deadline) -> T:
-        """Run ``function(*args)`` in the process.
-
-        Raises CallFailed within ``seconds`` + START_SECONDS, and soon after the deadline.
-        """
-        limit = min(seconds, deadline.left())
-        if limit <= 0:
-            raise CallFailed(deadline.failure())
-        future: Future[T] = Future()
-        try:
-            future = self._schedule(function, args, limit)
-            error = future.exception(timeout=max(0.0, min(limit + START_SECONDS, deadline.left())))
-        except (TimeoutError, BrokenProcessPool) as unfinished:
-            error = unfinished
-        match error:
-            case None:
-                return future.result()
-            case TimeoutError():
-                is_ended = future.done()
-                if not is_ended:
-                    self.close()
-                if limit < seconds or deadline.left() <= 0:
-                    raise CallFailed(deadline.failure())
-                if is_ended:
-                    raise CallFailed(ScoreFailure("timeout", f"took longer than {seconds:g} s"))
-                raise CallFailed(ScoreFailure("start", f"no worker process within {START_SECONDS:g} s"))
-            case ProcessExpired():
-                kill_group(error.pid)
-                raise CallFailed(ScoreFailure("crash", f"ended its process, {_exit(error.exitcode)}"))
-            case BrokenProcessPool():
-                self.close()
-                raise CallFailed(
-                    ScoreFailure("crash", "its worker process ended at the start of this call, or before it")
-                )
-        # such as memory that is used up where errors are caught
-        raise CallFailed(failure_of(error, "raise", "raised"))
-
-    def stop(self) -> None:
-        """Start to end the process; ``close`` waits for it."""
-        if self._pool is not None:
-            self._pool.stop()
-
-    def close(self) -> None:
-        """End the process, and all that it has started."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
-        if self._starter is not None:
-            self._starter.shutdown()
-            self._starter = None
-
-    def _schedule(self, function: Callable[..., T], args: tuple[object, ...], limit: float) -> Future[T]:
-        """Submit from a thread that stays: a process ends with the thread that started it, and a step's threads end."""
-        if self._pool is not None and not self._pool.active:
-            self.close()
-        for _ in range(2):
-            if self._pool is None or self._starter is None:
-                self._pool = ProcessPool(1, initializer=self._start, initargs=(os.getpid(),), context=WorkerContext())
-                self._starter = ThreadPoolExecutor(1)
-            try:
-                return self._starter.submit(self._pool.schedule, function, args=args, timeout=limit).result()
-            except RuntimeError:
-                # its process has ended since the call before, which the pool sees only now
-                self.close()
-        raise BrokenProcessPool("no process takes a call")
-
-
-def loaded(worker: Worker, load: Callable[[], T], deadline: Deadline) -> T:
-    """Run ``load`` in a worker. Raises CallFailed, of kind ``late`` or one that begins with ``load``."""
-    try:
-        return worker.run(load, seconds=LOAD_SECONDS, deadline=deadline)
-    except CallFailed as error:
-        kind, text = error.failure.kind, error.failure.text
-        failure = error.failure if kind == "late" else ScoreFailure(f"load {kind}", f"could not be loaded: {text}")
-        raise CallFailed(failure) from None
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, failed_reply, make_batches
+from flexrlhf.rewards.limits import CircuitBreaker
+from flexrlhf.user_code.call_failures import CallFailed, CallFailure, WarnOnce
+from flexrlhf.user_code.deadline import Deadline
+from flexrlhf.user_code.worker_process import Worker, loaded
 
 
 class Workers:
@@ -141,13 +36,13 @@ class Workers:
     load:     runs in a process before its calls; it has to load once only
     """
 
-    def __init__(self, count: int, seconds: float, load: Callable[[], ScoreFailure | None] | None = None) -> None:
+    def __init__(self, count: int, seconds: float, load: Callable[[], CallFailure | None] | None = None) -> None:
         self._workers = [Worker() for _ in range(count)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._load, self._seconds = load, seconds
-        self._given_up: ScoreFailure | None = None
+        self._given_up: CallFailure | None = None
 
     def replies(
         self, call: Callable[[ScoreBatch], Reply], batches: Sequence[ScoreBatch], deadline: Deadline
@@ -187,7 +82,7 @@ class Workers:
         finally:
             self._idle.put(worker)
 
-    def _prepare(self, worker: Worker, deadline: Deadline) -> ScoreFailure | None:
+    def _prepare(self, worker: Worker, deadline: Deadline) -> CallFailure | None:
         """Return why the worker cannot be called.
 
         Loading that takes too long is not tried again: steps would wait for it.
@@ -231,7 +126,3 @@ class WorkerSource:
 
     def close(self) -> None:
         self._workers.close()
-
-
-def _exit(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -17,9 +17,9 @@ from typing import Any
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import EpisodeProcess
 from flexrlhf.errors import UserError
-from flexrlhf.rewards.base import ScoreFailure
-from flexrlhf.rewards.limits import Deadline
 from flexrlhf.runs.token_server import Refused, TokenHandler, TokenServer
+from flexrlhf.user_code.call_failures import CallFailure
+from flexrlhf.user_code.deadline import Deadline
 
 GRACE_SECONDS = 30.0
 """Time after the deadline of replies in which a machine ends processes and responds."""
@@ -105,7 +105,7 @@ class RemoteProcess:
             found = json.loads(self._request("POST", body, max(0.0, deadline.left()) + GRACE_SECONDS))
         except (OSError, HTTPException) as error:
             reason = str(error) or type(error).__name__
-            failure = ScoreFailure("machine", f"node {self.node} (host {self.host}) does not reply: {reason}")
+            failure = CallFailure("machine", f"node {self.node} (host {self.host}) does not reply: {reason}")
             return [EpisodeReply(failure=failure)] * len(calls)
         self.is_async = found["is_async"]
         return [_read_reply(each) for each in found["replies"]]
@@ -134,5 +134,5 @@ def _read_call(raw: Mapping[str, Any]) -> EpisodeCall:
 
 def _read_reply(raw: Mapping[str, Any]) -> EpisodeReply:
     messages = tuple((role, text) for role, text in raw["messages"])
-    failure = None if raw["failure"] is None else ScoreFailure(**raw["failure"])
+    failure = None if raw["failure"] is None else CallFailure(**raw["failure"])
     return EpisodeReply(**{**raw, "messages": messages, "failure": failure})

@@ -30,12 +30,12 @@ from flexrlhf.operators.columns import TURN, Lengths
 from flexrlhf.operators.outcomes import EPISODES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import turn_tokens
-from flexrlhf.rewards.base import ScoreFailure
-from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_rows import BEGUN, CALLS, GOING, PROMPT, after_replies, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
+from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
+from flexrlhf.user_code.deadline import Deadline
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,14 @@ class EpisodePlayer:
 
     def _encoded(
         self, encode: Callable[[], Sequence[int]], call: EpisodeCall
-    ) -> tuple[Sequence[int], ScoreFailure | None]:
+    ) -> tuple[Sequence[int], CallFailure | None]:
         """Return the tokens of a reply, or why it has none, which costs its episode."""
         try:
             return encode(), None
         except UserError as error:
             step, row = call.key
             where = f"turn {call.number}" if call.number else "reset"
-            failure = ScoreFailure("tokens", f"{self._settings.name}: step {step}, row {row}, {where}: {error}")
+            failure = CallFailure("tokens", f"{self._settings.name}: step {step}, row {row}, {where}: {error}")
             self._warn(failure)
             return (), failure
 

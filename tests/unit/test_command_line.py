@@ -149,7 +149,7 @@ def test_the_form_without_brackets_passes_a_shell(shell: str, tmp_path: Path) ->
 
 # --- output, and Ctrl-C
 
-CLOSED = """from flexrlhf.rewards.processes import keep_output
+CLOSED = """from flexrlhf.user_code.processes import keep_output
 keep_output()
 assert open('written', 'w').fileno() > 2
 """

@@ -17,7 +17,7 @@ from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
-from flexrlhf.rewards.limits import Deadline
+from flexrlhf.user_code.deadline import Deadline
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -16,8 +16,8 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.process_limits import OUTPUT_BURST, OUTPUT_RATE, allowed_bytes, can_keep_signals
-from flexrlhf.rewards.limits import Deadline
-from flexrlhf.rewards.processes import descendants
+from flexrlhf.user_code.deadline import Deadline
+from flexrlhf.user_code.processes import descendants
 
 FILE = Path(__file__).with_name("misbehaving_environments.py")
 TURNS = ("one", "two", "three")

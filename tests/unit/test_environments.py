@@ -30,8 +30,8 @@ from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.measure.environment_calls import example_call, measure_environments
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.rewards import workers
-from flexrlhf.rewards.limits import Deadline
+from flexrlhf.user_code import worker_process
+from flexrlhf.user_code.deadline import Deadline
 
 FILE = Path(__file__).with_name("example_environments.py")
 Play = Callable[..., list[EpisodeReply]]
@@ -207,7 +207,7 @@ def test_an_episode_without_room_for_a_turn_has_its_reward() -> None:
 def test_loading_that_hangs_is_not_waited_for_twice(
     tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "LOAD_SECONDS", 0.5)
+    monkeypatch.setattr(worker_process, "LOAD_SECONDS", 0.5)
     file = tmp_path / "slow.py"
     file.write_text("import time\nopen(__file__ + '.loads', 'a').write('x')\ntime.sleep(1000)\n")
     for _ in range(2):

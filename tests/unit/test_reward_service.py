@@ -12,10 +12,11 @@ from reward_server import Reply, Request, RewardServer, lengths, rewards
 
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.rewards import services
-from flexrlhf.rewards.base import Sample, Score, ScoreFailure
-from flexrlhf.rewards.limits import Deadline, WarnOnce
+from flexrlhf.rewards.base import Sample, Score
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.services import HttpService
+from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
+from flexrlhf.user_code.deadline import Deadline
 
 Behaviour = Callable[[Request], Reply]
 
@@ -264,7 +265,7 @@ def test_the_scorer_calls_several_services(capsys: pytest.CaptureFixture[str]) -
 
 def test_each_kind_of_failure_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     warn = WarnOnce("reward.url")
-    one, two, three = ScoreFailure("a", "one"), ScoreFailure("a", "two"), ScoreFailure("b", "three")
+    one, two, three = CallFailure("a", "one"), CallFailure("a", "two"), CallFailure("b", "three")
     for failure in (one, None, two, three):
         warn(failure)
     lines = capsys.readouterr().err.splitlines()

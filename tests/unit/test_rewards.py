@@ -23,12 +23,13 @@ from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.input_checks import check_runs
-from flexrlhf.rewards import workers
 from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.checks import check_columns, check_sources
-from flexrlhf.rewards.replies import BadReply, read_reply
+from flexrlhf.rewards.replies import read_reply
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.trainer.text_operators import make_external_scorers
+from flexrlhf.user_code import worker_process
+from flexrlhf.user_code.call_failures import BadReply
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 
@@ -226,7 +227,7 @@ def test_loading_may_take_longer_than_a_call_and_is_not_waited_for_twice(
     (tmp_path / "never.py").write_text(body.format(1000))
     slow = FunctionSource(function=f"{tmp_path}/slow.py:f", timeout_seconds=1)
     assert scores([slow], [sample("a")]).totals == [1]
-    monkeypatch.setattr(workers, "LOAD_SECONDS", 0.5)
+    monkeypatch.setattr(worker_process, "LOAD_SECONDS", 0.5)
     start = time.monotonic()
     never = FunctionSource(function=f"{tmp_path}/never.py:f", batch_size=1)
     assert scores([never], [sample("a")] * 40).failed == 40
@@ -239,7 +240,7 @@ def test_a_worker_loads_no_library_from_the_current_directory(tmp_path: Path) ->
     code = (
         "from flexrlhf.config.reward_sources import FunctionSource\n"
         "from flexrlhf.rewards.base import Sample\n"
-        "from flexrlhf.rewards.processes import keep_children_safe\n"
+        "from flexrlhf.user_code.processes import keep_children_safe\n"
         "from flexrlhf.rewards.scorer import Scorer\n"
         "if __name__ == '__main__':\n"
         "    keep_children_safe()\n"

@@ -22,10 +22,11 @@ from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample
 from flexrlhf.rewards.checks import check_sources
-from flexrlhf.rewards.limits import Deadline, WarnOnce
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.services import HttpService
 from flexrlhf.runs.tensor_files import save_tensors
+from flexrlhf.user_code.call_failures import WarnOnce
+from flexrlhf.user_code.deadline import Deadline
 
 SECRET = "s3cr/t@x"
 SAMPLES = [Sample("a", "b", 1, {})]

@@ -30,8 +30,9 @@ from flexrlhf.rewards.base import (
     step_end_tokens,
     step_ends,
 )
-from flexrlhf.rewards.replies import BadReply, read_reply
+from flexrlhf.rewards.replies import read_reply
 from flexrlhf.rewards.scorer import Scorer
+from flexrlhf.user_code.call_failures import BadReply
 
 FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
 
