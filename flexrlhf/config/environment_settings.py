@@ -32,7 +32,7 @@ class EnvironmentSpec(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of the class, by name")
     max_turns: int = Field(8, ge=1, le=1024, description="turns of the policy in an episode")
     turn_tokens: int | None = Field(None, ge=1, description="tokens that a turn may have; null: what is left")
-    calls: str = Field(
+    tool_format: str = Field(
         "hermes",
         description="how calls of tools are written: hermes (Qwen's), llama3, or a regular expression with the group "
         "name (not needed for an only tool) and the group arguments (JSON), or one for each argument (text)",
@@ -78,10 +78,10 @@ class EnvironmentSpec(StrictModel):
             raise ValueError(f"nodes: {len(nodes)} machines for {self.processes} processes; use fewer, or processes")
         return self
 
-    @field_validator("calls")
+    @field_validator("tool_format")
     @classmethod
     def _is_form(cls, value: str) -> str:
-        forms: tuple[str, ...] = get_args(Calls)
+        forms: tuple[str, ...] = get_args(ToolFormat)
         if value in forms:
             return value
         expected = f"expected {', '.join(forms)} or a regular expression with groups such as name and arguments"
@@ -94,5 +94,5 @@ class EnvironmentSpec(StrictModel):
         return value
 
 
-Calls = Literal["hermes", "llama3"]
-"""Known ways to write calls of tools."""
+ToolFormat = Literal["hermes", "llama3"]
+"""Known forms of calls of tools."""

@@ -28,7 +28,7 @@ Messages = str | Sequence[Mapping[str, Any]]
 class Turn:
     """Reply of an environment to one turn of the policy.
 
-    messages:  what it says: a text, or messages with role and content
+    messages:  a text, or messages with role and content
     reward:    of the turn
     is_done:   whether the episode has ended
     """
@@ -83,11 +83,11 @@ class EpisodeCall:
 class EpisodeReply:
     """Reply to one call.
 
-    messages:   (role, content) of what the environment says; role "" for a text that is no chat
+    messages:   (role, content) of the environment's messages; role "" for a text that is no chat
     reward:     of the turn
     is_done:    whether the episode has ended
-    calls:      calls of tools in the turn
-    bad_calls:  those of them that could not be parsed, or named no tool, or had wrong arguments, or whose tool raised
+    tool_calls: calls of tools in the turn
+    failed_tool_calls: calls that could not be parsed, named no tool, had wrong arguments, or whose tool raised
     seconds:    that the environment took
     failure:    why there is no reply, and the episode is left out
     """
@@ -95,8 +95,8 @@ class EpisodeReply:
     messages: tuple[tuple[str, str], ...] = ()
     reward: float = 0.0
     is_done: bool = False
-    calls: int = 0
-    bad_calls: int = 0
+    tool_calls: int = 0
+    failed_tool_calls: int = 0
     seconds: float = 0.0
     failure: CallFailure | None = field(default=None)
 

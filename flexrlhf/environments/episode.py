@@ -19,14 +19,14 @@ class Episode:
 
     environment:  null: tools alone
     tools:        by name
-    calls:        how calls are written
+    tool_format:  how calls of tools are written
     """
 
-    def __init__(self, environment: Any, tools: Functions, calls: str) -> None:
+    def __init__(self, environment: Any, tools: Functions, tool_format: str) -> None:
         self._environment = environment
         self._has_step = hasattr(environment, "step")
         methods = {} if self._has_step or environment is None else tool_methods(environment)
-        self._tools = ToolRuns({**tools, **methods}, calls)
+        self._tools = ToolRuns({**tools, **methods}, tool_format)
         self.turn = 0
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> EpisodeReply:
@@ -38,7 +38,7 @@ class Episode:
 
     async def reply(self, text: str, is_last: bool) -> EpisodeReply:
         """Return the reply to a turn. ``is_last``: whether no turn follows."""
-        messages, calls, bad_calls = await self._tools.run(text)
+        messages, calls, failed = await self._tools.run(text)
         reward, is_done = 0.0, not calls
         if not calls and self._has_step:
             messages, reward, is_done = read_turn(await finished(self._environment.step(text)))
@@ -47,7 +47,7 @@ class Episode:
         elif is_last and not is_done:
             reward += await self._truncate()
         self.turn += 1
-        return EpisodeReply(messages, reward, is_done, calls, bad_calls)
+        return EpisodeReply(messages, reward, is_done, calls, failed)
 
     async def truncated(self) -> EpisodeReply:
         """End the episode for want of room, with the rest of its reward."""

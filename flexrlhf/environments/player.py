@@ -42,7 +42,7 @@ T = TypeVar("T")
 class Setup:
     """Settings of an environment, as a process receives them.
 
-    path, tools, calls:  as in EnvironmentSpec
+    path, tools, tool_format: as in EnvironmentSpec
     options:             as JSON
     seconds:             limit of one turn
     """
@@ -50,7 +50,7 @@ class Setup:
     path: str | None
     tools: tuple[str, ...]
     options: str
-    calls: str
+    tool_format: str
     seconds: float
 
 
@@ -252,7 +252,7 @@ def _factory(setup: Setup) -> tuple[Callable[[], Episode], bool]:
     parts = [*tools.values(), *(getattr(kind, name) for name in dir(kind) if not name.startswith("_"))]
 
     def make() -> Episode:
-        return Episode(make_environment and make_environment(**options), tools, setup.calls)
+        return Episode(make_environment and make_environment(**options), tools, setup.tool_format)
 
     return make, any(map(iscoroutinefunction, parts))
 

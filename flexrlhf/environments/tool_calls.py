@@ -35,12 +35,12 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class _BadCall(ValueError):
+class _FailedCall(ValueError):
     """Text that begins a call and is none."""
 
 
 def parse_calls(text: str, form: str) -> tuple[list[ToolCall], list[str]]:
-    """Return the calls in the text of a turn, and for each one that cannot be read a sentence that says why.
+    """Return the calls in the text of a turn, and a sentence for each one that cannot be read.
 
     A call without arguments has none; a text without calls has neither calls nor errors.
     """
@@ -49,7 +49,7 @@ def parse_calls(text: str, form: str) -> tuple[list[ToolCall], list[str]]:
     parsed = list(each)
     return (
         [call for call in parsed if isinstance(call, ToolCall)],
-        [str(error) for error in parsed if isinstance(error, _BadCall)],
+        [str(error) for error in parsed if isinstance(error, _FailedCall)],
     )
 
 
@@ -59,16 +59,16 @@ def _without_thoughts(text: str) -> str:
     return (after if end else before + after).partition("<think>")[0]
 
 
-def _hermes(text: str) -> Iterator[ToolCall | _BadCall]:
+def _hermes(text: str) -> Iterator[ToolCall | _FailedCall]:
     for found in _HERMES.finditer(text):
         body, end = found.groups()
         if end:
             yield _read(body, "arguments")
         else:
-            yield _BadCall(f"the tool call has no </tool_call> at its end: {_quoted(body)}")
+            yield _FailedCall(f"the tool call has no </tool_call> at its end: {_quoted(body)}")
 
 
-def _llama3(text: str) -> Iterator[ToolCall | _BadCall]:
+def _llama3(text: str) -> Iterator[ToolCall | _FailedCall]:
     _, tag, rest = text.partition(_LLAMA_TAG)
     if not tag and not _LLAMA_BARE.match(text):
         return
@@ -83,7 +83,7 @@ def _llama3(text: str) -> Iterator[ToolCall | _BadCall]:
         rest = rest[end:].lstrip().removeprefix(";").removeprefix(_LLAMA_TAG).lstrip()
 
 
-def _by_expression(text: str, expression: str) -> Iterator[ToolCall | _BadCall]:
+def _by_expression(text: str, expression: str) -> Iterator[ToolCall | _FailedCall]:
     pattern = re.compile(expression, re.DOTALL)
     for found in pattern.finditer(text):
         groups = {key: text.strip() for key, text in found.groupdict().items() if text is not None}
@@ -98,30 +98,30 @@ def _by_expression(text: str, expression: str) -> Iterator[ToolCall | _BadCall]:
         yield _call({"name": name, "arguments": value}, "arguments", found.group())
 
 
-def _read(body: str, key: str) -> ToolCall | _BadCall:
+def _read(body: str, key: str) -> ToolCall | _FailedCall:
     try:
         return _call(json.loads(body), key, body)
     except (ValueError, RecursionError) as error:
         return _no_json(body, error)
 
 
-def _call(value: object, key: str, text: str) -> ToolCall | _BadCall:
+def _call(value: object, key: str, text: str) -> ToolCall | _FailedCall:
     """Return a call of its JSON value. ``key``: its usual key of the arguments."""
     if not isinstance(value, dict):
-        return _BadCall(f"the tool call is no JSON object: {_quoted(text)}")
+        return _FailedCall(f"the tool call is no JSON object: {_quoted(text)}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return _BadCall(f"the tool call has no name: {_quoted(text)}")
+        return _FailedCall(f"the tool call has no name: {_quoted(text)}")
     given = value.get(key, value.get("arguments" if key == "parameters" else "parameters"))
     arguments = {} if given is None else given
     if not isinstance(arguments, dict):
-        return _BadCall(f"the {key} of the call of {name} are no JSON object: {_quoted(text)}")
+        return _FailedCall(f"the {key} of the call of {name} are no JSON object: {_quoted(text)}")
     return ToolCall(name, arguments)
 
 
-def _no_json(text: str, error: Exception) -> _BadCall:
+def _no_json(text: str, error: Exception) -> _FailedCall:
     reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else "too deep or long"
-    return _BadCall(f"the tool call is no JSON ({reason}): {_quoted(text)}")
+    return _FailedCall(f"the tool call is no JSON ({reason}): {_quoted(text)}")
 
 
 def _quoted(text: str) -> str:

@@ -38,22 +38,22 @@ def tool_methods(environment: object) -> dict[str, Callable[..., Any]]:
 class ToolRuns:
     """Tools of one episode.
 
-    form:  how calls are written, as the setting ``calls``
+    form:  how calls are written, as the setting ``tool_format``
     """
 
     def __init__(self, functions: Functions, form: str) -> None:
         self._functions, self._form = functions, form
 
     async def run(self, text: str) -> tuple[tuple[tuple[str, str], ...], int, int]:
-        """Run the calls of a turn, one after another; return a message for each, their number, and that of bad ones.
+        """Run the calls of a turn, one after another; return a message for each, their number, and how many failed.
 
-        A bad call is one that cannot be parsed, names no tool, has other arguments, or whose tool raises: the message
-        says so.
+        A call fails if it cannot be parsed, names no tool, has other arguments, or its tool raises: the message then
+        begins with ``error:``.
         """
         calls, errors = parse_calls(text, self._form) if self._functions else ([], [])
         results = [await self._result(self._named(call)) for call in calls]
-        messages = [(text, is_bad) for text, is_bad in results] + [(f"error: {error}", True) for error in errors]
-        return tuple(("tool", text) for text, _ in messages), len(messages), sum(is_bad for _, is_bad in messages)
+        results += [(f"error: {error}", True) for error in errors]
+        return tuple(("tool", text) for text, _ in results), len(results), sum(has_failed for _, has_failed in results)
 
     def _named(self, call: ToolCall) -> ToolCall:
         """Return a call with the name of its tool, if it is the only one."""
@@ -61,7 +61,7 @@ class ToolRuns:
         return replace(call, name=next(iter(self._functions))) if is_only else call
 
     async def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """Return the text of a call's result, and whether the call is bad."""
+        """Return the text of a call's result, and whether the call failed."""
         with Caught("raise", f"{call.name} raised", passes=(asyncio.CancelledError,)) as caught:
             return as_text(await finished(self._function(call)(**call.arguments))), False
         assert caught.failure is not None, "a call that neither returned nor raised"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, get_args
 
-from flexrlhf.config.environment_settings import Calls, EnvironmentSpec
+from flexrlhf.config.environment_settings import EnvironmentSpec, ToolFormat
 from flexrlhf.data.examples import Example
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes, is_over
@@ -38,8 +38,8 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
     for plan in plans:
         environment = plan.spec.environment
         if environment is not None and environment.name not in found and (rows := first_rows(plan, MOST_EPISODES)):
-            calls = [example_call(tool["function"], environment.calls) for tool in tool_schemas(environment)]
-            if calls and environment.calls in get_args(Calls):
+            calls = [example_call(tool["function"], environment.tool_format) for tool in tool_schemas(environment)]
+            if calls and environment.tool_format in get_args(ToolFormat):
                 rows = [(example, calls[place % len(calls)]) for place, (example, _) in enumerate(rows)]
             found[environment.name] = _measured(environment, rows, plan.spec.seed, seconds)
     return tuple(found.values())

@@ -6,7 +6,7 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.outcomes import EPISODES
+from flexrlhf.operators.outcomes import EPISODE_STATES
 
 ENDS = {"episode_ended": "ended", "episode_last_turn": "last turn", "episode_no_room": "no room"}
 """Statistic → the end of an episode that it counts."""
@@ -17,7 +17,7 @@ def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -
 
     Raises RunStopped, on all ranks alike, if ``max_failures`` rows in a row, or all of a step, have failed.
     """
-    has_failed = batch["episode"] == EPISODES["failed"]
+    has_failed = batch["episode"] == EPISODE_STATES["failed"]
     counted = {"turns": moments(batch["turns"].float(), ~has_failed), "episode_failed": moments(has_failed.float())}
     if context.step < 0:
         return {}, counted  # of an evaluation
@@ -26,15 +26,15 @@ def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -
     return {}, {
         **counted,
         "reply_length": moments(replies.sum(1), ~has_failed),
-        **{name: moments((batch["episode"] == EPISODES[end]).float()) for name, end in ENDS.items()},
-        "calls": moments(batch["calls"].float()),
-        "failed_calls": moments(batch["failed_calls"].float()),
+        **{name: moments((batch["episode"] == EPISODE_STATES[end]).float()) for name, end in ENDS.items()},
+        "tool_calls": moments(batch["tool_calls"].float()),
+        "failed_tool_calls": moments(batch["failed_tool_calls"].float()),
     }
 
 
 def _check(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -> None:
     """Raise RunStopped if too many rows in a row have failed, in the order of the step's rows."""
-    failed = set(context.reducer.gather(batch.rows[batch["episode"] == EPISODES["failed"]]).tolist())
+    failed = set(context.reducer.gather(batch.rows[batch["episode"] == EPISODE_STATES["failed"]]).tolist())
     rows = sorted(context.reducer.gather(batch.rows).tolist())
     most = min(settings.max_failures, len(rows))
     in_a_row = 0

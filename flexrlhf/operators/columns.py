@@ -61,8 +61,8 @@ COLUMNS = {
         Column("outcome", "row", "uint8"),
         Column("episode", "row", "uint8"),
         Column("turns", "row", "int32"),
-        Column("calls", "row", "int32"),
-        Column("failed_calls", "row", "int32"),
+        Column("tool_calls", "row", "int32"),
+        Column("failed_tool_calls", "row", "int32"),
         Column("data_position", "row", "int32"),
     )
 }

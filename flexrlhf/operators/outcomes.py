@@ -14,9 +14,9 @@ TRAINED, FROZEN = "trained", "frozen"
 OUTCOMES = (TRAINED, *FILTERED, *NOT_COUNTED)
 CODES = {name: code for code, name in enumerate(OUTCOMES)}
 """Outcome → its number in the column ``outcome``; 0: to be trained on."""
-EPISODES = {name: code for code, name in enumerate(("going on", "ended", "last turn", "no room", "failed"))}
-"""How an episode ended → its number in the column ``episode``: by the environment, after its last turn, since no room
-is left for a turn, or since its environment failed."""
+EPISODE_STATES = {name: code for code, name in enumerate(("going on", "ended", "last turn", "no room", "failed"))}
+"""State of an episode → its number in the column ``episode``. One that has ended did so by its environment, after its
+last turn, since no room was left for a turn, or since its environment failed."""
 IN_FLIGHT = "in_flight"
 CARRIED = "carried"
 """In place of an outcome: rows that the next step goes on with (``rollout.segment_tokens``), a part of those in flight.

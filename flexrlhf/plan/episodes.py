@@ -23,9 +23,9 @@ from flexrlhf.text import span_of
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
 """Columns of the policy's log-probs that a forward may write."""
-STATE = ("episode", "turns", "calls", "failed_calls", REWARDS)
+STATE = ("episode", "turns", "tool_calls", "failed_tool_calls", REWARDS)
 """Columns of an episode in addition to those of a response."""
-EPISODES = Operator(
+EPISODE_STATISTICS = Operator(
     "episodes", "combine", "actor", ("attention_mask", "response_mask", *STATE[:-1]), function="episodes", barrier=True
 )
 
@@ -107,7 +107,7 @@ def _turns(generate: Operator, environment: EnvironmentSpec) -> tuple[Operator, 
             turns=environment.max_turns,
             continues=written,
         ),
-        replace(EPISODES, role=generate.role),
+        replace(EPISODE_STATISTICS, role=generate.role),
     )
 
 

@@ -27,12 +27,12 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import TURN, Lengths
-from flexrlhf.operators.outcomes import EPISODES
+from flexrlhf.operators.outcomes import EPISODE_STATES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import turn_tokens
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.trainer.episode_rows import BEGUN, CALLS, GOING, PROMPT, after_replies, rows_before_turn
+from flexrlhf.trainer.episode_rows import BEGUN, GOING, PROMPT, TOOL_CALLS, after_replies, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
 from flexrlhf.user_code.deadline import Deadline
@@ -116,7 +116,7 @@ class EpisodePlayer:
                 if failure is None and reply.messages:
                     ids, failure = self._encoded(partial(self._prompt, example, reply), calls[place])
                 if failure is not None:
-                    begun[place] = EPISODES["failed"]
+                    begun[place] = EPISODE_STATES["failed"]
                 if ids:
                     prompts[place], mask[place] = sampling.pad_token_id, 0
                     prompts[place, -len(ids) :] = torch.tensor(ids, dtype=torch.int32)
@@ -258,7 +258,7 @@ class EpisodePlayer:
         return ids
 
     def _reply_columns(self, replies: Sequence[EpisodeReply], requests: Sequence[_Request], calls_end: bool) -> Columns:
-        """Return the replies of k rows as numbers: tokens (k, R), their number, reward, end, and calls (k,).
+        """Return the replies of k rows as numbers: tokens (k, R), their number, reward, end, and calls of tools (k,).
 
         ``calls_end``: whether environments receive the end of episodes without room for another turn.
         """
@@ -266,12 +266,12 @@ class EpisodePlayer:
         replies = self._truncated(replies, requests, ends) if calls_end else replies
         count = len(replies)
         tokens = torch.zeros(count, self._lengths.response, dtype=torch.int64)
-        numbers = {name: torch.zeros(count, dtype=torch.float64) for name in ("length", "reward", "end", *CALLS)}
+        numbers = {name: torch.zeros(count, dtype=torch.float64) for name in ("length", "reward", "end", *TOOL_CALLS)}
         for place, (reply, (end, ids)) in enumerate(zip(replies, ends, strict=True)):
             end = end if reply.failure is None else "failed"
             tokens[place, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
             reward = float("nan") if end == "failed" else reply.reward
-            found = (len(ids), reward, EPISODES[end], reply.calls, reply.bad_calls)
+            found = (len(ids), reward, EPISODE_STATES[end], reply.tool_calls, reply.failed_tool_calls)
             for column, value in zip(numbers.values(), found, strict=True):
                 column[place] = value
         return {"tokens": tokens, **numbers}

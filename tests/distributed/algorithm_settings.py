@@ -28,14 +28,14 @@ SCHEDULED = {"actor": {"optimizer": {"schedule": "linear", "warmup_steps": 1}}}
 PAIRS = {"beta": 0.5}
 
 
-EPISODES: Raw = {
+EPISODE_SETTINGS: Raw = {
     "environment": {"path": "assets:games.py:Game", "max_turns": 3, "turn_tokens": 4, "processes": 1},
     "data": {"max_prompt_tokens": 9, "max_response_tokens": 14},
 }
 
 
 def _played_by(name: str) -> Raw:
-    return {**EPISODES, "environment": {**EPISODES["environment"], "path": f"assets:games.py:{name}"}}
+    return {**EPISODE_SETTINGS, "environment": {**EPISODE_SETTINGS["environment"], "path": f"assets:games.py:{name}"}}
 
 
 def _loss_kl(estimator: str, coefficient: float, **changes: Any) -> Raw:
@@ -101,7 +101,7 @@ COMPLETIONS: dict[str, Raw] = {
     "kl-limited": _of("ppo", kl={"coefficient": 0.5, "value_clamp": 0.05}),
     "episodes": _of(
         "ppo",
-        {**EPISODES, "eval": {"path": "assets:ppo-evaluation.jsonl", "samples_per_prompt": 2}},
+        {**EPISODE_SETTINGS, "eval": {"path": "assets:ppo-evaluation.jsonl", "samples_per_prompt": 2}},
         truncation="bootstrap",
         gamma=0.98,
         gae_lambda=0.9,
@@ -172,7 +172,7 @@ ALGORITHMS: dict[str, Raw] = {
     "one-trunk-rejected": _of("ac-share", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}),
     "one-trunk-adapters": _of("ac-share", {"models": SHARED_REF}),
     "one-trunk-ptx": _of("ac-share", _scored(LENGTH), ptx=PRETRAINING, samples_per_prompt=2, prompts_per_step=4),
-    "one-trunk-episodes": _of("ac-share", {**EPISODES, **RECOMPUTED}),
+    "one-trunk-episodes": _of("ac-share", {**EPISODE_SETTINGS, **RECOMPUTED}),
     "grpo": _of("grpo"),
     # the only pass of a step computes the log-probs that its ratios are taken to, and the KL
     "grpo-alone": _of("grpo", num_mini_batches=1),
@@ -183,7 +183,7 @@ ALGORITHMS: dict[str, Raw] = {
     # a stop string ends a turn, and is not searched for in earlier ones
     "grpo-episodes": _of(
         "grpo",
-        {**EPISODES, **_scored({"model": "reward", "weight": 0.1})},
+        {**EPISODE_SETTINGS, **_scored({"model": "reward", "weight": 0.1})},
         importance={"cap": 1.1},
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
@@ -300,7 +300,7 @@ ALGORITHMS: dict[str, Raw] = {
         {**_scored(COUNTED), "cost": [COSTS, {"model": "cost", "weight": 0.5}]},
         lagrange={"limit": 0.2, "learning_rate": 5.0, "maximum": 1.2},
     ),
-    "safe-episodes": _of("safe-rlhf", EPISODES, lagrange={"limit": -0.5}),
+    "safe-episodes": _of("safe-rlhf", EPISODE_SETTINGS, lagrange={"limit": -0.5}),
     "safe-steps": _of(
         "safe-rlhf", {"cost": [{**MODEL_STEPS, "model": "cost", "weight": 0.5}, LENGTH]}, lagrange={"limit": 0.2}
     ),

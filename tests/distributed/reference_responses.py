@@ -14,7 +14,7 @@ from torch import Tensor
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import read_chat_format
 from flexrlhf.data.examples import Example, load_examples
-from flexrlhf.operators.outcomes import EPISODES
+from flexrlhf.operators.outcomes import EPISODE_STATES
 
 NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
 """Columns that a row of the data must have; all other algorithms generate their responses."""
@@ -234,10 +234,10 @@ def of_tokens(response: Response, scores: list[float]) -> list[float]:
 
 def episode_columns(episodes: list[Episode]) -> dict[str, Tensor]:
     return {
-        "episode": torch.tensor([EPISODES[episode.outcome] for episode in episodes]),
+        "episode": torch.tensor([EPISODE_STATES[episode.outcome] for episode in episodes]),
         "turns": torch.tensor([len(episode.ends) for episode in episodes]),
-        "calls": torch.zeros(len(episodes)),
-        "failed_calls": torch.zeros(len(episodes)),
+        "tool_calls": torch.zeros(len(episodes)),
+        "failed_tool_calls": torch.zeros(len(episodes)),
     }
 
 

@@ -223,7 +223,7 @@ def test_calls_of_tools_are_run(play: Play) -> None:
     turns = [call("multiply", first=6, second=7), "It is 42."]
     reset, results, end = play(turns, tools=(own("multiply"),))
     assert said([reset, results, end]) == [(), (("tool", "42"),), ()]
-    assert [(reply.calls, reply.bad_calls, reply.is_done) for reply in (reset, results, end)] == [
+    assert [(reply.tool_calls, reply.failed_tool_calls, reply.is_done) for reply in (reset, results, end)] == [
         *[(0, 0, False), (1, 0, False), (0, 0, True)]
     ]
 
@@ -240,7 +240,7 @@ def test_calls_of_tools_are_run(play: Play) -> None:
 )
 def test_a_bad_call_is_a_reply_that_says_so(text: str, words: str, play: Play) -> None:
     _, reply, _ = play([text, "end"], tools=(own("multiply"),))
-    assert (reply.calls, reply.bad_calls, reply.is_done, reply.failure) == (1, 1, False, None)
+    assert (reply.tool_calls, reply.failed_tool_calls, reply.is_done, reply.failure) == (1, 1, False, None)
     assert reply.messages[0][0] == "tool" and reply.messages[0][1].startswith(words)
 
 
@@ -248,7 +248,7 @@ def test_tools_come_before_the_environment(play: Play) -> None:
     turns = [call("multiply", first=1, second=2) + call("multiply", first=3, second=4), "7"]
     replies = play(turns, {"greeting": "hello"}, path=own("Guess"), tools=(own("multiply"),))
     assert said(replies)[1:] == [(("tool", "2"), ("tool", "12")), (("", "right at 1"),)]
-    assert [(reply.calls, reply.reward) for reply in replies] == [(0, 0), (2, 0), (0, 1)]
+    assert [(reply.tool_calls, reply.reward) for reply in replies] == [(0, 0), (2, 0), (0, 1)]
 
 
 def test_a_class_in_trls_form(play: Play) -> None:
@@ -260,7 +260,7 @@ def test_a_class_in_trls_form(play: Play) -> None:
     assert replies[2].messages[0][1].startswith("error: add raised ValueError: only up")
     assert replies[2].messages[1] == ("tool", '{"count": 5}')
     assert "no tool 'get_reward'" in replies[3].messages[0][1]
-    assert [(reply.reward, reply.calls, reply.bad_calls) for reply in replies[1:]] == [
+    assert [(reply.reward, reply.tool_calls, reply.failed_tool_calls) for reply in replies[1:]] == [
         *[(0, 1, 0), (0, 2, 1), (0, 1, 1), (5, 0, 0)]
     ]
 

@@ -23,7 +23,7 @@ from flexrlhf.guideline.simulation.simulation_text import format_simulation
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
-from flexrlhf.operators.outcomes import EPISODES
+from flexrlhf.operators.outcomes import EPISODE_STATES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.schedule_text import schedule_table
@@ -132,9 +132,9 @@ def test_rewards_of_turns_are_added_to_other_scores() -> None:
 
 def ended(outcomes: str, samples: int = 1) -> Batch:
     """Rows of which those with an x have failed."""
-    codes = [EPISODES["failed" if sign == "x" else "ended"] for sign in outcomes]
+    codes = [EPISODE_STATES["failed" if sign == "x" else "ended"] for sign in outcomes]
     mask = mask_of(*["1100"] * len(codes))
-    numbers = {name: torch.ones(len(codes), dtype=torch.int32) for name in ("turns", "calls", "failed_calls")}
+    numbers = {name: torch.ones(len(codes), dtype=torch.int32) for name in ("turns", "tool_calls", "failed_tool_calls")}
     context = torch.cat([mask_of(*["11"] * len(codes)), mask_of(*["1110"] * len(codes))], 1)
     codes_column = torch.tensor(codes, dtype=torch.uint8)
     return batch_of(samples, response_mask=mask, attention_mask=context, episode=codes_column, **numbers)
@@ -156,8 +156,9 @@ def test_failures_in_a_row_stop_the_run(outcomes: str, most: int, last: int | No
             statistics = episodes(settings, part, CombineContext([slice(0, len(part))], port, {}, step=7))[1]
         except RunStopped as error:
             return str(error)
-        assert statistics["episode_failed"].tolist()[:2] == [len(part), (part["episode"] == EPISODES["failed"]).sum()]
-        assert statistics["reply_length"][0] == (part["episode"] != EPISODES["failed"]).sum()
+        has_failed = part["episode"] == EPISODE_STATES["failed"]
+        assert statistics["episode_failed"].tolist()[:2] == [len(part), has_failed.sum()]
+        assert statistics["reply_length"][0] == (~has_failed).sum()
         return None
 
     found = set(on_replicas(len(sizes), work))

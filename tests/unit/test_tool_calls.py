@@ -78,15 +78,15 @@ def test_a_bad_call_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "sentence"),
+    ("form", "sentence"),
     [
         ("herms", "found 'herms' (did you mean 'hermes'?)"),
         ("CALL (.*)", "a regular expression with groups such as name and arguments, found 'CALL (.*)'"),
         ("CALL (?P<name>", "found 'CALL (?P<name>': missing ), unterminated subpattern at position 5"),
     ],
 )
-def test_a_form_that_is_none_is_refused(calls: str, sentence: str) -> None:
-    assert EnvironmentSpec(tools=("a.py:b",), calls=OWN).calls == OWN
+def test_a_form_that_is_none_is_refused(form: str, sentence: str) -> None:
+    assert EnvironmentSpec(tools=("a.py:b",), tool_format=OWN).tool_format == OWN
     with pytest.raises(ValueError) as caught:
-        EnvironmentSpec(tools=("a.py:b",), calls=calls)
+        EnvironmentSpec(tools=("a.py:b",), tool_format=form)
     assert sentence in str(caught.value)

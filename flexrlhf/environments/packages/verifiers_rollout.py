@@ -32,16 +32,16 @@ class VerifiersRollout:
     """One episode of ``verifiers:TASKSET``: its task is the one of the row's column ``idx``, or by the seed.
 
     name:         of the task set, whose package is installed
-    calls:        how the policy writes calls of tools: hermes, llama3 or a regular expression
+    tool_format:  how the policy writes calls of tools: hermes, llama3 or a regular expression
     environment:  settings of verifiers' environment, as its ``[env]`` has them
     options:      settings of the task set
     """
 
     def __init__(
-        self, name: str, calls: str = "hermes", environment: Mapping[str, Any] | None = None, **options: Any
+        self, name: str, tool_format: str = "hermes", environment: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         self._settings = json.dumps({**(environment or {}), "taskset": {"id": name, **options}})
-        self._seat = _Seat(calls)
+        self._seat = _Seat(tool_format)
         self._messages = 0
         self._rollout: asyncio.Task[Any] | None = None
 
@@ -92,13 +92,13 @@ class VerifiersRollout:
 class _Seat:
     """The policy as an agent of a rollout.
 
-    calls:          how it writes calls of tools
+    tool_format:    how it writes calls of tools
     conversations:  the ones that need its turn
     texts:          its turns; None: no further one
     upstream:       replies of the model, by rollout, as in ``_Served``
     """
 
-    calls: str
+    tool_format: str
     conversations: asyncio.Queue[list[Message]] = field(default_factory=asyncio.Queue)
     texts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     upstream: dict[str, Message] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class _Seat:
         text = await self.texts.get()
         if text is None:
             return None
-        calls, _ = parse_calls(text, self.calls)
+        calls, _ = parse_calls(text, self.tool_format)
         if not calls:
             return {"role": "assistant", "content": text}
         tools = [
