@@ -1,4 +1,4 @@
-"""Shard a transformers model over ranks with PyTorch's own parts: tensor parallel by the model's plan, then FSDP2.
+"""Shard a transformers model over ranks: tensor parallel by the model's plan, then PyTorch's FSDP2.
 
 ZeRO 3 frees the gathered weights of a layer after every pass of the layer, ZeRO 2 at the end of a call; between calls
 both keep shards of weights, gradients and optimizer state alone (Rajbhandari et al. 2020; Zhao et al. 2023).
@@ -11,6 +11,7 @@ different heads do not.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -27,9 +27,10 @@ from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.skeletons import Skeleton, swap_values
+from flexrlhf.engines.torch.parallel_linear import ColumnLinear, RowLinear
 from flexrlhf.weights.shards import tensor_parallel_dim
 
-_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_STYLES = {"colwise": ColumnLinear, "rowwise": RowLinear}
 _PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of weights that each tensor-parallel rank applies to its own heads."""
 
@@ -67,9 +68,11 @@ def apply_tensor_parallel(model: PreTrainedModel, head: LanguageHead | None, mes
     """
     base_name = model.base_model_prefix
     plan: dict[str, str] = model.config.base_model_tp_plan
-    styles = {f"{base_name}.{path}": _STYLES[style]() for path, style in plan.items() if style in _STYLES}
-    # every rank has the weights or reads them, so nothing needs to be sent
-    parallelize_module(model, mesh, styles, src_data_rank=None)
+    styles = {f"{base_name}.{path}": _STYLES[style] for path, style in plan.items() if style in _STYLES}
+    for name, module in list(model.named_modules()):
+        style = next((style for path, style in styles.items() if fnmatchcase(name, path)), None)
+        if style is not None:
+            model.set_submodule(name, style(module, mesh))
     if head is not None and not model.config.tie_word_embeddings:
         _shard_head(head, mesh)
     partial = [path.replace("*", "").strip(".") for path, style in plan.items() if style == _PARTIAL]
