@@ -53,6 +53,11 @@ class RowStore:
                     # turns of an episode replace its rows
                     blocks[number] = values.new_empty(0)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(block.nbytes for blocks in self._blocks.values() for block in blocks)
+
     def expect(self, cells: Mapping[str, Iterable[int]], arrive: Callable[[], None]) -> None:
         """Call ``arrive``, which puts the rows of ``cells`` (by column), once, before any of them is read."""
         self._arrivals.append(PendingRows({column: frozenset(rows) for column, rows in cells.items()}, arrive))

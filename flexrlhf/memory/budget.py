@@ -1,7 +1,8 @@
 """Memory budget of a rank, computed before a run: states of its placed models, and what their work needs in addition.
 
 ``Sizing`` computes one piece of work; ``rank_memory`` combines a rank's work and finds the peak. Not counted: the
-context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the newest batch's rows.
+context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the newest batch's rows, unless
+these are episodes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Copying:
 
 Work = Compute | WeightSync | Saving | Copying
 ROWS = "rows in flight"
-"""Part of every phase with a lag."""
+"""Part of every phase with a lag or episodes."""
 PhaseKind = CallKind | Literal["load", "resume", "update", "sync", "save", "checkpoint"]
 NamedBytes = Mapping[str, int | None]
 """Bytes by name; None where they are known only once the model is loaded."""

@@ -190,8 +190,13 @@ class Plan:
         return rank_memory(sizing or self.sizing, rank, work, self._start(rank), self.row_bytes_in_flight(rank))
 
     def row_bytes_in_flight(self, rank: int) -> int:
-        """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps."""
-        instructions, inputs, kept = self.schedule.instructions, self.graph.inputs, self.num_steps_kept
+        """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps.
+
+        With episodes also of the newest: responses of many turns are there twice, as the last turn and its reply left
+        them.
+        """
+        has_turns = any(operator.turns for operator in self.graph.operators)
+        instructions, inputs, kept = self.schedule.instructions, self.graph.inputs, self.num_steps_kept + has_turns
         return rows_in_flight_bytes(instructions, self.placement, self.batch, self.lengths, inputs, rank, kept)
 
     @property

@@ -98,10 +98,10 @@ def rows_in_flight_bytes(
     rank: int,
     num_kept: int,
 ) -> int:
-    """Return the bytes of the columns of all batches on ``rank`` but the newest.
+    """Return the bytes of the columns of ``num_kept`` batches on ``rank``.
 
     inputs:    columns that come from the data set.
-    num_kept:  batches, of which one may have rare columns.
+    num_kept:  one of them may have rare columns.
     """
     stored: dict[str, set[int]] = defaultdict(set)
     rare: set[str] = set()

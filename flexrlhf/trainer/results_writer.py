@@ -149,16 +149,22 @@ class ResultsWriter(Observer):
         return sum(prompt % shape.segments == 0 for prompt, _ in positions) * shape.samples_per_prompt
 
     def finish(
-        self, timeline: Timeline, usage: Mapping[ModelName, Mapping[str, int]], peak: int, start: Mapping[str, int]
+        self,
+        timeline: Timeline,
+        usage: Mapping[ModelName, Mapping[str, int]],
+        peak: int,
+        start: Mapping[str, int],
+        rows: int,
     ) -> None:
         """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the timeline.
 
         usage:  bytes by placed model.
         peak:   the most that the rank used since its models were loaded.
         start:  the most that it used before, by ``load`` and ``resume``.
+        rows:   bytes of all columns at the end of a step.
         """
         self._store.set(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
-        memory = {"models": usage, "peak": peak, "start": start}
+        memory = {"models": usage, "peak": peak, "start": start, "rows": rows}
         self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
         if self._world.rank == 0:
             self._write_timeline()
@@ -177,6 +183,7 @@ class ResultsWriter(Observer):
             "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
             "held_bytes": {rank: found["models"] for rank, found in memory.items()},
             "peak_bytes": {rank: found["peak"] for rank, found in memory.items()},
+            "row_bytes": {rank: found["rows"] for rank, found in memory.items()},
             "start_bytes": {rank: found["start"] for rank, found in memory.items()},
         }
         first = max((span.step for span in spans), default=0) - self._plan.spec.timeline_steps

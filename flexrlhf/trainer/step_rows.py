@@ -33,12 +33,14 @@ class StepRows:
         self._start = start
         self.device = rank.world.device
         self._stores: dict[int, RowStore] = {}
+        self.most_bytes = 0
         self._input_rows = rows_with_inputs(rank.plan, rank.rank)
         self._mover = ColumnMover(rank.rank, RowPacking(rank.plan.batch, rank.plan.lengths, self.device), rank.wait)
 
     def at(self, step: int) -> RowStore:
         """Return the rows of a step; steps that no instruction works on any more are dropped."""
         if step not in self._stores:
+            self._count()
             for old in [s for s in self._stores if s < step - self._num_kept]:
                 self._stores.pop(old).finish()
             store = self._stores[step] = RowStore(self._plan.lengths, self.device)
@@ -66,7 +68,12 @@ class StepRows:
         """Await all rows that are under way."""
         for store in self._stores.values():
             store.finish()
+        self._count()
         self._mover.close()
+
+    def _count(self) -> None:
+        """Keep the most bytes that all rows together have had at the end of a step."""
+        self.most_bytes = max(self.most_bytes, sum(store.num_bytes for store in self._stores.values()))
 
     def examples(self, step: int) -> list[Example]:
         """Return the example of each prompt of a step; none where the step itself decides which it takes."""

@@ -196,4 +196,4 @@ class Trainer:
         self._rows.finish()
         self._syncs.close()
         usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
-        self._results.finish(rank.flight.timeline, usage, rank.meter.peak(), rank.start_bytes)
+        self._results.finish(rank.flight.timeline, usage, rank.meter.peak(), rank.start_bytes, self._rows.most_bytes)
