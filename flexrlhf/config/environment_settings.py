@@ -17,7 +17,7 @@ class EnvironmentSpec(StrictModel):
     """Replies to the turns of the policy: an environment, or tools that it may call.
 
     A response is then an episode: turns of the policy, of which it is trained on the tokens that it sampled, with the
-    replies between them. It ends when the environment says so, after ``max_turns``, or at
+    replies between them. It ends when the environment ends it, after ``max_turns``, or at
     ``data.max_response_tokens``, replies included.
     """
 

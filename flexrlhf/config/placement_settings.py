@@ -159,7 +159,7 @@ class OperatorPlacement(PlacementEntry):
 
 
 class EnvironmentPlacement(StrictModel):
-    """Processes in which episodes are played, and their machines: the settings of the same names of ``environment``."""
+    """Processes in which episodes run, and their machines: the settings of the same names of ``environment``."""
 
     processes: int | None = Field(None, ge=1, le=16384, description="environment.processes")
     nodes: Ranks | None = Field(None, description="environment.nodes")

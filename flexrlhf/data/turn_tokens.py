@@ -45,12 +45,12 @@ class TurnTokens:
             self._check("tool" if chat.tools else "user")
         self._cached_reply = lru_cache(_CACHED)(self._chat_reply)
 
-    def prompt(self, example: Example, said: Replies) -> tuple[int, ...]:
+    def prompt(self, example: Example, replies: Replies) -> tuple[int, ...]:
         """Return the prompt of a row with the messages of ``reset`` behind it."""
         if self._template is None or not example.turns:
-            return (*example.prompt, *self._plain(said))
+            return (*example.prompt, *self._plain(replies))
         row = self._controls.mark_row(TextExample("", turns=example.turns), self._chat.control)
-        text = self._template.prompt((*row.turns, *self._messages(said)), is_bounded=False)
+        text = self._template.prompt((*row.turns, *self._messages(replies)), is_bounded=False)
         return tuple(self._controls.encode(text))
 
     def reply(self, messages: Replies, is_ended: bool, is_chat: bool = True) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Input and output of an environment. Worker processes load this: the standard library alone.
 
-An environment is a class with ``reset`` and ``step``, plain or ``async``; one object plays one episode:
+An environment is a class with ``reset`` and ``step``, plain or ``async``; one object runs one episode:
 
     class Guess:
         def reset(self, row, seed):              # row: the columns of the prompt's row
@@ -54,14 +54,14 @@ class Environment(Protocol):
 class EpisodeCall:
     """One call of an episode: its reset, or the reply to its last turn.
 
-    A process that does not have the episode plays it again from its reset, so that it may move or be resumed.
+    A process that does not have the episode replays it from its reset, so that it may move or be resumed.
 
     key:       (step, row)
     row:       columns of the prompt's row
     seed:      of the episode, a function of (seed, step, prompt)
     turns:     texts of the policy's turns so far; empty: the reset
     is_last:   whether no turn follows, so that the episode is closed
-    replied:   digests of the earlier replies, the one of reset first: an episode that is played again must repeat them
+    replied:   digests of the earlier replies, the one of reset first: a replay must repeat them
     is_ended:  whether the episode ends here, after the reply to its last turn, for want of room for another
     """
 

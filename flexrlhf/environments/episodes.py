@@ -3,15 +3,15 @@
 | what an environment does                             | its episode   | others of its process               |
 |------------------------------------------------------|---------------|-------------------------------------|
 | raises, ``sys.exit``, returns nonsense               | has a failure | go on                               |
-| takes longer than ``timeout_seconds``                | has a failure | are played again in a new process   |
-| ends its process (os._exit, a signal)                | has a failure | are played again in a new process   |
-| uses up memory or open files                         | has a failure | are played again in a new process   |
+| takes longer than ``timeout_seconds``                | has a failure | are replayed in a new process        |
+| ends its process (os._exit, a signal)                | has a failure | are replayed in a new process        |
+| uses up memory or open files                         | has a failure | are replayed in a new process        |
 | waits too long, ``async``                            | has a failure | go on                               |
 | prints without end                                   | goes on       | go on; a part of it is shown        |
 | leaves processes behind                              | goes on       | go on; the process ends after them  |
 | the deadline of all calls passes                     | has a failure | of calls under way, have a failure  |
 
-An episode is in one process from turn to turn; another process plays it again from its reset, with the turns of the
+An episode is in one process from turn to turn; another process replays it from its reset, with the turns of the
 policy so far. A failure that another episode of the process may have caused (its end, its memory) is confirmed alone.
 
 Of processes that an environment starts, one stays behind that has left the session of its parent, if the environment
@@ -34,8 +34,8 @@ from typing import Protocol
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.player import BLOCKED, Setup, TurnToPlay, children, is_stale, load, play, waiting_limit
 from flexrlhf.environments.process_limits import ProcessLimits, begin_limited
+from flexrlhf.environments.sessions import BLOCKED, EnvStep, Setup, children, is_stale, load, run_steps, waiting_limit
 from flexrlhf.user_code.call_failures import CallFailed, CallFailure
 from flexrlhf.user_code.deadline import Deadline
 from flexrlhf.user_code.processes import end_processes
@@ -50,14 +50,14 @@ DOUBTFUL = EXHAUSTED | {"crash", "load crash", BLOCKED}
 """Kinds of failures that another episode of the process may have caused."""
 GRACE_SECONDS = 1.0
 """Time in which a process itself ends ``async`` turns that take too long."""
-TIDY_SECONDS = 10.0
+CLEAN_UP_SECONDS = 10.0
 """Limit of looking for processes that episodes have left behind."""
 
 
-class PlaysEpisodes(Protocol):
-    """A process that plays episodes, here or on another machine.
+class RunsEpisodes(Protocol):
+    """A process that runs episodes, here or on another machine.
 
-    is_async:  whether it plays its episodes at once; known with the first reply.
+    is_async:  whether it runs its episodes at once; known with the first reply.
     """
 
     is_async: bool
@@ -70,14 +70,14 @@ class PlaysEpisodes(Protocol):
 class Episodes:
     """Episodes of one rank, in its share of the processes. Nothing starts before the first call."""
 
-    def __init__(self, settings: EnvironmentSpec, num_processes: int, elsewhere: Sequence[PlaysEpisodes] = ()) -> None:
+    def __init__(self, settings: EnvironmentSpec, num_processes: int, elsewhere: Sequence[RunsEpisodes] = ()) -> None:
         """
         num_processes:  on this machine.
         elsewhere:      processes on other machines.
         """
         own = [make_process(settings) for _ in range(num_processes)]
-        self._processes: tuple[PlaysEpisodes, ...] = (*own, *elsewhere)
-        self._places: dict[Key, PlaysEpisodes] = {}
+        self._processes: tuple[RunsEpisodes, ...] = (*own, *elsewhere)
+        self._places: dict[Key, RunsEpisodes] = {}
         self._lock = Lock()
 
     def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
@@ -107,7 +107,7 @@ class Episodes:
 
     @property
     def are_concurrent(self) -> bool:
-        """Whether a process plays its episodes at once, since they are ``async``; stored with the first reply."""
+        """Whether a process runs its episodes at once, since they are ``async``; stored with the first reply."""
         return any(process.is_async for process in self._processes)
 
     def close(self) -> None:
@@ -115,14 +115,14 @@ class Episodes:
         with ThreadPoolExecutor(max(1, len(self._processes))) as threads:
             list(threads.map(lambda process: process.close(), self._processes))
 
-    def _shares(self, calls: Sequence[EpisodeCall]) -> Mapping[PlaysEpisodes, list[int]]:
+    def _shares(self, calls: Sequence[EpisodeCall]) -> Mapping[RunsEpisodes, list[int]]:
         """Return the places of the calls by process: an episode's own, or the one with the fewest episodes."""
         step = max(call.key[0] for call in calls)
         self._places = {key: process for key, process in self._places.items() if not is_stale(key, step)}
         counts = dict.fromkeys(self._processes, 0)
         for process in self._places.values():
             counts[process] += 1
-        shares: dict[PlaysEpisodes, list[int]] = {}
+        shares: dict[RunsEpisodes, list[int]] = {}
         for index, call in enumerate(calls):
             if call.key not in self._places:
                 self._places[call.key] = min(counts, key=counts.__getitem__)
@@ -140,9 +140,9 @@ class EpisodeProcess:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._worker: Worker | None = None
         self.is_async = False
-        self._given_up: CallFailure | None = None
-        self._played: set[Key] = set()
-        """Episodes that have been played since the process started."""
+        self._load_failure: CallFailure | None = None
+        self._begun: set[Key] = set()
+        """Episodes that have had a session since the process started."""
         self._open: set[Key] = set()
         self._children: Mapping[int, int] = {}
         """Processes that episodes have started, as of their last turn."""
@@ -155,13 +155,13 @@ class EpisodeProcess:
             while len(replies) < len(calls):
                 # whether they are async is stored once something has been loaded
                 size = len(calls) if self.is_async else 1
-                replies += map(_decided, self._sure(calls[len(replies) : len(replies) + size], deadline))
+                replies += map(_decided, self._confirmed(calls[len(replies) : len(replies) + size], deadline))
             step = max(call.key[0] for call in calls)
             self._open = {key for key in self._open if not is_stale(key, step)}
             for call, reply in zip(calls, replies, strict=True):
                 (self._open.discard if is_over(call, reply) else self._open.add)(call.key)
             if not self._open:
-                self._tidy(deadline)
+                self._clean_up(deadline)
             return replies
 
     def close(self) -> None:
@@ -173,9 +173,11 @@ class EpisodeProcess:
                 self._folder = None
             self._worker = None
 
-    def _sure(self, calls: Sequence[EpisodeCall], deadline: Deadline, is_second: bool = False) -> list[EpisodeReply]:
-        """Return replies of calls that are played together; doubtful failures are confirmed by halves, then alone."""
-        others = self._played - {call.key for call in calls}
+    def _confirmed(
+        self, calls: Sequence[EpisodeCall], deadline: Deadline, is_second: bool = False
+    ) -> list[EpisodeReply]:
+        """Return replies of calls that run together; doubtful failures are confirmed by halves, then alone."""
+        others = self._begun - {call.key for call in calls}
         replies = self._replies(calls, deadline)
         doubtful = [index for index, reply in enumerate(replies) if _kind(reply) in DOUBTFUL]
         if any(_kind(replies[index]) in EXHAUSTED for index in doubtful):
@@ -183,22 +185,22 @@ class EpisodeProcess:
         half = (len(doubtful) + 1) // 2
         again = [doubtful[:half], doubtful[half:]] if len(calls) > 1 else [doubtful if others and not is_second else []]
         for part in filter(None, again):
-            found = self._sure([calls[index] for index in part], deadline, is_second=True)
+            found = self._confirmed([calls[index] for index in part], deadline, is_second=True)
             for index, reply in zip(part, found, strict=True):
                 replies[index] = reply
         return replies
 
     def _replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
-        """Return replies of calls that are played together; episodes that the process does not have are replayed."""
+        """Return replies of calls that run together; episodes that the process does not have are replayed."""
         last = {index: call.number for index, call in enumerate(calls)}
-        found = self._play(calls, last, deadline)
+        found = self._run_steps(calls, last, deadline)
         replies = {index: reply for index, reply in found.items() if reply is not None}
         absent = [index for index in last if index not in replies]
         if absent and (failure := self._load(deadline)):
             replies |= {index: EpisodeReply(failure=failure) for index in absent}
         for turn in range(max((last[index] + 1 for index in absent), default=0)):
             due = {index: turn for index in absent if index not in replies and turn <= last[index]}
-            for index, reply in self._play(calls, due, deadline).items():
+            for index, reply in self._run_steps(calls, due, deadline).items():
                 failure = None if reply is None else reply.failure
                 replied = calls[index].replied
                 if reply is None:
@@ -217,22 +219,22 @@ class EpisodeProcess:
                     replies[index] = reply
         return [replies[index] for index in last]
 
-    def _play(
+    def _run_steps(
         self, calls: Sequence[EpisodeCall], turns: Mapping[int, int], deadline: Deadline
     ) -> dict[int, EpisodeReply | None]:
         """Return the replies to turns, by place of their calls; None if the process does not have the episode."""
         if not turns:
             return {}
-        self._played |= {calls[index].key for index in turns}
-        sent = [_turn(calls[index], turn) for index, turn in turns.items()]
+        self._begun |= {calls[index].key for index in turns}
+        sent = [_step(calls[index], turn) for index, turn in turns.items()]
         seconds = waiting_limit(self._setup.seconds) + GRACE_SECONDS if self.is_async else self._setup.seconds
         replies: Sequence[EpisodeReply | None] = [EpisodeReply(failure=deadline.failure())] * len(sent)
         if deadline.left() > 0:
             try:
                 worker = self._started()
-                played = worker.run(play, self._setup, sent, seconds=seconds, deadline=deadline)
-                replies, self._children = played.replies, played.children
-                if played.is_blocked:
+                results = worker.run(run_steps, self._setup, sent, seconds=seconds, deadline=deadline)
+                replies, self._children = results.replies, results.children
+                if results.is_blocked:
                     self._end()
             except CallFailed as error:
                 # also its pipe, to which it may have written
@@ -249,14 +251,14 @@ class EpisodeProcess:
 
     def _load(self, deadline: Deadline) -> CallFailure | None:
         """Load the environment; return why it does not load. Loading that takes too long is not tried again."""
-        if self._given_up is not None:
-            return self._given_up
+        if self._load_failure is not None:
+            return self._load_failure
         try:
             found = loaded(self._started(), partial(load, self._setup), deadline)
         except CallFailed as error:
             self._end()
             if error.failure.kind == "load timeout":
-                self._given_up = error.failure
+                self._load_failure = error.failure
             return replace(error.failure, text=f"{self._name}: {error.failure.text}")
         if isinstance(found, CallFailure):
             return CallFailure(f"load {found.kind}", f"{self._name}: could not be loaded: {found.text}")
@@ -279,14 +281,14 @@ class EpisodeProcess:
             self._worker = Worker(partial(begin_limited, self._limits, self._folder.name, paid))
         return self._worker
 
-    def _tidy(self, deadline: Deadline) -> None:
+    def _clean_up(self, deadline: Deadline) -> None:
         """Follow the end of all episodes: a process that still has children is ended."""
-        if self._played:
-            self._played = {EARLIER}
+        if self._begun:
+            self._begun = {EARLIER}
         if self._children and deadline.left() > 0:
             try:
                 left: Mapping[int, int] = self._started().run(
-                    children, self._setup, seconds=TIDY_SECONDS, deadline=deadline
+                    children, self._setup, seconds=CLEAN_UP_SECONDS, deadline=deadline
                 )
             except CallFailed:
                 left = self._children
@@ -299,7 +301,7 @@ class EpisodeProcess:
             self._worker.close()
         end_processes(self._children)
         self._children = {}
-        self._played.clear()
+        self._begun.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder.name, ignore_errors=True)
             os.makedirs(self._folder.name, mode=0o700, exist_ok=True)
@@ -328,11 +330,11 @@ def _kind(reply: EpisodeReply) -> str:
     return "" if reply.failure is None else reply.failure.kind
 
 
-def _turn(call: EpisodeCall, turn: int) -> TurnToPlay:
-    """Return one turn of an episode, as its process receives it."""
+def _step(call: EpisodeCall, turn: int) -> EnvStep:
+    """Return one step of an episode, as its process receives it."""
     is_last = call.is_last and turn == len(call.turns)
     if turn > len(call.turns):
-        return TurnToPlay(call.key, turn, is_last=True, is_ended=True)
+        return EnvStep(call.key, turn, is_last=True, is_ended=True)
     if not turn:
-        return TurnToPlay(call.key, 0, is_last=is_last, row=dict(call.row), seed=call.seed)
-    return TurnToPlay(call.key, turn, call.turns[turn - 1], is_last)
+        return EnvStep(call.key, 0, is_last=is_last, row=dict(call.row), seed=call.seed)
+    return EnvStep(call.key, turn, call.turns[turn - 1], is_last)

@@ -1,4 +1,4 @@
-"""Limits of a process that plays episodes: memory, open files, output, signals. The standard library alone.
+"""Limits of a process that runs episodes: memory, open files, output, signals. The standard library alone.
 
 A process that exceeds its memory or its files gets an error from the system (MemoryError, OSError), its output is cut,
 it leaves no core file, and its temporary files are in a directory that is removed. Where Linux allows (6.12), it can

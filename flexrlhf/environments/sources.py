@@ -40,7 +40,7 @@ def check_package(path: str | None) -> None:
 
 
 def load_environment(path: str) -> tuple[type, Callable[..., Any]]:
-    """Return the class of ``path``, and a function that makes an object, which plays one episode.
+    """Return the class of ``path``, and a function that makes an object, which runs one episode.
 
     Raises TypeError for another thing than a class.
     """

@@ -22,7 +22,7 @@ from flexrlhf.user_code.call_failures import CallFailure
 from flexrlhf.user_code.deadline import Deadline
 
 MOST_EPISODES, MOST_TIMES = 64, 256
-"""Episodes that are played at the same time, and times of a kind that are kept."""
+"""Episodes that run at the same time, and times of a kind that are kept."""
 EXAMPLES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 """Arguments of tools by type; of other types a text."""
 PER_PROCESS = 4
@@ -48,15 +48,15 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
 def _measured(
     environment: EnvironmentSpec, rows: Sequence[tuple[Example, str]], seed: int, seconds: float
 ) -> EnvironmentTimes:
-    """Play episodes from the first turn on, again and again, until the time is over."""
+    """Run episodes, one after the other, until the time is over."""
     episodes, end = Episodes(environment, environment.processes), time.monotonic() + seconds
     rows = rows[: PER_PROCESS * environment.processes]
     times: dict[bool, list[float]] = {True: [], False: []}
     around: list[float] = []
     failures: list[CallFailure] = []
 
-    def play(calls: Sequence[EpisodeCall], is_reset: bool) -> list[EpisodeReply]:
-        """Make the calls, and keep their times."""
+    def timed_replies(calls: Sequence[EpisodeCall], is_reset: bool) -> list[EpisodeReply]:
+        """Return the replies to calls, whose times are kept."""
         began = time.monotonic()
         replies = episodes.replies(calls, Deadline.after(environment.timeout_seconds * len(calls)))
         took = time.monotonic() - began
@@ -74,7 +74,7 @@ def _measured(
         while time.monotonic() < end or not (times[False] or failures or step):
             step += 1
             calls = _resets(rows, step, seed)
-            replies = play(calls, is_reset=True)
+            replies = timed_replies(calls, is_reset=True)
             while time.monotonic() < end or not (times[False] or failures):
                 calls = [
                     replace(
@@ -87,7 +87,7 @@ def _measured(
                 ]
                 if not calls:
                     break
-                replies = play(calls, is_reset=False)
+                replies = timed_replies(calls, is_reset=False)
         is_concurrent = episodes.are_concurrent
     finally:
         episodes.close()

@@ -161,10 +161,10 @@ def _other_lines(measurements: Measurements) -> Iterator[str]:
 
 def _environment_lines(times: EnvironmentTimes) -> Iterator[str]:
     """Yield the times of an environment's calls in milliseconds."""
-    played = "at once" if times.is_concurrent else "one after the other"
+    order = "at once" if times.is_concurrent else "one after the other"
     failed = f", {counted(times.failures, 'failed call')} left out" if times.failures else ""
     around = f"{1000 * times.around:.3g} ms around a call"
-    yield f"\n  environment {times.name}, episodes of a process {played}, {around}{failed}"
+    yield f"\n  environment {times.name}, episodes of a process {order}, {around}{failed}"
     for name, each in (("beginning of an episode", times.resets), ("reply", times.replies)):
         if each:
             values = (sum(each) / len(each), share_below(each, 0.5), share_below(each, 0.95), each[-1])

@@ -1,4 +1,4 @@
-"""Machines of the processes in which episodes are played, and the ranks that call them."""
+"""Machines of the processes in which episodes run, and the ranks that call them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from flexrlhf.plan.plan import Plan
 
 
 def processes_by_rank(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Return the machine of each process, by the rank whose rows it plays; none without an environment.
+    """Return the machine of each process, by the rank whose rows it has; none without an environment.
 
-    Evaluations play on the trained copy, whose ranks have processes of their own unless they also generate.
+    Evaluations run on the trained copy, whose ranks have processes of their own unless they also generate.
     """
     return {rank: nodes for layout in reversed(_layouts(plan)) for rank, nodes in _of_layout(plan, layout)}
 
 
 def processes_by_node(plan: Plan) -> Mapping[int, int]:
-    """Return how many processes play the episodes of a step on each machine."""
+    """Return how many processes run the episodes of a step on each machine."""
     layouts = _layouts(plan)[:1]
     return Counter(node for layout in layouts for _, nodes in _of_layout(plan, layout) for node in nodes)
 
 
 def _layouts(plan: Plan) -> tuple[Layout, ...]:
     """Return the layout of the ranks that generate, and of the ranks that evaluate if any do."""
-    played = next((each for each in plan.graph.operators if each.kind == "interact"), None)
-    if played is None:
+    interacting = next((each for each in plan.graph.operators if each.kind == "interact"), None)
+    if interacting is None:
         return ()
-    layouts = plan.placement.copy_for(played).layout, plan.placement[played.role].layout
+    layouts = plan.placement.copy_for(interacting).layout, plan.placement[interacting.role].layout
     return layouts if plan.spec.eval is not None else layouts[:1]
 
 
 def _of_layout(plan: Plan, layout: Layout) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield the rank that calls the environments for a replica, and the machine of each of its processes."""
     environment = plan.spec.environment
-    assert environment is not None, "episodes are played by an environment"
+    assert environment is not None, "episodes are of an environment"
     for replica, ranks in enumerate(layout.replica_sets):
         yield ranks[0], process_nodes(environment, layout, replica, plan.cluster)

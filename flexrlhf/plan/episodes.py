@@ -47,13 +47,13 @@ def with_episodes(graph: Graph, spec: Spec) -> Graph:
 
 
 def processes_of(environment: EnvironmentSpec, layout: Layout, replica: int) -> int:
-    """Return the processes in which the episodes of a replica are played: its share, and at least one."""
+    """Return the processes in which the episodes of a replica run: its share, and at least one."""
     first, last = (environment.processes * each // layout.dp for each in (replica, replica + 1))
     return max(1, last - first)
 
 
 def process_nodes(environment: EnvironmentSpec, layout: Layout, replica: int, cluster: Cluster) -> tuple[int, ...]:
-    """Return the machine of each process in which the episodes of a replica are played."""
+    """Return the machine of each process in which the episodes of a replica run."""
     count = processes_of(environment, layout, replica)
     if environment.nodes is None:
         return (cluster.node_of(layout.replica_sets[replica][0]),) * count
@@ -128,7 +128,7 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
         )
     if spec.algorithm.attempts > 1:
         raise UserError(
-            "algorithm.dynamic_sampling samples prompts again in the step, and the environment's episodes are played "
+            "algorithm.dynamic_sampling samples prompts again in the step, and the environment's episodes run "
             "once; use null"
         )
     if any(operator.kind == "retokenize" for operator in graph.operators):

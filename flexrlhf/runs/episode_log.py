@@ -23,7 +23,7 @@ FILE = r"step(\d+)-rank\d+\.jsonl"
 
 
 class EpisodeLog:
-    """Replies to the episodes of one rank, kept until no checkpoint is left from which their step would be played."""
+    """Replies to the episodes of one rank, kept until no checkpoint is left from which their step would run."""
 
     def __init__(self, run: Path, received: Path, rank: int, append: Callable[[Path, str], None]) -> None:
         """Read the replies of all ranks: an episode may have moved.

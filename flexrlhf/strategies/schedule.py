@@ -207,7 +207,7 @@ def make_tasks(
             else:
                 passed = number
                 if num_turns and operator.name not in opening:
-                    # in the tick in which the next chunk asks for its last replies
+                    # in the tick in which the next chunk calls for its last replies
                     passed = 2 * (chunks * (num_turns - 1) + number) + 1
                 tasks.append(OperatorTask(operator, wave, chunk, wave + passed, awaited))
     return sorted(tasks, key=lambda task: task.order)

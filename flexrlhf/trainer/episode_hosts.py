@@ -22,7 +22,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.episode_server import EpisodeServer, RemoteProcess
 
 Place = tuple[int, int]
-"""The rank whose rows a process plays, and its number among the processes of that rank."""
+"""The rank whose rows a process has, and its number among the processes of that rank."""
 
 
 def open_episodes(plan: Plan, world: World, closing: ExitStack) -> Episodes | None:
@@ -69,7 +69,7 @@ def _serving(
 ) -> Iterator[None]:
     """Serve processes of ``node`` until the ranks that call them need them no more."""
     if not job_secret():
-        raise UserError(f"{VARIABLE}: missing; environment.nodes has episodes played on other machines; {MAKE}")
+        raise UserError(f"{VARIABLE}: missing; environment.nodes has episodes run on other machines; {MAKE}")
     store, seconds = _store(plan, world), plan.spec.timeout_seconds
     processes = {_path(*place): make_process(settings) for place in places}
     host, nonce = own_address(world.host), token_hex()

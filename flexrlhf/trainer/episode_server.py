@@ -1,4 +1,4 @@
-"""Processes of environments on other machines than the ranks whose rows they play: server and client.
+"""Processes of environments on other machines than the ranks whose rows they have: server and client.
 
 The first rank of a machine serves the processes there. A request has the calls of one process, as JSON, and the
 response their replies; it carries the token of the job, as those for files do.
@@ -44,7 +44,7 @@ class _CallHandler(TokenHandler):
     server: EpisodeServer
 
     def do_POST(self) -> None:  # noqa: N802 (http.server's name)
-        """Return the replies to the calls, and whether the process plays its episodes at once."""
+        """Return the replies to the calls, and whether the process runs its episodes at once."""
         with self._responding():
             process, body = self._process(), self._body()
             calls = [_read_call(each) for each in body["calls"]]
@@ -73,13 +73,13 @@ class _CallHandler(TokenHandler):
 
 @dataclass(eq=False)
 class RemoteProcess:
-    """Process of another machine that plays episodes.
+    """Process of another machine that runs episodes.
 
     node:        number of the machine.
     host, port:  of its server.
     path:        of the process.
     token:       of the job.
-    is_async:    whether it plays its episodes at once; known with the first reply.
+    is_async:    whether it runs its episodes at once; known with the first reply.
     """
 
     node: int

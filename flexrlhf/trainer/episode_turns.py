@@ -66,7 +66,7 @@ class _History:
     replied: list[str] = field(default_factory=list)
 
 
-class EpisodePlayer:
+class EnvironmentCaller:
     """Caller of the environments of this rank's rows."""
 
     def __init__(
@@ -185,8 +185,8 @@ class EpisodePlayer:
             history.turns.append(self._text(ids, sampling))
             assert len(history.turns) == run.turn + 1, f"{key}: a turn is missing"
             is_last = run.turn + 1 == run.operator.turns or room == 0
-            told = tuple(history.turns), is_last, tuple(history.replied)
-            call = EpisodeCall(key, example.columns, _seed(sampling, prompt), *told)
+            so_far = tuple(history.turns), is_last, tuple(history.replied)
+            call = EpisodeCall(key, example.columns, _seed(sampling, prompt), *so_far)
             has_end = bool(ids) and ids[-1] in sampling.eos_token_ids
             requests.append(_Request(call, room, has_end, bool(example.turns)))
         return requests
@@ -327,9 +327,9 @@ def open_log(plan: Plan, files: RunFiles, world: World) -> EpisodeLog | None:
     return EpisodeLog(spec.directory, files.received_replies(plan, world), world.rank, files.append)
 
 
-def make_player(
+def make_environment_caller(
     plan: Plan, rank: int, tokenizer: Any, episodes: Episodes | None, log: EpisodeLog | None
-) -> EpisodePlayer | None:
+) -> EnvironmentCaller | None:
     """Return the caller of the environments of the rows of ``rank``; None if the run has no episodes, or none there.
 
     episodes:  None: they are replayed.
@@ -340,11 +340,11 @@ def make_player(
     if settings is None or not interacting:
         return None
     layout = plan.placement.copy_for(interacting[0]).layout
-    # evaluations play on the trained copy
+    # evaluations run on the trained copy
     layout = layout if rank in layout.places else plan.placement[interacting[0].role].layout
     if rank not in layout.places:
         return None
     tokens = turn_tokens(plan, tokenizer)
     chunks = plan.batch.num_chunks
     seconds = spec.timeout_seconds / 2
-    return EpisodePlayer(settings, episodes, tokens, tokenizer.decode, plan.lengths, seconds, log, chunks)
+    return EnvironmentCaller(settings, episodes, tokens, tokenizer.decode, plan.lengths, seconds, log, chunks)

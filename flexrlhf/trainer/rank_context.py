@@ -20,7 +20,7 @@ from flexrlhf.plan.run_data import RunData
 from flexrlhf.plan.run_tokenizer import load_tokenizer
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_hosts import open_episodes
-from flexrlhf.trainer.episode_turns import EpisodePlayer, make_player, open_log
+from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
 from flexrlhf.trainer.memory_meter import MemoryMeter
@@ -44,9 +44,9 @@ class RankContext:
     models:     placed models that are loaded on this rank.
     scorers:    functions, services and rules that score responses.
     decode:     tokens to text, special tokens included.
-    player:     caller of the environments of this rank's rows; None without any.
+    environments: caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
-    closing:    end of the environments that this rank plays for other machines.
+    closing:    end of the environments that this rank runs for other machines.
     """
 
     plan: Plan
@@ -61,7 +61,7 @@ class RankContext:
     models: dict[ModelName, LoadedModel]
     scorers: ExternalScorers
     decode: Callable[..., str]
-    player: EpisodePlayer | None
+    environments: EnvironmentCaller | None
     start_bytes: dict[str, int]
     closing: ExitStack
 
@@ -101,8 +101,8 @@ class RankContext:
             model.engine.close()
         self.models.clear()
         self.scorers.close()
-        if self.player is not None:
-            self.player.close()
+        if self.environments is not None:
+            self.environments.close()
         self.closing.close()
         # models keep groups in cycles of hooks and closures
         gc.collect()
@@ -130,7 +130,7 @@ def open_rank(
     log = open_log(plan, files, world)
     if log is not None and log.num_found and world.rank == 0:
         send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
-    player = make_player(plan, world.rank, tokenizer, open_episodes(plan, world, closing), log)
+    environments = make_environment_caller(plan, world.rank, tokenizer, open_episodes(plan, world, closing), log)
     scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id)
     start_bytes = {"load": meter.peak()}
@@ -148,7 +148,7 @@ def open_rank(
         models,
         scorers,
         decode,
-        player,
+        environments,
         start_bytes,
         closing,
     )

@@ -26,7 +26,7 @@ from flexrlhf.operators.columns import FINAL_OUTCOME, GROUP_SCORES, PRESENT, col
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
-from flexrlhf.trainer.episode_turns import EpisodePlayer
+from flexrlhf.trainer.episode_turns import EnvironmentCaller
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_guards import FiniteGuard, SampledCheck, make_sampled_check
 from flexrlhf.trainer.prompt_attempts import replace_prompts, take_prompts
@@ -51,7 +51,7 @@ class OperatorContext:
     guard:     rule for values that are not finite.
     check:     comparison of the first step's log-probs; None: there is none.
     encoders:  from text to tokens, by role, for models with a tokenizer of their own.
-    player:    caller of the environments of episodes; None: there are none.
+    environments: caller of the environments of episodes; None: there are none.
     """
 
     spec: Spec
@@ -62,7 +62,7 @@ class OperatorContext:
     guard: FiniteGuard
     check: SampledCheck | None = None
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
-    player: EpisodePlayer | None = None
+    environments: EnvironmentCaller | None = None
 
     def at(self, step: int) -> OperatorContext:
         """Return the context of ``step``."""
@@ -76,7 +76,9 @@ def make_operator_context(rank: RankContext) -> OperatorContext:
     check = make_sampled_check(rank.plan, rank.decode)
     encoders = make_text_encoders(rank.plan, rank.models)
     sampling = step_sampling(rank)
-    return OperatorContext(spec, sampling, world.device, rank.scorers, rank.decode, guard, check, encoders, rank.player)
+    return OperatorContext(
+        spec, sampling, world.device, rank.scorers, rank.decode, guard, check, encoders, rank.environments
+    )
 
 
 def step_sampling(rank: RankContext) -> Sampling:
@@ -236,9 +238,9 @@ def _turn(run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling, c
 
 def _interact(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> None:
     """Call the environments: their reset, or their reply to the last turn of each row."""
-    assert context.player is not None, "an environment has a caller"
+    assert context.environments is not None, "an environment has a caller"
     if not run.operator.turns:
-        context.player.reset(run, batch, store, context.sampling)
+        context.environments.reset(run, batch, store, context.sampling)
         return
 
     def check(columns: Columns) -> None:
@@ -246,7 +248,7 @@ def _interact(run: OperatorRun, batch: Batch, store: RowStore, context: Operator
             for sampled in [columns[name] for name in LOGPROBS if name in columns][:1]:
                 context.check.after(run.operator, run.model, store, batch, {**columns, LOGPROBS[0]: sampled})
 
-    context.player.step(run, store, context.sampling, check)
+    context.environments.step(run, store, context.sampling, check)
 
 
 def _combine(

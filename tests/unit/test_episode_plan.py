@@ -52,7 +52,7 @@ GAME = "environment={path: game.py:Game, max_turns: 2}"
         ),
         (
             ("algorithm={name: grpo, samples_per_prompt: 2, dynamic_sampling: {rounds: 2}}",),
-            "algorithm.dynamic_sampling samples prompts again in the step, and the environment's episodes are played "
+            "algorithm.dynamic_sampling samples prompts again in the step, and the environment's episodes run "
             "once; use null",
         ),
     ],

@@ -70,7 +70,7 @@ def test_pure_modules_import_nothing_heavy(names: list[str], heavy: set[str], tm
     assert not heavy & set(json.loads(loaded))
 
 
-@pytest.mark.parametrize("names", [["rewards.worker_calls"], ["environments.player", "environments.process_limits"]])
+@pytest.mark.parametrize("names", [["rewards.worker_calls"], ["environments.sessions", "environments.process_limits"]])
 def test_a_process_for_a_users_code_loads_little(names: list[str], tmp_path: Path) -> None:
     (loaded,) = python(IMPORT_ALL, [f"flexrlhf.{name}" for name in names], tmp_path)
     assert not (HEAVY | {"pydantic", "yaml", "rich"}) & set(json.loads(loaded))

@@ -19,7 +19,7 @@ class GymnasiumText:
     """One episode of ``gymnasium:ID``.
 
     An observation is the text that ``render_mode: ansi`` renders, with colours as brackets, a text as it is, or JSON.
-    The action is the reply if actions are texts, else JSON in it. A reply without an action is a turn that says so.
+    The action is the reply if actions are texts, else JSON in it. A reply without an action has a message about it.
 
     name:      id of the environment
     action:    regular expression that finds actions in a reply; a group is the action itself
@@ -39,7 +39,7 @@ class GymnasiumText:
         return self._text(observation)
 
     def step(self, reply: str) -> Turn:
-        """Play the action of a reply."""
+        """Take the action of a reply."""
         space = self._environment.action_space
         try:
             action = reply if isinstance(space, self._spaces.Text) else self._parsed(reply)

@@ -31,7 +31,7 @@ class OpenEnvClient:
         return self._text(result.observation)
 
     async def step(self, reply: str) -> Turn:
-        """Send the action of a reply. Text that is no JSON object, where one is needed, is a turn that says so."""
+        """Send the action of a reply. Text that is no JSON object, where one is needed, has a message about it."""
         action = {self._action: reply} if self._action is not None else _object(reply)
         if action is None:
             return Turn("no action: expected a JSON object")

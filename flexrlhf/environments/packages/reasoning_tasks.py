@@ -16,7 +16,7 @@ class ReasoningTask:
     A turn's reward is by how much its score exceeds the best one before, so that the episode's is the best score.
 
     name:      of the task
-    attempts:  turns; after each but the last, a reply that has not the full score is told so
+    attempts:  turns; after each but the last, a message gives a score that is not full
     options:   settings of the task, for a question that is generated from the episode's seed
     """
 

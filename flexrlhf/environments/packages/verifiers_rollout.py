@@ -1,7 +1,7 @@
 """Environments of verifiers: its rollouts run here as they are, and their model is the policy.
 
 A rollout of verifiers calls a model when it needs a turn, where ours is called for a reply. So its harness, the program
-that plays an agent's turns, is one of ours: it waits for the policy's next turn, sends it through verifiers' own
+that makes an agent's turns, is one of ours: it waits for the policy's next turn, sends it through verifiers' own
 endpoint, which records it, and runs the tools of the task.
 """
 
@@ -41,7 +41,7 @@ class VerifiersRollout:
         self, name: str, tool_format: str = "hermes", environment: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         self._settings = json.dumps({**(environment or {}), "taskset": {"id": name, **options}})
-        self._seat = _Seat(tool_format)
+        self._agent = _PolicyAgent(tool_format)
         self._messages = 0
         self._rollout: asyncio.Task[Any] | None = None
 
@@ -49,20 +49,20 @@ class VerifiersRollout:
         """Begin the rollout; return the messages of its prompt."""
         served = await _started(self._settings)
         task = served.tasks[row.get("idx", seed % len(served.tasks))]
-        self._seat.upstream = served.upstream
-        SEAT.set(self._seat)
+        self._agent.upstream = served.upstream
+        AGENT.set(self._agent)
         self._rollout = asyncio.create_task(served.environment.run_episode(task, served.context))
-        return (await self._heard()).messages
+        return (await self._reply()).messages
 
     async def step(self, reply: str) -> Turn:
-        """Let the rollout go on with a turn of the policy."""
-        self._seat.texts.put_nowait(reply)
-        return await self._heard()
+        """Continue the rollout with a turn of the policy."""
+        self._agent.texts.put_nowait(reply)
+        return await self._reply()
 
     async def truncate(self) -> float:
         """End the rollout, which waits for a turn; return its reward."""
-        self._seat.texts.put_nowait(None)
-        return (await self._heard()).reward
+        self._agent.texts.put_nowait(None)
+        return (await self._reply()).reward
 
     async def close(self) -> None:
         """End the rollout, if it has not ended."""
@@ -70,10 +70,10 @@ class VerifiersRollout:
             self._rollout.cancel()
             await asyncio.wait([self._rollout])
 
-    async def _heard(self) -> Turn:
+    async def _reply(self) -> Turn:
         """Wait until the rollout needs a turn, or ends. Raises RuntimeError for one that fails."""
         assert self._rollout is not None, "an episode without a reset"
-        turn = asyncio.create_task(self._seat.conversations.get())
+        turn = asyncio.create_task(self._agent.conversations.get())
         await asyncio.wait([turn, self._rollout], return_when=asyncio.FIRST_COMPLETED)
         if turn.done():
             messages = turn.result()[self._messages :]
@@ -89,7 +89,7 @@ class VerifiersRollout:
 
 
 @dataclass
-class _Seat:
+class _PolicyAgent:
     """The policy as an agent of a rollout.
 
     tool_format:    how it writes calls of tools
@@ -123,7 +123,7 @@ class _Seat:
         return {"role": "assistant", "content": text, "tool_calls": tools}
 
 
-SEAT: ContextVar[_Seat] = ContextVar("seat")
+AGENT: ContextVar[_PolicyAgent] = ContextVar("agent")
 """The policy of the rollout that a coroutine is a part of."""
 
 
@@ -223,20 +223,20 @@ def _harness_module() -> ModuleType:
 async def _converse(
     messages: list[Message], rollout: str, endpoint: str, secret: str, mcp_urls: Mapping[str, str]
 ) -> str:
-    """Play an agent's turns until one calls no tool; return why the rollout was stopped before."""
+    """Make an agent's turns until one calls no tool; return why the rollout was stopped before."""
     import httpx
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-    seat = SEAT.get()
+    agent = AGENT.get()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
         servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
         tools, places, connections = await connect_mcp(servers, stack)
         while True:
-            message = await seat.turn(messages)
+            message = await agent.turn(messages)
             if message is None:
                 return ""
-            seat.upstream[rollout] = message
+            agent.upstream[rollout] = message
             body = {"model": "policy", "messages": messages, **({"tools": tools} if tools else {})}
             headers = {"Authorization": f"Bearer {secret}"}
             reply = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)

@@ -21,7 +21,7 @@ class EnvironmentTimes(BaseModel):
     resets:         beginnings of episodes, ascending
     replies:        replies to turns, ascending
     around:         time around a call: to send it to its process and to read its reply
-    is_concurrent:  whether a process plays its episodes at once (``async``), else one after the other
+    is_concurrent:  whether a process runs its episodes at once (``async``), else one after the other
     failures:       failed calls, whose times are left out
     """
 

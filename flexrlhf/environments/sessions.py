@@ -1,4 +1,4 @@
-"""Episodes of one process. Worker processes load this: here alone an environment's code is loaded and run.
+"""Sessions of one process, an episode each. Worker processes load this: here alone an environment's code runs.
 
 Episodes whose environment or tools have ``async`` methods run concurrently, on an event loop that also runs between
 calls; others run one after another. A call that waits longer than its limit is cancelled; one that blocks the process
@@ -43,8 +43,8 @@ class Setup:
     """Settings of an environment, as a process receives them.
 
     path, tools, tool_format: as in EnvironmentSpec
-    options:             as JSON
-    seconds:             limit of one turn
+    options:  as JSON
+    seconds:  limit of one step
     """
 
     path: str | None
@@ -55,8 +55,8 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class TurnToPlay:
-    """One turn to play.
+class EnvStep:
+    """One step of an environment.
 
     key:      of the episode
     number:   of the turn; 0 is the reset
@@ -82,12 +82,12 @@ def is_stale(key: tuple[int, int], step: int) -> bool:
 
 def load(setup: Setup) -> bool | CallFailure:
     """Load environment and tools, once in a process. Return whether they are ``async``, or why they do not load."""
-    return _stage(setup).load()
+    return _sessions(setup).load()
 
 
 @dataclass(frozen=True)
-class Played:
-    """Replies to turns.
+class StepResults:
+    """Replies to steps.
 
     replies:    None if this process does not have the episode, or has not loaded anything
     children:   processes that episodes have started, as ``descendants`` returns them
@@ -99,11 +99,11 @@ class Played:
     is_blocked: bool
 
 
-def play(setup: Setup, turns: Sequence[TurnToPlay]) -> Played:
-    """Play one turn of each of some episodes."""
-    stage = _stage(setup)
-    replies = stage.play(turns)
-    return Played(replies, stage.children(), stage.is_blocked)
+def run_steps(setup: Setup, steps: Sequence[EnvStep]) -> StepResults:
+    """Run one step of each of some sessions."""
+    sessions = _sessions(setup)
+    replies = sessions.run(steps)
+    return StepResults(replies, sessions.children(), sessions.is_blocked)
 
 
 def waiting_limit(seconds: float) -> float:
@@ -113,11 +113,11 @@ def waiting_limit(seconds: float) -> float:
 
 def children(setup: Setup) -> dict[int, int]:
     """Return the processes that episodes have left behind."""
-    return _stage(setup).children()
+    return _sessions(setup).children()
 
 
-class _Stage:
-    """Episodes of this process."""
+class _Sessions:
+    """Sessions of this process."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -140,15 +140,15 @@ class _Stage:
         self._end_copies()
         return caught.failure or self._loop is not None
 
-    def play(self, turns: Sequence[TurnToPlay]) -> Sequence[EpisodeReply | None]:
+    def run(self, steps: Sequence[EnvStep]) -> Sequence[EpisodeReply | None]:
         if self._make is None:
-            return [None] * len(turns)
+            return [None] * len(steps)
         if self._loop is None:
-            return [_at_once(self._reply(turn)) for turn in turns]
+            return [_at_once(self._reply(step)) for step in steps]
         tasks: list[asyncio.Task[EpisodeReply | None]] = []
 
         async def together() -> None:
-            tasks.extend(asyncio.create_task(self._reply(turn)) for turn in turns)
+            tasks.extend(asyncio.create_task(self._reply(step)) for step in steps)
             await asyncio.wait(tasks)
 
         try:
@@ -159,9 +159,9 @@ class _Stage:
             has_loop = self._loop.is_running() and bool(tasks)
             self.is_blocked = running is not None or not has_loop
             if not tasks:
-                return [self._late(is_sure=False) for _ in turns]
+                return [self._late(is_certain=False) for _ in steps]
             return [
-                task.result() if task.done() else self._late(is_sure=has_loop and running in (None, task))
+                task.result() if task.done() else self._late(is_certain=has_loop and running in (None, task))
                 for task in tasks
             ]
         return [task.result() for task in tasks]
@@ -178,15 +178,15 @@ class _Stage:
         found = descendants(self._process)
         return {process: found[process] for process in found.keys() - self._of_loading.keys()}
 
-    async def _reply(self, turn: TurnToPlay) -> EpisodeReply | None:
-        """Return the reply to one turn, whatever the environment does, but for blocking the process."""
+    async def _reply(self, step: EnvStep) -> EpisodeReply | None:
+        """Return the reply to one step, whatever the environment does, but for blocking the process."""
         began = time.monotonic()
         limit = None if self._loop is None else asyncio.timeout(self._setup.seconds)
         reply: EpisodeReply | None = None
         with Caught("raise", "raised") as caught:
             try:
                 async with limit or nullcontext():
-                    reply = await self._played(turn)
+                    reply = await self._run(step)
             except MemoryError:
                 # room to report it
                 self._reserve = b""
@@ -195,36 +195,36 @@ class _Stage:
         seconds = time.monotonic() - began
         failure = caught.failure
         if limit is not None and limit.expired():
-            failure = self._late(is_sure=seconds < self._setup.seconds * (1 + PUNCTUAL)).failure
+            failure = self._late(is_certain=seconds < self._setup.seconds * (1 + PUNCTUAL)).failure
         if failure is None:
             return reply and replace(reply, seconds=seconds)
         with Caught("raise", "raised"):
             async with nullcontext() if limit is None else asyncio.timeout(CLOSE_SECONDS):
-                await self._close(turn.key)
+                await self._close(step.key)
         text = failure.text.encode(errors="backslashreplace").decode()
         return EpisodeReply(seconds=seconds, failure=replace(failure, text=text))
 
-    def _late(self, is_sure: bool) -> EpisodeReply:
-        """Return the reply of a turn that takes too long. ``is_sure``: whether it is not another one that does."""
-        kind = "timeout" if is_sure else BLOCKED
+    def _late(self, is_certain: bool) -> EpisodeReply:
+        """Return the reply of a step that takes too long. ``is_certain``: whether no other one may have delayed it."""
+        kind = "timeout" if is_certain else BLOCKED
         return EpisodeReply(failure=CallFailure(kind, f"took longer than {self._setup.seconds:g} s"))
 
-    async def _played(self, turn: TurnToPlay) -> EpisodeReply | None:
+    async def _run(self, step: EnvStep) -> EpisodeReply | None:
         assert self._make is not None, "nothing is loaded"
-        if turn.number == 0:
+        if step.number == 0:
             # also episodes that no last call has ended
-            for key in [key for key in self._episodes if key == turn.key or is_stale(key, turn.key[0])]:
+            for key in [key for key in self._episodes if key == step.key or is_stale(key, step.key[0])]:
                 await self._close(key)
-            episode = self._episodes[turn.key] = self._make()
-            reply = await episode.reset(turn.row, turn.seed)
+            episode = self._episodes[step.key] = self._make()
+            reply = await episode.reset(step.row, step.seed)
         else:
-            found = self._episodes.get(turn.key)
-            if found is None or found.turn != turn.number - 1:
+            found = self._episodes.get(step.key)
+            if found is None or found.turn != step.number - 1:
                 return None
             episode = found
-            reply = await (episode.truncated() if turn.is_ended else episode.reply(turn.text, turn.is_last))
-        if reply.is_done or turn.is_last:
-            await self._close(turn.key)
+            reply = await (episode.truncated() if step.is_ended else episode.reply(step.text, step.is_last))
+        if reply.is_done or step.is_last:
+            await self._close(step.key)
         return reply
 
     async def _close(self, key: tuple[int, int]) -> None:
@@ -240,8 +240,8 @@ class _Stage:
 
 
 @functools.cache
-def _stage(setup: Setup) -> _Stage:
-    return _Stage(setup)
+def _sessions(setup: Setup) -> _Sessions:
+    return _Sessions(setup)
 
 
 def _factory(setup: Setup) -> tuple[Callable[[], Episode], bool]:
