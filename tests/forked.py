@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,24 @@ PATH = [str(Path(__file__).parent / folder) for folder in ("megatron_on_cpu", "d
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
 }
-"""Environment: one thread a rank, none of the functions that vLLM compiles on CPUs, Megatron-Core's stand-in for CUDA
-there, and ranks of tests."""
+"""Environment: one thread a rank, none of the functions that vLLM compiles on CPUs, no thread of Arrow, without which
+the factory can fork, Megatron-Core's stand-in for CUDA there, and ranks of tests."""
+LIBRARIES = {"peft": ("peft",), "megatron": ("flexrlhf.engines.megatron.engine",)}
+"""Modules that many launches load, by the package that they are of."""
+if "FLEXRLHF_TEST_DEVICE" not in os.environ:
+    # DeepSpeed chooses its device when it is loaded
+    RANK_ENVIRONMENT["DS_ACCELERATOR"] = "cpu"
+    LIBRARIES["deepspeed"] = ("deepspeed", "flexrlhf.engines.deepspeed.engine")
 
 
 @cache
 def warm_factory() -> RankFactory:
-    """Return the factory of this test process, which has loaded the modules of launchers, too."""
-    factory = RankFactory(modules=[*LOADED, "flexrlhf.cli.app", "peft", "torch.testing"])
+    """Return the factory of this test process, which has loaded the modules of launchers and engines, too."""
+    installed = [module for package, modules in LIBRARIES.items() if find_spec(package) for module in modules]
+    factory = RankFactory(modules=[*LOADED, "flexrlhf.cli.app", "torch.testing", *installed])
     atexit.register(factory.close)
     return factory
 
