@@ -61,6 +61,20 @@ NOT_COUNTED = {
 }
 """Reasons for which rows are left out, and their definitions."""
 
+EPISODE_FAILURES = {
+    "raise": "raised",
+    "reply": "returned what is no reply",
+    "timeout": "took longer than environment.timeout_seconds",
+    "crash": "ended its process",
+    "memory": "used up environment.memory_mb",
+    "files": "used up environment.open_files",
+    "late": "had not replied by the deadline of a turn",
+    "replay": "replied otherwise when it was played again",
+    "tokens": "replied with what is too long, or is no message of the chat template",
+    "machine": "is on a machine that did not reply",
+    "load": "could not be loaded, or its process not started",
+}
+"""Kinds of failures of an environment, and their definitions."""
 STALENESS = "batches trained on since the weights that sampled a token"
 MOST_STALE = 16
 """Staleness from which on the histogram of a step's tokens has one share."""
@@ -129,6 +143,18 @@ METRICS = (
     Metric("episode_last_turn", "episode_last_turn", "share of episodes that had all their turns and were not ended"),
     Metric("episode_no_room", "episode_no_room", "share of episodes without room for another turn"),
     Metric("episode_failed", "episode_failed", "share of episodes whose environment failed", is_problem=True),
+    *(
+        Metric(
+            f"episode_failed_{name}",
+            f"episode_failed_{name}",
+            f"share of episodes whose environment {text}",
+            "share",
+            is_problem=True,
+        )
+        for name, text in EPISODE_FAILURES.items()
+    ),
+    Metric("reply_seconds_mean", "reply_seconds", "time of an environment's reply to a turn, mean over replies"),
+    Metric("reply_seconds_max", "reply_seconds_longest", "time of the longest reply of the step"),
     Metric("tool_calls", "tool_calls", "calls of tools in an episode"),
     Metric("tool_calls_failed", "failed_tool_calls", "share of calls that failed", over="tool_calls"),
     Metric("rows_trained", "rows_trained", "rows of the step that are trained on", "sum"),
@@ -342,7 +368,12 @@ METRICS = (
     ),
 )
 
-TIMES = ("seconds", "samples_per_second", "tokens_per_second", *(m.name for m in METRICS if m.name.startswith("time_")))
+TIMES = (
+    "seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    *(metric.name for metric in METRICS if metric.name.startswith(("time_", "reply_seconds_"))),
+)
 """Entries of a row of metrics that no number of the run depends on, and that differ each time it runs."""
 ROW_ENTRIES = {
     "step": "number of the step, from 0; what is printed counts those that are done, from 1",

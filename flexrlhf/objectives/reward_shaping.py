@@ -18,7 +18,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.operators.columns import CALLED, ENVIRONMENT, STEP_ENDS, plain
-from flexrlhf.operators.outcomes import CODES, EPISODE_STATES
+from flexrlhf.operators.outcomes import CODES, FAILED
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def raw_scores(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple
     """
     scores, has_failed = batch["scores"], torch.zeros_like(batch["finished"], dtype=torch.bool)
     if "episode" in batch.columns:
-        has_failed = batch["episode"] == EPISODE_STATES["failed"]
+        has_failed = batch["episode"] >= FAILED
         scores = scores.masked_fill(has_failed, 0.0)
     finite = finite_scores(spec, batch, scores, context)
     is_masked = (batch["finished"] == 0) & (spec.truncation == "mask")

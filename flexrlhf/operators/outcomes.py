@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flexrlhf.metrics import FILTERED, NOT_COUNTED
+from flexrlhf.metrics import EPISODE_FAILURES, FILTERED, NOT_COUNTED
+
+
+def failed_state(kind: str) -> str:
+    """Return the state of an episode that failed. ``kind``: of the failure, such as ``crash`` or ``load timeout``."""
+    name = "load" if kind == "start" else kind.partition(" ")[0]
+    return f"failed: {name}" if name in EPISODE_FAILURES else "failed"
+
 
 TRAINED, FROZEN = "trained", "frozen"
 OUTCOMES = (TRAINED, *FILTERED, *NOT_COUNTED)
 CODES = {name: code for code, name in enumerate(OUTCOMES)}
 """Outcome → its number in the column ``outcome``; 0: to be trained on."""
-EPISODE_STATES = {name: code for code, name in enumerate(("going on", "ended", "last turn", "no room", "failed"))}
+_STATES = ("going on", "ended", "last turn", "no room", *map(failed_state, ("", *EPISODE_FAILURES)))
+EPISODE_STATES = {name: code for code, name in enumerate(_STATES)}
 """State of an episode → its number in the column ``episode``. One that has ended did so by its environment, after its
 last turn, since no room was left for a turn, or since its environment failed."""
+FAILED = EPISODE_STATES[failed_state("")]
+"""The first state of episodes that failed; later ones have the kind of failure."""
 IN_FLIGHT = "in_flight"
 CARRIED = "carried"
 """In place of an outcome: rows that the next step goes on with (``rollout.segment_tokens``), a part of those in flight.

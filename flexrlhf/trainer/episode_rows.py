@@ -17,7 +17,7 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import OPENED, REWARDS, Lengths, qualified
-from flexrlhf.operators.outcomes import EPISODE_STATES
+from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.trainer.execution import OperatorRun
 
 TOOL_CALLS = ("tool_calls", "failed_tool_calls")
@@ -106,7 +106,7 @@ def rows_before_turn(run: OperatorRun, store: RowStore, lengths: Lengths, pad_to
         state["attention_mask"] = torch.cat([prompts["prompt_mask"], torch.zeros_like(padding, dtype=torch.uint8)], 1)
         state["episode"] = store.get(BEGUN, rows)
         # there is no turn whose reward it would be
-        state[REWARDS][state["episode"] == EPISODE_STATES["failed"], 0] = torch.nan
+        state[REWARDS][state["episode"] >= FAILED, 0] = torch.nan
     return TurnRows(state, prompts, (state["episode"] == GOING).nonzero().squeeze(1))
 
 
@@ -132,7 +132,7 @@ def after_replies(before: TurnRows, made: Columns, found: Columns, sampled: Tens
     columns["attention_mask"] = torch.cat([before.prompts["prompt_mask"], context], 1)
     columns["episode"] = before.state["episode"].index_copy(0, places, found["end"].to(torch.uint8))
     # cut for want of room, or of an environment
-    is_cut = (columns["episode"] == EPISODE_STATES["no room"]) | (columns["episode"] == EPISODE_STATES["failed"])
+    is_cut = (columns["episode"] == EPISODE_STATES["no room"]) | (columns["episode"] >= FAILED)
     # the environment's end is one, however the turn before it ended
     has_ended = columns["episode"] == EPISODE_STATES["ended"]
     columns["finished"] = made["finished"].masked_fill(is_cut, 0).masked_fill(has_ended, 1)

@@ -27,13 +27,14 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import UserError
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import TURN, Lengths
-from flexrlhf.operators.outcomes import EPISODE_STATES
+from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED, failed_state
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import turn_tokens
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_rows import BEGUN, GOING, PROMPT, TOOL_CALLS, after_replies, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
+from flexrlhf.trainer.reply_times import ReplyTimes
 from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
 from flexrlhf.user_code.deadline import Deadline
 
@@ -77,8 +78,9 @@ class EnvironmentCaller:
         decode: Callable[..., str],
         lengths: Lengths,
         seconds: float,
-        log: EpisodeLog | None = None,
-        chunks: int = 1,
+        log: EpisodeLog | None,
+        chunks: int,
+        times: ReplyTimes,
     ) -> None:
         """
         episodes:  None: they are replayed, so that no environment is called.
@@ -86,9 +88,10 @@ class EnvironmentCaller:
         seconds:   limit of all replies to one turn.
         log:       replies since the last checkpoint; None: the run writes none.
         chunks:    of a step, whose replies are awaited at the same time.
+        times:     of replies, for the metrics.
         """
         self._settings, self._episodes, self._tokens, self._decode = settings, episodes, tokens, decode
-        self.log = log
+        self.log, self._times = log, times
         self._lengths, self._seconds = lengths, seconds
         self._threads = ThreadPoolExecutor(max(2, chunks), "environment")
         self._histories: dict[tuple[int, int], _History] = {}
@@ -116,7 +119,7 @@ class EnvironmentCaller:
                 if failure is None and reply.messages:
                     ids, failure = self._encoded(partial(self._prompt, example, reply), calls[place])
                 if failure is not None:
-                    begun[place] = EPISODE_STATES["failed"]
+                    begun[place] = EPISODE_STATES[failed_state(failure.kind)]
                 if ids:
                     prompts[place], mask[place] = sampling.pad_token_id, 0
                     prompts[place, -len(ids) :] = torch.tensor(ids, dtype=torch.int32)
@@ -223,6 +226,8 @@ class EnvironmentCaller:
         if future is None:
             return [EpisodeReply(is_done=self._episodes is None)] * len(calls)
         replies = future.result()
+        if calls[0].turns:
+            self._times.add(calls[0].key[0], [each.seconds for each in replies if each.failure is None])
         for call, reply in zip(calls, replies, strict=True):
             self._warn(reply.failure)
             self._histories[call.key].replied.append(reply.digest)
@@ -268,9 +273,9 @@ class EnvironmentCaller:
         tokens = torch.zeros(count, self._lengths.response, dtype=torch.int64)
         numbers = {name: torch.zeros(count, dtype=torch.float64) for name in ("length", "reward", "end", *TOOL_CALLS)}
         for place, (reply, (end, ids)) in enumerate(zip(replies, ends, strict=True)):
-            end = end if reply.failure is None else "failed"
+            end = end if reply.failure is None else failed_state(reply.failure.kind)
             tokens[place, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-            reward = float("nan") if end == "failed" else reply.reward
+            reward = float("nan") if EPISODE_STATES[end] >= FAILED else reply.reward
             found = (len(ids), reward, EPISODE_STATES[end], reply.tool_calls, reply.failed_tool_calls)
             for column, value in zip(numbers.values(), found, strict=True):
                 column[place] = value
@@ -299,7 +304,7 @@ class EnvironmentCaller:
     def _end(self, reply: EpisodeReply, turn: _Request) -> tuple[str, Sequence[int]]:
         """Return how an episode stands after a reply, and the reply's tokens if a turn follows it."""
         if reply.failure is not None:
-            return "failed", ()
+            return failed_state(reply.failure.kind), ()
         if reply.is_done:
             return "ended", ()
         if turn.room == 0:
@@ -309,7 +314,7 @@ class EnvironmentCaller:
         encode = partial(self._tokens.reply, reply.messages, turn.has_end, turn.is_chat)
         ids, failure = self._encoded(encode, turn.call)
         if failure is not None:
-            return "failed", ()
+            return failed_state(failure.kind), ()
         return ("going on", ids) if len(ids) < turn.room else ("no room", ())
 
 
@@ -328,9 +333,9 @@ def open_log(plan: Plan, files: RunFiles, world: World) -> EpisodeLog | None:
 
 
 def make_environment_caller(
-    plan: Plan, rank: int, tokenizer: Any, episodes: Episodes | None, log: EpisodeLog | None
+    plan: Plan, world: World, tokenizer: Any, episodes: Episodes | None, log: EpisodeLog | None
 ) -> EnvironmentCaller | None:
-    """Return the caller of the environments of the rows of ``rank``; None if the run has no episodes, or none there.
+    """Return the caller of the environments of this rank's rows; None if the run has no episodes, or none there.
 
     episodes:  None: they are replayed.
     log:       None: the run writes none.
@@ -339,6 +344,7 @@ def make_environment_caller(
     interacting = [each for each in plan.graph.operators if each.kind == "interact"]
     if settings is None or not interacting:
         return None
+    rank = world.rank
     layout = plan.placement.copy_for(interacting[0]).layout
     # evaluations run on the trained copy
     layout = layout if rank in layout.places else plan.placement[interacting[0].role].layout
@@ -346,5 +352,5 @@ def make_environment_caller(
         return None
     tokens = turn_tokens(plan, tokenizer)
     chunks = plan.batch.num_chunks
-    seconds = spec.timeout_seconds / 2
-    return EnvironmentCaller(settings, episodes, tokens, tokenizer.decode, plan.lengths, seconds, log, chunks)
+    seconds, times = spec.timeout_seconds / 2, ReplyTimes(plan, world)
+    return EnvironmentCaller(settings, episodes, tokens, tokenizer.decode, plan.lengths, seconds, log, chunks, times)

@@ -130,7 +130,7 @@ def open_rank(
     log = open_log(plan, files, world)
     if log is not None and log.num_found and world.rank == 0:
         send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
-    environments = make_environment_caller(plan, world.rank, tokenizer, open_episodes(plan, world, closing), log)
+    environments = make_environment_caller(plan, world, tokenizer, open_episodes(plan, world, closing), log)
     scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id)
     start_bytes = {"load": meter.peak()}

@@ -25,6 +25,7 @@ from flexrlhf.trainer.column_files import record_statistics
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
+from flexrlhf.trainer.reply_times import ReplyTimes
 from flexrlhf.trainer.samples import Part, append_samples, merged_samples
 from flexrlhf.trainer.step_rows import prompt_numbers
 from flexrlhf.trainer.step_warnings import StepWarnings
@@ -63,6 +64,7 @@ class ResultsWriter(Observer):
         self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
         self._last_time = time.time()
+        self._replies = ReplyTimes(self._plan, self._world) if self._plan.spec.environment is not None else None
         self._warnings = StepWarnings(self._plan.spec.guards, self._plan.spec.name, self._plan.batch.num_taken)
 
     def end(self, _: Execution) -> None:
@@ -111,6 +113,8 @@ class ResultsWriter(Observer):
         if samples := merged_samples(step, parts):
             append_samples(self._directory, samples)
         add(total, self._account(step, outcomes, positions))
+        if self._replies is not None:
+            add(total, self._replies.take(step))
         seconds = now - self._last_time
         num_rows = sum(len(rows) for name, rows in outcomes.items() if name != CARRIED) or self._plan.batch.num_taken
         times = time_statistics(self.work.since_last(), seconds, num_rows, total)

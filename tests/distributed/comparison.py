@@ -56,6 +56,7 @@ COUNTED = (
         "reply_length_mean",
         "episode_ended",
         "episode_failed",
+        "episode_failed_raise",
         "tool_calls",
         "eval_turns_mean",
         "eval_episode_failed",

@@ -174,7 +174,8 @@ def describe_episode(episode: Episode, terms: Terms) -> None:
     terms.add("reply_length_mean", [] if has_failed else [float(len(episode.text) - len(episode.positions))])
     for outcome in ("ended", "last turn", "no room"):
         terms.add(f"episode_{outcome.replace(' ', '_')}", [float(episode.outcome == outcome)])
-    terms.add("episode_failed", [float(has_failed)])
+    for name in ("episode_failed", "episode_failed_raise"):
+        terms.add(name, [float(has_failed)])
     terms.add("tool_calls", [0.0])
 
 
@@ -208,5 +209,7 @@ def describe(spec: Spec, responses: list[Response], controls: Controls, terms: T
             if policy.kl.target is not None and policy.kl.target_unit == "token":
                 size = sum(sizes) / len(sizes)
                 terms.add("kl_response_mean", [mean_estimate(policy.kl, policy, response)], [size])
+    if not any(terms.values("episode_failed")):
+        terms.leave_out("episode_failed_raise")
     if isinstance(policy, SafeRlhfSpec):
         terms.add("lagrange", [controls.multiplier])

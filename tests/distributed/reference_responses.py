@@ -234,7 +234,8 @@ def of_tokens(response: Response, scores: list[float]) -> list[float]:
 
 def episode_columns(episodes: list[Episode]) -> dict[str, Tensor]:
     return {
-        "episode": torch.tensor([EPISODE_STATES[episode.outcome] for episode in episodes]),
+        # a failure is an exception of the game
+        "episode": torch.tensor([EPISODE_STATES[each.outcome.replace("failed", "failed: raise")] for each in episodes]),
         "turns": torch.tensor([len(episode.ends) for episode in episodes]),
         "tool_calls": torch.zeros(len(episodes)),
         "failed_tool_calls": torch.zeros(len(episodes)),

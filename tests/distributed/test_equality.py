@@ -142,6 +142,8 @@ def test_recorded_episodes_are_trained_on_without_their_environment(launches: La
             assert torch.equal(expected[name].nan_to_num(9), found[name].nan_to_num(9)), (name, step)
     for role in ("actor", "critic"):
         assert distance(replayed.weights(role), played.weights(role)) < RELATIVE, role
+    assert all(0 < row["reply_seconds_mean"] < row["reply_seconds_max"] < 10 for row in played.metrics)
+    assert not any("reply_seconds_mean" in row for row in replayed.metrics)
 
 
 def test_leaving_out_a_forward_changes_no_number(launches: Launches) -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ from small_runs import TINY, plan_of
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.reward_sources import ModelSource
-from flexrlhf.engines.base import Batch
+from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import format_simulation
+from flexrlhf.metrics import EPISODE_FAILURES, Triple, evaluate
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
-from flexrlhf.operators.outcomes import EPISODE_STATES
+from flexrlhf.operators.outcomes import EPISODE_STATES, failed_state
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.schedule_text import schedule_table
@@ -131,8 +133,9 @@ def test_rewards_of_turns_are_added_to_other_scores() -> None:
 
 
 def ended(outcomes: str, samples: int = 1) -> Batch:
-    """Rows of which those with an x have failed."""
-    codes = [EPISODE_STATES["failed" if sign == "x" else "ended"] for sign in outcomes]
+    """Rows of which the ones with an x have failed, by failures of all kinds in turn."""
+    kinds = cycle([*EPISODE_FAILURES, "load timeout", "start", "another"])
+    codes = [EPISODE_STATES[failed_state(next(kinds)) if sign == "x" else "ended"] for sign in outcomes]
     mask = mask_of(*["1100"] * len(codes))
     numbers = {name: torch.ones(len(codes), dtype=torch.int32) for name in ("turns", "tool_calls", "failed_tool_calls")}
     context = torch.cat([mask_of(*["11"] * len(codes)), mask_of(*["1110"] * len(codes))], 1)
@@ -156,7 +159,7 @@ def test_failures_in_a_row_stop_the_run(outcomes: str, most: int, last: int | No
             statistics = episodes(settings, part, CombineContext([slice(0, len(part))], port, {}, step=7))[1]
         except RunStopped as error:
             return str(error)
-        has_failed = part["episode"] == EPISODE_STATES["failed"]
+        has_failed = part["episode"] >= EPISODE_STATES["failed"]
         assert statistics["episode_failed"].tolist()[:2] == [len(part), has_failed.sum()]
         assert statistics["reply_length"][0] == (~has_failed).sum()
         return None
@@ -168,6 +171,19 @@ def test_failures_in_a_row_stop_the_run(outcomes: str, most: int, last: int | No
         f"(environment.max_failures: {most}); the first of each kind is above"
     )
     assert found == {None if last is None else sentence}
+
+
+def test_failures_are_counted_by_kind() -> None:
+    settings, rows = EnvironmentSpec(path="game.py:Game", max_failures=100), "x" * (len(EPISODE_FAILURES) + 3) + "."
+    _, statistics = episodes(settings, ended(rows), CombineContext([slice(0, len(rows))], Alone(), {}, step=0))
+    found = {name: value * len(rows) for name, value in evaluate(tuples(statistics)).items() if "failed_" in name}
+    # two further ones of loading, and one of a kind without a metric
+    expected = {f"episode_failed_{kind}": 3 if kind == "load" else 1 for kind in EPISODE_FAILURES}
+    assert found == pytest.approx(expected)
+
+
+def tuples(statistics: Moments) -> dict[str, Triple]:
+    return {name: (values[0].item(), values[1].item(), values[2].item()) for name, values in statistics.items()}
 
 
 def test_an_evaluation_goes_on_with_failures() -> None:
