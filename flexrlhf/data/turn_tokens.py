@@ -7,8 +7,9 @@ so it is the template's own for the whole chat only if later turns leave earlier
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts, own_template
@@ -16,11 +17,18 @@ from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.examples import Example
 from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Chat, Message
+from flexrlhf.errors import UserError
 
 Replies = Sequence[tuple[str, str]]
 """Roles and contents of messages; role "": a text, which in a chat is a turn of the user."""
+ReadReply = Callable[[Sequence[int]], Replies]
+"""Messages of the tokens of a reply."""
 _CACHED = 256
 """Replies whose ids are kept: environments repeat short ones."""
+_CONTENT = "qzcontentqz"
+"""Content by which the template's text around a message is found."""
+ROLES = ("tool", "user")
+"""Roles of messages that are read out of a reply."""
 _BEFORE = "x"
 """Text in front of a turn's end: some tokenizers write a space before a text."""
 
@@ -44,6 +52,7 @@ class TurnTokens:
         if self._template is not None:
             self._check("tool" if chat.tools else "user")
         self._cached_reply = lru_cache(_CACHED)(self._chat_reply)
+        self._around = lru_cache(self._text_around)
 
     def prompt(self, example: Example, replies: Replies) -> tuple[int, ...]:
         """Return the prompt of a row with the messages of ``reset`` behind it."""
@@ -63,6 +72,53 @@ class TurnTokens:
         if self._template is None or not is_chat:
             return self._plain(messages)
         return self._cached_reply(self._messages(messages), is_ended)
+
+    def messages(self, ids: Sequence[int]) -> Replies:
+        """Return the messages of ``ids``, as ``reply`` has returned them: without the template's text around them.
+
+        A text that no template has written has role "".
+        """
+        found = () if self._template is None else self._read(self._tokenizer.decode(ids))
+        return found or (("", self._tokenizer.decode(ids, skip_special_tokens=True)),)
+
+    def _read(self, text: str) -> Replies:
+        """Return the messages of a text that the template has written behind a turn; none of another one."""
+        around = self._around()
+        heads = ((parts[0], roles[0]) for (roles, _), parts in around.items() if text.startswith(parts[0]))
+        head, role = max(heads, default=("", ""))
+        messages, rest = list[tuple[str, str]](), text[len(head) :]
+        while role:
+            found = [
+                (rest.find(parts[1]), -len(parts[1]), parts[1], roles[1])
+                for (roles, _), parts in around.items()
+                if len(roles) == 2 and roles[0] == role and parts[1] in rest
+            ]
+            if not found:
+                _, tail = around.get(((role,), True), ("", ""))
+                return (*messages, (role, rest.removesuffix(tail))) if rest.endswith(tail) else ()
+            _, _, between, later = min(found)
+            content, _, rest = rest.partition(between)
+            messages.append((role, content))
+            role = later
+        return ()
+
+    def _text_around(self) -> dict[tuple[tuple[str, ...], bool], list[str]]:
+        """Return the template's text around one message and two, by their roles and whether the turn before has ended.
+
+        It is that of the ids: some tokenizers decode no space in front of a text.
+        """
+        roles = [each for count in (1, 2) for each in product(ROLES, repeat=count)]
+        found = {(each, is_ended): self._parts(each, is_ended) for each in roles for is_ended in (True, False)}
+        return {key: parts for key, parts in found.items() if len(parts) == len(key[0]) + 1}
+
+    def _parts(self, roles: tuple[str, ...], is_ended: bool) -> list[str]:
+        """Return the text around messages of ``roles``; none if the template refuses them."""
+        try:
+            ids = self._chat_reply(self._messages([(role, _CONTENT) for role in roles]), is_ended)
+        except UserError:
+            return []
+        text: str = self._tokenizer.decode(ids)
+        return text.split(_CONTENT)
 
     def _chat_reply(self, messages: Chat, is_ended: bool) -> tuple[int, ...]:
         assert self._template is not None, "a chat has a template"

@@ -61,6 +61,7 @@ COLUMNS = {
         Column("outcome", "row", "uint8"),
         Column("episode", "row", "uint8"),
         Column("turns", "row", "int32"),
+        Column("turn_ends", "response", "uint8"),
         Column("tool_calls", "row", "int32"),
         Column("failed_tool_calls", "row", "int32"),
         Column("data_position", "row", "int32"),
@@ -88,6 +89,8 @@ OPENED, TURN, ENVIRONMENT = "opened", "turn", "environment"
 environments write."""
 REWARDS = f"token_scores.{ENVIRONMENT}"
 """Column of the environment's rewards, each on the last token of its turn; NaN in an episode that failed."""
+TURN_ENDS = "turn_ends"
+"""Column of the last tokens of the policy's turns: two turns follow one another where a reply has no tokens."""
 FINAL_OUTCOME = "outcome.final"
 """Outcome of a row after its training, in the store of the rank that trains it."""
 LONGER = 2

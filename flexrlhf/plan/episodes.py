@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import OPENED, REWARDS, TURN, qualified
+from flexrlhf.operators.columns import OPENED, REWARDS, TURN, TURN_ENDS, qualified
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
@@ -23,10 +23,11 @@ from flexrlhf.text import span_of
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
 """Columns of the policy's log-probs that a forward may write."""
-STATE = ("episode", "turns", "tool_calls", "failed_tool_calls", REWARDS)
+COUNTS = ("episode", "turns", "tool_calls", "failed_tool_calls")
+STATE = (*COUNTS, TURN_ENDS, REWARDS)
 """Columns of an episode in addition to those of a response."""
 EPISODE_STATISTICS = Operator(
-    "episodes", "combine", "actor", ("attention_mask", "response_mask", *STATE[:-1]), function="episodes", barrier=True
+    "episodes", "combine", "actor", ("attention_mask", "response_mask", *COUNTS), function="episodes", barrier=True
 )
 
 
@@ -74,12 +75,14 @@ def _of_episodes(operator: Operator) -> Operator:
     """Return an operator that reads what it needs of episodes.
 
     A forward of the policy's log-probs has them of sampled tokens alone, as generation has; rows whose environment
-    failed are not counted.
+    failed are not counted; functions receive turns.
     """
     if operator.kind == "forward" and not LOGPROBS.isdisjoint(operator.writes):
         return replace(operator, reads=(*operator.reads, "response_mask"))
     if "outcome" in operator.writes:
         return replace(operator, reads=(*operator.reads, "episode"))
+    if operator.kind == "score":
+        return replace(operator, reads=(*operator.reads, TURN_ENDS))
     return operator
 
 

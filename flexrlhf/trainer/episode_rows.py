@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import OPENED, REWARDS, Lengths, qualified
+from flexrlhf.operators.columns import OPENED, REWARDS, TURN_ENDS, Lengths, qualified
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.trainer.execution import OperatorRun
 
@@ -28,15 +27,18 @@ BEGUN = f"episode.{OPENED}"
 """Column of whether an episode's environment has begun it."""
 
 
-def parts_of(tokens: Tensor, sampled: Tensor, count: int) -> Iterator[tuple[bool, list[int]]]:
-    """Yield the turns and the replies of a response, in order: whether its tokens are sampled, and these.
+def parts_of(sampled: Tensor, ends: Tensor, count: int) -> Iterator[tuple[bool, range]]:
+    """Yield the turns and the replies of a response, in order: whether its tokens are sampled, and their places.
 
-    tokens, sampled:  (R,), on the host.
-    count:            tokens of the response, those of replies included.
+    sampled:  (R,), on the host.
+    ends:     (R,), last tokens of turns.
+    count:    tokens of the response, those of replies included.
     """
-    ids = tokens[:count].tolist()
-    for is_sampled, places in groupby(range(count), key=sampled[:count].tolist().__getitem__):
-        yield bool(is_sampled), [ids[place] for place in places]
+    start = 0
+    for place in range(1, count + 1):
+        if place == count or sampled[place] != sampled[place - 1] or ends[place - 1]:
+            yield bool(sampled[start]), range(start, place)
+            start = place
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,10 @@ def after_replies(before: TurnRows, made: Columns, found: Columns, sampled: Tens
     columns["turns"] = before.state["turns"].index_add(0, places, torch.ones_like(places, dtype=torch.int32))
     for name in TOOL_CALLS:
         columns[name] = before.state[name].index_add(0, places, found[name].to(torch.int32))
-    rewards = before.state[REWARDS].clone()
+    rewards, ends = before.state[REWARDS].clone(), before.state[TURN_ENDS].clone()
     last = (numbers * sampled).argmax(1)
+    ends[places, last] = 1
+    columns[TURN_ENDS] = ends
     rewards[places, last] += found["reward"].float()
     columns[REWARDS] = rewards
     return columns

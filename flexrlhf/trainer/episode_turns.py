@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import TURN, Lengths
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED, failed_state
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import turn_tokens
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_rows import BEGUN, GOING, PROMPT, TOOL_CALLS, after_replies, rows_before_turn
@@ -333,16 +331,22 @@ def open_log(plan: Plan, files: RunFiles, world: World) -> EpisodeLog | None:
 
 
 def make_environment_caller(
-    plan: Plan, world: World, tokenizer: Any, episodes: Episodes | None, log: EpisodeLog | None
+    plan: Plan,
+    world: World,
+    tokens: TurnTokens | None,
+    decode: Callable[..., str],
+    episodes: Episodes | None,
+    log: EpisodeLog | None,
 ) -> EnvironmentCaller | None:
     """Return the caller of the environments of this rank's rows; None if the run has no episodes, or none there.
 
+    tokens:    None: the run has no environment.
     episodes:  None: they are replayed.
     log:       None: the run writes none.
     """
     spec, settings = plan.spec, plan.spec.environment
     interacting = [each for each in plan.graph.operators if each.kind == "interact"]
-    if settings is None or not interacting:
+    if settings is None or tokens is None or not interacting:
         return None
     rank = world.rank
     layout = plan.placement.copy_for(interacting[0]).layout
@@ -350,7 +354,6 @@ def make_environment_caller(
     layout = layout if rank in layout.places else plan.placement[interacting[0].role].layout
     if rank not in layout.places:
         return None
-    tokens = turn_tokens(plan, tokenizer)
     chunks = plan.batch.num_chunks
     seconds, times = spec.timeout_seconds / 2, ReplyTimes(plan, world)
-    return EnvironmentCaller(settings, episodes, tokens, tokenizer.decode, plan.lengths, seconds, log, chunks, times)
+    return EnvironmentCaller(settings, episodes, tokens, decode, plan.lengths, seconds, log, chunks, times)

@@ -14,7 +14,7 @@ from flexrlhf.trainer.memory_meter import PeakMemory
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.results_writer import ResultsWriter
 from flexrlhf.trainer.row_ledger import RowLedger
-from flexrlhf.trainer.samples import Samples
+from flexrlhf.trainer.samples import ResponseTexts, Samples
 
 VERBS = {"eval": "evaluating", "save": "saving", "checkpoint": "writing a checkpoint of"}
 """Words for instructions that few steps have."""
@@ -30,7 +30,7 @@ def make_observers(
         # responses of another run replace this one's before anything is read of them
         *([Replay(debug.replay)] if debug.replay is not None else []),
         # a report contains samples and outcomes; controllers follow from the statistics that it sums over ranks
-        Samples(spec.samples, spec.steps, rank.decode),
+        Samples(spec.samples, spec.steps, ResponseTexts(rank.decode, rank.read_reply)),
         ledger,
         results.recorder,
         controllers,

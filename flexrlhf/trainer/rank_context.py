@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from flexrlhf.comm.world import Groups, Wait, World
+from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.memory_text import connected_memory
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import RunData
+from flexrlhf.plan.run_data import RunData, turn_tokens
 from flexrlhf.plan.run_tokenizer import load_tokenizer
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_hosts import open_episodes
@@ -44,6 +45,7 @@ class RankContext:
     models:     placed models that are loaded on this rank.
     scorers:    functions, services and rules that score responses.
     decode:     tokens to text, special tokens included.
+    read_reply: tokens of a reply to its messages; None without an environment.
     environments: caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
     closing:    end of the environments that this rank runs for other machines.
@@ -61,6 +63,7 @@ class RankContext:
     models: dict[ModelName, LoadedModel]
     scorers: ExternalScorers
     decode: Callable[..., str]
+    read_reply: ReadReply | None
     environments: EnvironmentCaller | None
     start_bytes: dict[str, int]
     closing: ExitStack
@@ -130,8 +133,10 @@ def open_rank(
     log = open_log(plan, files, world)
     if log is not None and log.num_found and world.rank == 0:
         send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
-    environments = make_environment_caller(plan, world, tokenizer, open_episodes(plan, world, closing), log)
-    scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True))
+    turns = None if plan.spec.environment is None else turn_tokens(plan, tokenizer)
+    environments = make_environment_caller(plan, world, turns, decode, open_episodes(plan, world, closing), log)
+    read_reply = None if turns is None else turns.messages
+    scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True), read_reply)
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id)
     start_bytes = {"load": meter.peak()}
     meter.reset_peak()
@@ -148,6 +153,7 @@ def open_rank(
         models,
         scorers,
         decode,
+        read_reply,
         environments,
         start_bytes,
         closing,

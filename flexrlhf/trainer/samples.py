@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.output_settings import SamplesSpec
-from flexrlhf.operators.columns import PRESENT, REWARDS
+from flexrlhf.data.turn_tokens import ReadReply
+from flexrlhf.operators.columns import PRESENT, REWARDS, TURN_ENDS
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
 FILE = "samples.jsonl"
@@ -38,12 +40,59 @@ SCORES = {"scores": "score", "scores.cost": "cost"}
 """Column of scores → field."""
 
 
+@dataclass(frozen=True)
+class ResponseTexts:
+    """Texts of responses.
+
+    decode:      tokens to text.
+    read_reply:  tokens of a reply to its messages; None: responses are no episodes.
+    """
+
+    decode: Callable[..., str]
+    read_reply: ReadReply | None = None
+
+    def parts(self, values: Mapping[str, Tensor]) -> list[Part]:
+        """Return prompt, response, length, finish and weights version of each row; nothing of one without a prompt."""
+        tokens, mask = values["tokens"].long(), values["response_mask"].bool()
+        width = tokens.shape[1] - mask.shape[1]
+        attention = values["attention_mask"].bool()[:, :width]
+        return [
+            {
+                "prompt": self.decode(tokens[i, :width][attention[i]].tolist(), skip_special_tokens=True),
+                "response": self.decode(tokens[i, width:][mask[i]].tolist(), skip_special_tokens=True),
+                "length": int(mask[i].sum()),
+                "finished": bool(values["finished"][i]),
+                "weights_version": int(values["policy_version"][i].max()),
+                **({} if self.read_reply is None else {"turns": self._turns(values, i, self.read_reply)}),
+            }
+            if attention[i].any()
+            else {}
+            for i in range(len(tokens))
+        ]
+
+    def _turns(self, values: Mapping[str, Tensor], row: int, read_reply: ReadReply) -> list[dict[str, Any]]:
+        """Return the turns of the policy, with their rewards, and the messages between them."""
+        sampled, width = values["response_mask"][row].bool(), values["response_mask"].shape[1]
+        count = int(values["attention_mask"][row, -width:].sum())
+        tokens, rewards = values["tokens"][row, -width:].long().tolist(), values[REWARDS][row]
+        turns: list[dict[str, Any]] = []
+        for is_sampled, places in parts_of(sampled, values[TURN_ENDS][row], count):
+            ids = tokens[places.start : places.stop]
+            if is_sampled:
+                reward = _number(float(rewards[places.start : places.stop].sum()))
+                turns.append({"role": "policy", "text": self.decode(ids, skip_special_tokens=True), "reward": reward})
+            else:
+                found = read_reply(ids)
+                turns += [{"role": role or "environment", "text": content} for role, content in found]
+        return turns
+
+
 class Samples(Observer):
     """Collector of the samples that operators write, of some steps and of each evaluation."""
 
-    def __init__(self, settings: SamplesSpec, steps: int, decode: Callable[..., str]) -> None:
-        """``steps``: of the run, of which the last one has samples in any case. ``decode``: tokens to text."""
-        self._settings, self._last_step, self._decode = settings, steps - 1, decode
+    def __init__(self, settings: SamplesSpec, steps: int, texts: ResponseTexts) -> None:
+        """``steps``: of the run, of which the last one has samples in any case."""
+        self._settings, self._last_step, self._texts = settings, steps - 1, texts
 
     def computed(self, execution: Execution) -> None:
         """Collect the columns that the operator has written of the sampled rows."""
@@ -52,7 +101,7 @@ class Samples(Observer):
             return
         if kind == "training" and step % self._settings.every and step != self._last_step:
             return
-        execution.samples = collect_samples(execution.work, execution.store, kind, self._settings.count, self._decode)
+        execution.samples = collect_samples(execution.work, execution.store, kind, self._settings.count, self._texts)
 
 
 def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
@@ -66,9 +115,7 @@ def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
     return tuple(shape.place_of(row, age) for row in rows for age in range(shape.segments))
 
 
-def collect_samples(
-    run: OperatorRun, store: RowStore, rows: Rows, count: int, decode: Callable[..., str]
-) -> list[Part]:
+def collect_samples(run: OperatorRun, store: RowStore, rows: Rows, count: int, texts: ResponseTexts) -> list[Part]:
     """Return what ``run`` has written of the sampled rows: responses, or scores.
 
     Every rank of the model calls this; the first one receives the parts, all others none.
@@ -76,7 +123,7 @@ def collect_samples(
     # samples are made of the first responses, which a greedy operator does not sample, and their scores
     columns = tuple(name for name in SCORES if name in run.operator.writes)
     if run.operator.completes_responses:
-        columns = TEXTS + (REWARDS,) * (REWARDS in run.operator.writes)
+        columns = TEXTS + (TURN_ENDS, REWARDS) * (REWARDS in run.operator.writes)
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
     if not columns or not chosen:
@@ -87,7 +134,7 @@ def collect_samples(
     if run.rank != run.model.placed.ranks[0]:
         return []
     present = values.pop(PRESENT, torch.ones(len(chosen), 1))[:, 0].bool().tolist()
-    parts = _texts(values, decode) if "tokens" in values else _scores(values)
+    parts = texts.parts(values) if "tokens" in values else _scores(values)
     found = zip(chosen, parts, present, strict=True)
     return [{"rows": rows, "row": row, **part} for row, part, is_present in found if part and is_present]
 
@@ -121,40 +168,6 @@ def _gathered(run: OperatorRun, store: RowStore, chosen: Sequence[int], columns:
     table = torch.zeros(len(chosen), sum(widths), dtype=torch.float64, device=read[0].device)
     table[places] = torch.cat(read, dim=1)
     return dict(zip(columns, run.model.dp.sum(table).cpu().split(widths, dim=1), strict=True))
-
-
-def _texts(values: Mapping[str, Tensor], decode: Callable[..., str]) -> list[Part]:
-    """Return prompt, response, length, finish and weights version of each row; nothing of one without a prompt."""
-    tokens, mask = values["tokens"].long(), values["response_mask"].bool()
-    width = tokens.shape[1] - mask.shape[1]
-    attention = values["attention_mask"].bool()[:, :width]
-    return [
-        {
-            "prompt": decode(tokens[i, :width][attention[i]].tolist(), skip_special_tokens=True),
-            "response": decode(tokens[i, width:][mask[i]].tolist(), skip_special_tokens=True),
-            "length": int(mask[i].sum()),
-            "finished": bool(values["finished"][i]),
-            "weights_version": int(values["policy_version"][i].max()),
-            **({"turns": _turns(values, i, decode)} if REWARDS in values else {}),
-        }
-        if attention[i].any()
-        else {}
-        for i in range(len(tokens))
-    ]
-
-
-def _turns(values: Mapping[str, Tensor], row: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
-    """Return the turns of the policy, with their rewards, and the replies between them."""
-    sampled, width = values["response_mask"][row].bool(), values["response_mask"].shape[1]
-    count = int(values["attention_mask"][row, -width:].sum())
-    tokens, rewards = values["tokens"][row, -width:].long().tolist(), values[REWARDS][row].tolist()
-    turns = []
-    for is_sampled, places in groupby(range(count), key=lambda place: bool(sampled[place])):
-        indices = list(places)
-        text = decode([tokens[place] for place in indices], skip_special_tokens=True)
-        turn: dict[str, Any] = {"role": "policy" if is_sampled else "environment", "text": text}
-        turns.append(turn | ({"reward": _number(sum(rewards[place] for place in indices))} if is_sampled else {}))
-    return turns
 
 
 def _scores(values: Mapping[str, Tensor]) -> list[Part]:

@@ -6,7 +6,7 @@ prompts and responses in its own tokens, which the ranks of the responses comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,9 +17,10 @@ from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.retokenized import TextEncoder
+from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import STEP_ENDS, plain
+from flexrlhf.operators.columns import STEP_ENDS, TURN_ENDS, plain
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
@@ -42,13 +43,13 @@ class ExternalScorers:
         scorers: Mapping[str, Scorer],
         decode: Decode,
         separators: Mapping[str, Mapping[str, str]] | None = None,
-        has_episodes: bool = False,
+        read_reply: ReadReply | None = None,
     ) -> None:
         """
         separators:    section → model that scores steps → the text that ends one.
-        has_episodes:  whether responses are episodes, whose conversation a function may receive.
+        read_reply:    returns the messages of a reply; None: responses are no episodes.
         """
-        self._has_episodes = has_episodes
+        self._read_reply = read_reply
         self._scorers = scorers
         self._separators = separators or {}
         self._decode = decode
@@ -108,29 +109,38 @@ class ExternalScorers:
         mask = batch["response_mask"].bool().cpu()
         responses = batch["tokens"][:, -mask.shape[1] :].cpu()
         counts = batch["attention_mask"][:, -mask.shape[1] :].sum(1).tolist()
+        ends = batch[TURN_ENDS].cpu() if TURN_ENDS in batch.columns else torch.zeros_like(mask)
         samples = []
         for row, (example, count) in enumerate(zip(examples, counts, strict=True)):
-            parts = list(parts_of(responses[row], mask[row], count))
+            parts = [
+                (is_sampled, responses[row, places.start : places.stop].tolist())
+                for is_sampled, places in parts_of(mask[row], ends[row], count)
+            ]
             spoken = [tokens for is_sampled, tokens in parts if is_sampled]
             response = [token for tokens in spoken for token in tokens]
             text, characters = _joined(self._decode, spoken, len(response)), partial(_length, self._decode, spoken)
             turns = [{"role": turn.role, "content": turn.content} for turn in example.turns]
-            conversation = [
-                {"role": "assistant" if is_sampled else "environment", "content": self._decode(tokens)}
-                for is_sampled, tokens in (parts if self._has_episodes else ())
-            ]
+            conversation = [] if self._read_reply is None else list(self._messages(parts, self._read_reply))
             samples.append(
                 Sample(*(example.text, text, len(response), example.columns, characters, response, turns, conversation))
             )
         return samples
+
+    def _messages(self, parts: Iterable[tuple[bool, Sequence[int]]], read_reply: ReadReply) -> Iterator[dict[str, str]]:
+        """Yield the turns of an episode and the messages between them."""
+        for is_sampled, tokens in parts:
+            found = [("assistant", self._decode(tokens))] if is_sampled else read_reply(tokens)
+            yield from ({"role": role or "environment", "content": content} for role, content in found)
 
     def close(self) -> None:
         for scorer in self._scorers.values():
             scorer.close()
 
 
-def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalScorers:
-    """Make the scorers of the sections that operators of ``graph`` call."""
+def make_external_scorers(
+    graph: Graph, spec: Spec, decode: Decode, read_reply: ReadReply | None = None
+) -> ExternalScorers:
+    """Make the scorers of the sections that operators of ``graph`` call. ``read_reply``: as of ExternalScorers."""
     called = {operator.function for operator in (*graph.operators, *graph.evaluation) if operator.kind == "score"}
     sections = {"reward": spec.reward or (), "cost": spec.cost or ()}
     scorers = {}
@@ -146,7 +156,7 @@ def make_external_scorers(graph: Graph, spec: Spec, decode: Decode) -> ExternalS
         }
         for name in scorers
     }
-    return ExternalScorers(scorers, decode, separators, has_episodes=spec.environment is not None)
+    return ExternalScorers(scorers, decode, separators, read_reply)
 
 
 def _length(decode: Decode, turns: Sequence[Sequence[int]], count: int) -> int:

@@ -30,7 +30,7 @@ RELATIVE = FLOAT32.numbers
 EXACT = (
     *("tokens", "response_mask", "finished", "policy_version"),
     *("loss_mask", "step_ends", "kept_mask", "selected_tokens", "outcome", "data_position"),
-    *("episode", "turns", "tool_calls", "failed_tool_calls"),
+    *("episode", "turns", "turn_ends", "tool_calls", "failed_tool_calls"),
 )
 """Columns of whole numbers, without the qualifiers after their dots."""
 BEFORE = re.compile(r".*\.(opened|turn)")

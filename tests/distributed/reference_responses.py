@@ -176,7 +176,7 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
     if spec.algorithm.kl is not None:
         columns["ref_logprobs"] = everywhere("ref_logprobs", [a.ref_logprobs for a in responses])
     if first.episode is not None:
-        columns |= episode_columns([a.episode for a in responses if a.episode])
+        columns |= episode_columns(responses, behind)
     if first.greedy is not None:
         greedy = [a.greedy for a in responses if a.greedy is not None]
         own = sampled_columns(spec, greedy, pad) | score_columns(greedy, behind)
@@ -232,8 +232,11 @@ def of_tokens(response: Response, scores: list[float]) -> list[float]:
     return response.spread(scores, 0.0) if response.text or response.episode is None else [math.nan]
 
 
-def episode_columns(episodes: list[Episode]) -> dict[str, Tensor]:
+def episode_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
+    episodes = [response.episode for response in responses if response.episode]
+    ends = [[int(place in set(a.episode.ends)) for place in range(len(a.tokens))] for a in responses if a.episode]
     return {
+        "turn_ends": padded([a.spread(each, 0) for a, each in zip(responses, ends, strict=True)], width, 0),
         # a failure is an exception of the game
         "episode": torch.tensor([EPISODE_STATES[each.outcome.replace("failed", "failed: raise")] for each in episodes]),
         "turns": torch.tensor([len(episode.ends) for episode in episodes]),

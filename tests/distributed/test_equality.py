@@ -96,18 +96,19 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
 
 
 def turns_of(columns: dict[str, torch.Tensor], row: int, tokenizer: Any, width: int) -> list[dict[str, object]]:
-    """Tokens in a row that were sampled, or were not, with the rewards on them."""
+    """Tokens in a row that were sampled up to the end of a turn, or were not, with the rewards on them."""
     turns: list[tuple[bool, list[int], list[float]]] = []
-    count = int(columns["attention_mask"][row, width:].sum())
-    for token, is_sampled, reward in zip(
+    count, has_ended = int(columns["attention_mask"][row, width:].sum()), False
+    for token, is_sampled, reward, ends in zip(
         *(columns["tokens"][row, width:][:count].tolist(), columns["response_mask"][row][:count].tolist()),
-        columns["token_scores.environment"][row][:count].tolist(),
+        *(columns[name][row][:count].tolist() for name in ("token_scores.environment", "turn_ends")),
         strict=True,
     ):
-        if not turns or turns[-1][0] != is_sampled:
+        if not turns or turns[-1][0] != is_sampled or has_ended:
             turns.append((is_sampled, [], []))
         turns[-1][1].append(token)
         turns[-1][2].append(reward)
+        has_ended = bool(ends)
     return [
         {
             "role": "policy" if is_sampled else "environment",

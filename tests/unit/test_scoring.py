@@ -84,7 +84,8 @@ def scoring_of() -> Iterator[Any]:
     def make(reward: str, *further: str) -> Scoring:
         spec = spec_of(None, 1, f"reward={reward}", *further)
         graph = make_graph(spec)
-        made.append(make_external_scorers(graph, spec, decode))
+        read_reply = None if spec.environment is None else lambda tokens: (("", decode(tokens)),)
+        made.append(make_external_scorers(graph, spec, decode, read_reply))
         return Scoring(made[-1], next(operator for operator in graph.operators if operator.kind == "score"))
 
     yield make
@@ -109,13 +110,15 @@ def test_functions_receive_the_conversation_of_an_episode(scoring_of: Any, tmp_p
     file = tmp_path / "judge.py"
     file.write_text(
         "def judge(prompts, responses, conversation):\n"
-        "    assert responses == ['yes\\n#### 8', 'no'], responses\n"
+        "    assert responses == ['yes\\n#### 8', 'no\\nyes'], responses\n"
         "    roles = [[turn['role'] for turn in turns] for turns in conversation]\n"
-        "    assert roles == [['assistant', 'environment', 'assistant'], ['assistant']], roles\n"
+        "    assert roles == [['assistant', 'environment', 'assistant'], ['assistant'] * 2], roles\n"
         "    return [float(conversation[0][1]['content'] == 'no'), 0.0]\n"
     )
-    batch = sampled([1, 2, 4], [2])
+    batch = sampled([1, 2, 4], [2, 1])
     batch["response_mask"][0, 1] = 0
+    # the reply between the turns of the second one is empty
+    batch = batch_of(**batch.columns, turn_ends=mask_of("1010", "1100"))
     scoring = scoring_of(f"{{function: '{file}:judge'}}", "environment={path: 'game.py:Game'}")
     columns, _ = scoring.score(batch, [example_of()] * 2)
     assert [value for name, value in columns.items() if name.startswith("scores")][0].tolist() == [1.0, 0.0]

@@ -51,6 +51,24 @@ def test_an_episode_has_the_ids_of_the_whole_chat(name: str, tokenizers: Any) ->
     assert tokens.reply([("", "")], is_ended=True) == tokens.reply([], is_ended=True)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_messages_are_read_out_of_the_ids_of_a_reply(name: str, tokenizers: Any) -> None:
+    """Whichever part of the end was sampled, and whatever the template writes around them."""
+    tokens = TurnTokens(tokenizers[name], ChatFormat())
+    for messages in ([("user", NEXT)], [("tool", "4"), ("tool", "a\nb")], [("tool", "4"), ("user", NEXT)]):
+        for is_ended in (True, False):
+            try:
+                ids = tokens.reply(messages, is_ended)
+            except UserError:
+                assert ("tool", "4") in messages
+                continue
+            # a template may write a tool's result as a turn of the user
+            assert [content for _, content in tokens.messages(ids)] == [content for _, content in messages]
+    plain = tokens.reply([("", f" {NEXT}")], is_ended=True, is_chat=False)
+    ((role, text),) = tokens.messages(plain)
+    assert (role, text.strip()) == ("", NEXT)
+
+
 def test_another_end_that_was_sampled_stands_for_the_templates(tokenizers: Any) -> None:
     tokenizer = tokenizers["llama3"]
     tokens = TurnTokens(tokenizer, ChatFormat())
