@@ -40,6 +40,9 @@ class NodeSpec(StrictModel):
     network_gb_s: float | None = Field(
         None, gt=0, description="GB/s from one machine to the others, in one direction; null: that of the class"
     )
+    cores: int | None = Field(
+        None, ge=1, description="CPU cores of each machine, which processes of an environment share; null: enough"
+    )
     speed: Exact | None = Field(
         None,
         gt=0,

@@ -57,10 +57,12 @@ CLEAN_UP_SECONDS = 10.0
 class RunsEpisodes(Protocol):
     """A process that runs episodes, here or on another machine.
 
-    is_async:  whether it runs its episodes at once; known with the first reply.
+    is_async:     whether it runs its episodes at once; known with the first reply.
+    cpu_seconds:  that all steps together computed; 0 if it is on another machine.
     """
 
     is_async: bool
+    cpu_seconds: float
 
     def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]: ...
 
@@ -110,6 +112,11 @@ class Episodes:
         """Whether a process runs its episodes at once, since they are ``async``; stored with the first reply."""
         return any(process.is_async for process in self._processes)
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Time that all steps together computed, on this machine."""
+        return sum(process.cpu_seconds for process in self._processes)
+
     def close(self) -> None:
         """End all processes, within a few seconds."""
         with ThreadPoolExecutor(max(1, len(self._processes))) as threads:
@@ -140,6 +147,8 @@ class EpisodeProcess:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._worker: Worker | None = None
         self.is_async = False
+        self.cpu_seconds = 0.0
+        """Time that all steps together computed."""
         self._load_failure: CallFailure | None = None
         self._begun: set[Key] = set()
         """Episodes that have had a session since the process started."""
@@ -234,6 +243,7 @@ class EpisodeProcess:
                 worker = self._started()
                 results = worker.run(run_steps, self._setup, sent, seconds=seconds, deadline=deadline)
                 replies, self._children = results.replies, results.children
+                self.cpu_seconds += results.cpu_seconds
                 if results.is_blocked:
                     self._end()
             except CallFailed as error:

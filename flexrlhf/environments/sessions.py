@@ -92,18 +92,20 @@ class StepResults:
     replies:    None if this process does not have the episode, or has not loaded anything
     children:   processes that episodes have started, as ``descendants`` returns them
     is_blocked: whether no other episode of this process can go on
+    cpu_seconds: that the process, and others that have ended in it, computed
     """
 
     replies: Sequence[EpisodeReply | None]
     children: Mapping[int, int]
     is_blocked: bool
+    cpu_seconds: float
 
 
 def run_steps(setup: Setup, steps: Sequence[EnvStep]) -> StepResults:
     """Run one step of each of some sessions."""
-    sessions = _sessions(setup)
+    sessions, before = _sessions(setup), sum(os.times()[:4])
     replies = sessions.run(steps)
-    return StepResults(replies, sessions.children(), sessions.is_blocked)
+    return StepResults(replies, sessions.children(), sessions.is_blocked, sum(os.times()[:4]) - before)
 
 
 def waiting_limit(seconds: float) -> float:

@@ -70,7 +70,7 @@ def _measured(
     try:
         # processes load the environment's code in their first call
         episodes.replies(_resets(rows, 0, seed), Deadline.after(seconds + environment.timeout_seconds * len(rows)))
-        step = 0
+        step, began = 0, episodes.cpu_seconds
         while time.monotonic() < end or not (times[False] or failures or step):
             step += 1
             calls = _resets(rows, step, seed)
@@ -88,7 +88,7 @@ def _measured(
                 if not calls:
                     break
                 replies = timed_replies(calls, is_reset=False)
-        is_concurrent = episodes.are_concurrent
+        is_concurrent, computed = episodes.are_concurrent, episodes.cpu_seconds - began
     finally:
         episodes.close()
     if not times[False]:
@@ -100,6 +100,7 @@ def _measured(
         replies=_kept(times[False]),
         around=median(around) if around else 0.0,
         is_concurrent=is_concurrent,
+        computing=min(1.0, computed / max(computed, sum(times[True]) + sum(times[False]), 1e-9)),
         failures=len(failures),
     )
 

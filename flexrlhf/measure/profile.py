@@ -163,7 +163,7 @@ def _environment_lines(times: EnvironmentTimes) -> Iterator[str]:
     """Yield the times of an environment's calls in milliseconds."""
     order = "at once" if times.is_concurrent else "one after the other"
     failed = f", {counted(times.failures, 'failed call')} left out" if times.failures else ""
-    around = f"{1000 * times.around:.3g} ms around a call"
+    around = f"{1000 * times.around:.3g} ms around a call, {times.computing:.0%} of their time computing"
     yield f"\n  environment {times.name}, episodes of a process {order}, {around}{failed}"
     for name, each in (("beginning of an episode", times.resets), ("reply", times.replies)):
         if each:

@@ -23,6 +23,7 @@ class Device:
     device_class:  name of its class, such as ``A100-80G``; ``any`` without a class.
     memory_gb, link_gb_s, network_gb_s, own_speed: of the YAML, in place of the figures of the class; the network is its
         node's, and a speed is relative to the other nodes'.
+    cores:         of its node; None: unknown.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Device:
     link_gb_s: float | None = None
     network_gb_s: float | None = None
     own_speed: Fraction | None = None
+    cores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Cluster:
     def node_of(self, rank: int) -> int:
         """Return the number of the node of ``rank``."""
         return self.devices[rank].node
+
+    def cores(self, node: int) -> int | None:
+        """Return the CPU cores of a node; None if they are unknown."""
+        return self.devices[self._nodes[node][0]].cores
 
     def resolve_class(self, name: str) -> str:
         """Return the class called ``name``, or the only one that starts so: ``V100`` is ``V100-32G``. Raises
@@ -150,8 +156,9 @@ def make_cluster(spec: ClusterSpec) -> Cluster:
         _check_class(group, spec)
         for _ in range(group.count):
             memory = group.memory_gb or spec.memory_gb
+            own = memory, group.link_gb_s, group.network_gb_s, group.speed, group.cores
             devices += [
-                Device(rank, node, group.device_class, memory, group.link_gb_s, group.network_gb_s, group.speed)
+                Device(rank, node, group.device_class, *own)
                 for rank in range(len(devices), len(devices) + group.devices)
             ]
             node += 1

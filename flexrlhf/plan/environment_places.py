@@ -24,6 +24,18 @@ def processes_by_node(plan: Plan) -> Mapping[int, int]:
     return Counter(node for layout in layouts for _, nodes in _of_layout(plan, layout) for node in nodes)
 
 
+def episodes_of_process(plan: Plan) -> int:
+    """Return the most episodes of a process that await a reply together: of the rows of a chunk on a replica."""
+    layouts, batch = _layouts(plan)[:1], plan.batch
+    counts = [
+        -(-len(batch.prompts_on(layout, rank, batch.chunk(index))) * batch.samples_per_prompt // len(nodes))
+        for layout in layouts
+        for rank, nodes in _of_layout(plan, layout)
+        for index in range(batch.num_chunks)
+    ]
+    return max(counts, default=0)
+
+
 def _layouts(plan: Plan) -> tuple[Layout, ...]:
     """Return the layout of the ranks that generate, and of the ranks that evaluate if any do."""
     interacting = next((each for each in plan.graph.operators if each.kind == "interact"), None)

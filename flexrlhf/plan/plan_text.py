@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.environment_places import processes_by_node, processes_by_rank
+from flexrlhf.plan.environment_places import episodes_of_process, processes_by_node, processes_by_rank
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
@@ -223,6 +224,15 @@ def _environment(plan: Plan) -> Iterator[str]:
     yield f"{environment.name}: {', '.join(parts)}"
     turns = f"at most {counted(environment.max_turns, 'turn')}{tokens}"
     yield f"{turns}; a reply may take {environment.timeout_seconds:g} s"
+    most, limit = episodes_of_process(plan), plan.spec.timeout_seconds / 2
+    if most * environment.timeout_seconds > limit:
+        yield f"all replies to a turn may take {limit:g} s: {limit / most:.3g} s each of the {most} of a process"
+    if most * environment.seconds > limit:
+        enough = math.ceil(most * environment.seconds / limit) * sum(processes_by_node(plan).values())
+        yield (
+            f"warning: {most} replies of {environment.seconds:g} s, one after the other, would take longer; use "
+            f"{enough} processes, unless the environment is async"
+        )
 
 
 def _by_value(counts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:

@@ -88,6 +88,7 @@ class RemoteProcess:
     path: str
     token: str
     is_async: bool = False
+    cpu_seconds: float = 0.0
 
     def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
         """Return one reply a call, in order; each has a failure if the machine does not respond.

@@ -62,6 +62,14 @@ def test_places_that_do_not_exist_are_refused(entry: object, overrides: tuple[st
         plan_of({**ALL, "environment": entry}, 4, GAME, TWO, *overrides)
 
 
+def test_the_time_of_all_replies_to_a_turn_is_planned() -> None:
+    """In half of the run's timeout: the limit of a reply may be longer than its part, its assumed time may not."""
+    few = plan_of(None, 2, GAME, "environment.processes=2", "timeout_seconds=60", "environment.seconds=9")
+    assert "all replies to a turn may take 30 s: 7.5 s each of the 4 of a process\n" in format_plan(few)
+    assert "warning: 4 replies of 9 s, one after the other, would take longer; use 4 processes, un" in format_plan(few)
+    assert "warning" not in format_plan(plan_of(None, 2, GAME, "timeout_seconds=60", "environment.seconds=9"))
+
+
 def test_a_machine_without_devices_is_refused() -> None:
     with pytest.raises(UserError, match="expected at least 1, found 0: every machine of a run has ranks, and an env"):
         plan_of(None, 2, "cluster={nodes: [{devices: 2}, {devices: 0}]}")

@@ -607,6 +607,16 @@ def test_chunks_that_share_processes_wait_for_each_other() -> None:
         assert simulate(plan, costs).reply_seconds == 2 * 4
 
 
+def test_processes_share_the_cores_of_their_machine() -> None:
+    """Replies that compute half of their time take twice as long in 8 processes on 2 cores, on 4 machines no longer."""
+    costs = Fixed(replies=replies_of(1, computing=0.5))
+    for nodes, cores, seconds in ((1, 2, 2 * 2), (1, 4, 2), (1, None, 2), (4, 1, 2)):
+        cluster = f"cluster={{nodes: [{{count: {nodes}, devices: 1, cores: {cores or 'null'}}}]}}"
+        where = f"environment.nodes={list(range(nodes))}"
+        plan = plan_of({"actor": {"ranks": [0]}, "critic": 1, "ref": 1, "reward": 1}, nodes, *GAME, cluster, where)
+        assert simulate(plan, costs).reply_seconds == seconds, (nodes, cores)
+
+
 def test_rows_whose_episode_has_ended_have_no_later_turn() -> None:
     plan = plan_of(None, 1, *GAME, "environment.max_turns=8")
     for mean in (1.0, 2.5, 8.0):

@@ -22,6 +22,7 @@ class EnvironmentTimes(BaseModel):
     replies:        replies to turns, ascending
     around:         time around a call: to send it to its process and to read its reply
     is_concurrent:  whether a process runs its episodes at once (``async``), else one after the other
+    computing:      share of these times in which a core computes; the rest it waits, for a network or a service
     failures:       failed calls, whose times are left out
     """
 
@@ -32,6 +33,7 @@ class EnvironmentTimes(BaseModel):
     replies: tuple[float, ...]
     around: float = 0.0
     is_concurrent: bool = False
+    computing: float = 0.0
     failures: int = 0
 
     def seconds(self, calls: int, processes: int, is_reset: bool = False) -> float:

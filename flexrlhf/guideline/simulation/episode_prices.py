@@ -11,8 +11,19 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.calls import replica_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.plan.environment_places import processes_by_node
 from flexrlhf.plan.episodes import processes_of
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
+
+
+def crowding(plan: Plan, computing: float) -> float:
+    """Return how many times as long replies take where more processes compute than their machine has cores.
+
+    ``computing``: share of its time in which a process computes. Machines without ``cores`` have enough.
+    """
+    cores = ((count, plan.cluster.cores(node)) for node, count in processes_by_node(plan).items())
+    return max([1.0, *(count * computing / found for count, found in cores if found is not None)])
 
 
 @dataclass(frozen=True)
@@ -23,12 +34,14 @@ class EpisodePrices:
     measured:  times of its calls; None: replies take ``settings.seconds``, and episodes begin at once
     batch:     rows of a step
     lengths:   of their texts
+    crowding:  how many times as long replies take, since processes share the cores of their machine
     """
 
     settings: EnvironmentSpec
     measured: EnvironmentTimes | None
     batch: BatchShape
     lengths: TextLengths
+    crowding: float = 1.0
 
     @cached_property
     def times(self) -> EnvironmentTimes:
@@ -62,7 +75,7 @@ class EpisodePrices:
     def reply_seconds(self, layout: Layout, run: Run) -> float:
         """Return the time of the calls to the environments of all rows of ``run``, on the slowest replica."""
         is_reset, lanes = not run.operator.turns, self.lanes(layout)
-        return max(
+        return self.crowding * max(
             self.times.seconds(
                 sum(rows) if is_reset else self.rows(sum(rows), run.turn),
                 max(1, processes_of(self.settings, layout, replica) // lanes),

@@ -17,7 +17,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
-from flexrlhf.guideline.simulation.episode_prices import EpisodePrices
+from flexrlhf.guideline.simulation.episode_prices import EpisodePrices, crowding
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.memory.states import elements_on_rank
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
@@ -136,7 +136,9 @@ class Pricer:
         environment = self.plan.spec.environment
         if environment is None:
             return None
-        return EpisodePrices(environment, self.costs.environment(environment.name), self.plan.batch, self.lengths)
+        times = self.costs.environment(environment.name)
+        crowded = 1.0 if times is None else crowding(self.plan, times.computing)
+        return EpisodePrices(environment, times, self.plan.batch, self.lengths, crowded)
 
     def _maker_of(self, run: Run) -> CallMaker:
         """Return the maker of the calls of ``run``, which have the lengths of its turn."""
