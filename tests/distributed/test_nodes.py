@@ -215,7 +215,7 @@ def test_the_end_of_node_0_is_not_retried(assets: Assets, tmp_path: Path) -> Non
     """It serves the store in which the nodes would meet again."""
     config = write_config(assets, tmp_path, steps=100_000, timeout_seconds=20)
     options = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "1", "--node-rank"]
-    first, second = (start(["run", config, *options, str(node)], tmp_path, is_forked=False) for node in (0, 1))
+    first, second = (start(["run", config, *options, str(node)], tmp_path) for node in (0, 1))
     read_until(first, "step 2/")
     first.kill()
     out, _ = second.communicate(timeout=SECONDS)

@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = make_assets(tmp_path_factory.mktemp("models")).spec(Case("two", "co-located", 2))
     changes = {"steps": STEPS, "runs": "runs", "debug": spec.debug.model_copy(update={"record_columns": False})}
     (path / "ppo.yaml").write_text(dump_spec(spec.model_copy(update={**changes, "loggers": installed_loggers()})))
-    assert finished(launch(path, "whole"))[0] == 0
+    assert finished(launch(path, "whole", "--set", "loggers=[]"))[0] == 0
     return path
 
 
