@@ -42,6 +42,8 @@ _OF_RANKS = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "FLEXRLHF_"),
     # set by torch and pytest themselves
     *("TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"),
+    # its launcher alone loads it, and no factory
+    "RAY_",
 )
 """Beginnings of variables that no library reads while it is loaded."""
 

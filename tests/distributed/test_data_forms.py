@@ -132,7 +132,8 @@ def command(directory: Path, *words: str) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("HF_HOME", directory), ("HF_HUB_CACHE", directory / "hub"), ("HF_HUB_OFFLINE", "1")):
             patch.setenv(name, str(value))
-        process = start([*words], directory)
+        # libraries read these variables while they are loaded
+        process = start([*words], directory, is_forked=False)
     out, _ = process.communicate(timeout=280)
     return process.returncode, out
 
