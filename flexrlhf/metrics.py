@@ -61,6 +61,8 @@ NOT_COUNTED = {
 }
 """Reasons for which rows are left out, and their definitions."""
 
+FAILED_IN_A_ROW = "failed_in_a_row"
+"""Statistic of an environment's failures, which the next step goes on with."""
 EPISODE_FAILURES = {
     "raise": "raised",
     "reply": "returned what is no reply",
@@ -153,6 +155,7 @@ METRICS = (
         )
         for name, text in EPISODE_FAILURES.items()
     ),
+    Metric("episodes_failed_in_a_row", FAILED_IN_A_ROW, "episodes that have failed in a row by the end of the step"),
     Metric("reply_seconds_mean", "reply_seconds", "time of an environment's reply to a turn, mean over replies"),
     Metric("reply_seconds_max", "reply_seconds_longest", "time of the longest reply of the step"),
     Metric("tool_calls", "tool_calls", "calls of tools in an episode"),

@@ -48,7 +48,9 @@ class EnvironmentSpec(StrictModel):
     memory_mb: int | None = Field(None, ge=64, description="limit of a process's memory; null: none")
     open_files: int = Field(256, ge=16, description="limit of a process's open files")
     max_failures: int = Field(
-        100, ge=1, description="so many failed episodes in a row stop the run; others are left out of training"
+        100,
+        ge=1,
+        description="so many failed episodes in a row, over steps, stop the run; others are left out of training",
     )
     bridge: bool = Field(
         False,

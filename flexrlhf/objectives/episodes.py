@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
-from flexrlhf.metrics import EPISODE_FAILURES
+from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED, failed_state
 
@@ -21,16 +23,17 @@ STATES = {
 def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Return statistics of turns, of tools and of how episodes ended.
 
-    Raises RunStopped, on all ranks alike, if ``max_failures`` rows in a row, or all of a step, have failed.
+    Raises RunStopped, on all ranks alike, if ``max_failures`` rows in a row, also of earlier steps, have failed.
     """
     has_failed = batch["episode"] >= FAILED
     counted = {"turns": moments(batch["turns"].float(), ~has_failed), "episode_failed": moments(has_failed.float())}
     if context.step < 0:
         return {}, counted  # of an evaluation
-    _check(settings, batch, context)
+    in_a_row = torch.tensor(float(_failed_in_a_row(settings, batch, context)), device=has_failed.device)
     replies = batch["attention_mask"][:, -batch["response_mask"].shape[1] :].float() - batch["response_mask"].float()
     return {}, {
         **counted,
+        FAILED_IN_A_ROW: moments(in_a_row),
         "reply_length": moments(replies.sum(1), ~has_failed),
         **{name: moments((batch["episode"] == EPISODE_STATES[state]).float()) for name, state in STATES.items()},
         "tool_calls": moments(batch["tool_calls"].float()),
@@ -38,16 +41,16 @@ def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -
     }
 
 
-def _check(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -> None:
-    """Raise RunStopped if too many rows in a row have failed, in the order of the step's rows."""
+def _failed_in_a_row(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -> int:
+    """Return how many rows have failed in a row, in their order, after this step. Raises RunStopped for too many."""
     failed = set(context.reducer.gather(batch.rows[batch["episode"] >= FAILED]).tolist())
     rows = sorted(context.reducer.gather(batch.rows).tolist())
-    most = min(settings.max_failures, len(rows))
-    in_a_row = 0
+    in_a_row = int(context.state.get(FAILED_IN_A_ROW, 0))
     for row in rows:
         in_a_row = in_a_row + 1 if row in failed else 0
-        if in_a_row >= most:
+        if in_a_row >= settings.max_failures:
             raise RunStopped(
-                f"environment {settings.name}: {in_a_row} episodes in a row have failed in step {context.step}, up to "
-                f"row {row} (environment.max_failures: {settings.max_failures}); the first of each kind is above"
+                f"environment {settings.name}: {in_a_row} episodes in a row have failed up to step {context.step}, row "
+                f"{row} (environment.max_failures: {settings.max_failures}); the first of each kind is above"
             )
+    return in_a_row

@@ -27,7 +27,13 @@ COUNTS = ("episode", "turns", "tool_calls", "failed_tool_calls")
 STATE = (*COUNTS, TURN_ENDS, REWARDS)
 """Columns of an episode in addition to those of a response."""
 EPISODE_STATISTICS = Operator(
-    "episodes", "combine", "actor", ("attention_mask", "response_mask", *COUNTS), function="episodes", barrier=True
+    "episodes",
+    "combine",
+    "actor",
+    ("attention_mask", "response_mask", *COUNTS),
+    function="episodes",
+    barrier=True,
+    is_controlled=True,
 )
 
 

@@ -1,8 +1,8 @@
 """Controllers: values that one training step passes to the next.
 
-These are the KL coefficient, the running statistics of scores, and the Lagrange multiplier. A step uses the values
-that the step before has left, so chunks and placement change nothing. They follow from sums over all rows, so all ranks
-compute the same.
+These are the KL coefficient, the running statistics of scores, the Lagrange multiplier, and how many episodes have
+failed in a row. A step uses the values that the step before has left, so chunks and placement change nothing. They
+follow from sums over all rows, so all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec, SafeRlhfSpec
 from flexrlhf.errors import RunStopped
-from flexrlhf.metrics import Triple, add
-from flexrlhf.operators.graph import Operator
+from flexrlhf.metrics import FAILED_IN_A_ROW, Triple, add
+from flexrlhf.operators.graph import TAKE_PROMPTS, Operator
+from flexrlhf.plan.episodes import EPISODE_STATISTICS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
@@ -43,9 +44,10 @@ class Controllers(Observer):
         """Values by operator."""
         if isinstance(algorithm, PolicySpec):
             controlled = [operator for operator in plan.graph.operators if operator.is_controlled]
+            counts = {TAKE_PROMPTS.function: TAKEN, EPISODE_STATISTICS.function: FAILED_IN_A_ROW}
             self.states = {
-                operator.name: {TAKEN: 0.0} if operator.takes_prompts else first_state(algorithm)
-                for operator in controlled
+                each.name: {counts[each.function]: 0.0} if each.function in counts else first_state(algorithm)
+                for each in controlled
             }
         self._statistics: dict[str, dict[str, Triple]] = {}
         self._run_here: set[str] = set()
@@ -81,6 +83,11 @@ class Controllers(Observer):
         if run.operator.takes_prompts:
             left_out = statistics[LEFT_OUT][1] if LEFT_OUT in statistics else None
             self.states[name] = next_taken(self._shape, self.states[name], statistics[TAKEN][1], left_out)
+            return
+        if FAILED_IN_A_ROW in statistics:
+            # every rank has the same number
+            ranks, total, _ = statistics[FAILED_IN_A_ROW]
+            self.states[name] = {FAILED_IN_A_ROW: total / ranks}
             return
         add(self._statistics.setdefault(name, {}), statistics)
         if run.mini_batches.stop == self._algorithm.num_mini_batches:

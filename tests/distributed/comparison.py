@@ -57,6 +57,7 @@ COUNTED = (
         "episode_ended",
         "episode_failed",
         "episode_failed_raise",
+        "episodes_failed_in_a_row",
         "tool_calls",
         "eval_turns_mean",
         "eval_episode_failed",

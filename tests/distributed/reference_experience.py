@@ -17,11 +17,13 @@ from flexrlhf.config.spec import Spec
 
 @dataclass
 class Controls:
-    """``coefficient``: of the KL penalty; ``multiplier``: of the bound on the cost; ``seen``: shaped scores so far."""
+    """``coefficient``: of the KL penalty; ``multiplier``: of the bound on the cost; ``seen``: shaped scores so far;
+    ``failed``: episodes that have failed in a row."""
 
     coefficient: float
     multiplier: float
     seen: list[float] = field(default_factory=list)
+    failed: int = 0
 
 
 def first_controls(policy: PolicySpec) -> Controls:
@@ -35,7 +37,15 @@ def next_controls(policy: PolicySpec, before: Controls, responses: list[Response
         adapted(policy, before.coefficient, responses),
         ascended(policy, before.multiplier, responses),
         before.seen + ruled,
+        failed_in_a_row(before.failed, responses),
     )
+
+
+def failed_in_a_row(before: int, responses: list[Response]) -> int:
+    for response in responses:
+        has_failed = response.episode is not None and response.episode.outcome == "failed"
+        before = before + 1 if has_failed else 0
+    return before
 
 
 def adapted(policy: PolicySpec, coefficient: float, responses: list[Response]) -> float:
@@ -209,6 +219,8 @@ def describe(spec: Spec, responses: list[Response], controls: Controls, terms: T
             if policy.kl.target is not None and policy.kl.target_unit == "token":
                 size = sum(sizes) / len(sizes)
                 terms.add("kl_response_mean", [mean_estimate(policy.kl, policy, response)], [size])
+    if any(response.episode for response in responses):
+        terms.add("episodes_failed_in_a_row", [float(failed_in_a_row(controls.failed, responses))])
     if not any(terms.values("episode_failed")):
         terms.leave_out("episode_failed_raise")
     if isinstance(policy, SafeRlhfSpec):

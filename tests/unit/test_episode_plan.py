@@ -21,7 +21,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import format_simulation
-from flexrlhf.metrics import EPISODE_FAILURES, Triple, evaluate
+from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW, Triple, evaluate
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
@@ -32,6 +32,7 @@ from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.repeated_turns import repeated_turns
+from flexrlhf.trainer.controllers import Controllers
 
 GAME = "environment={path: game.py:Game, max_turns: 2}"
 
@@ -144,39 +145,58 @@ def ended(outcomes: str, samples: int = 1) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "most", "last"),
-    [("..xxx...", 3, 4), ("..xx.xx.", 3, None), ("xxxx", 100, 3), ("xxx.", 100, None), ("x...x...", 1, 0)],
+    ("outcomes", "most", "before", "last", "after"),
+    [
+        *(("..xxx...", 3, 0, 4, 3), ("..xx.xx.", 3, 0, None, 0), ("x...x...", 1, 0, 0, 1)),
+        *(("xxxx", 100, 7, None, 11), ("xx..", 5, 3, 1, 5), (".xx.", 5, 4, None, 0), ("...x", 5, 4, None, 1)),
+    ],
 )
 @pytest.mark.parametrize("sizes", [(1.0,), (0.5, 0.5), (0.0, 0.75, 0.25)])
-def test_failures_in_a_row_stop_the_run(outcomes: str, most: int, last: int | None, sizes: tuple[float, ...]) -> None:
-    """All ranks stop with the same sentence, however many rows each of them has."""
+def test_failures_in_a_row_stop_the_run(
+    outcomes: str, most: int, before: int, last: int | None, after: int, sizes: tuple[float, ...]
+) -> None:
+    """Those ``before`` the step count. All ranks stop with the same sentence, however many rows each of them has."""
     settings = EnvironmentSpec(path="game.py:Game", max_failures=most)
     batch, ends = ended(outcomes), [int(len(outcomes) * sum(sizes[: index + 1])) for index in range(len(sizes))]
 
     def work(rank: int, port: Reducer) -> str | None:
         part = batch.select(slice(0 if rank == 0 else ends[rank - 1], ends[rank]))
         try:
-            statistics = episodes(settings, part, CombineContext([slice(0, len(part))], port, {}, step=7))[1]
+            state = {FAILED_IN_A_ROW: float(before)}
+            statistics = episodes(settings, part, CombineContext([slice(0, len(part))], port, state, step=7))[1]
         except RunStopped as error:
             return str(error)
         has_failed = part["episode"] >= EPISODE_STATES["failed"]
         assert statistics["episode_failed"].tolist()[:2] == [len(part), has_failed.sum()]
         assert statistics["reply_length"][0] == (~has_failed).sum()
-        return None
+        return str(statistics[FAILED_IN_A_ROW].tolist())
 
     found = set(on_replicas(len(sizes), work))
-    in_a_row = min(most, len(outcomes))
     sentence = (
-        f"environment game.py:Game: {in_a_row} episodes in a row have failed in step 7, up to row {last} "
+        f"environment game.py:Game: {after} episodes in a row have failed up to step 7, row {last} "
         f"(environment.max_failures: {most}); the first of each kind is above"
     )
-    assert found == {None if last is None else sentence}
+    assert found == {str([1.0, float(after), float(after) ** 2]) if last is None else sentence}
+
+
+def test_failures_in_a_row_are_passed_to_the_next_step() -> None:
+    plan = plan_of(None, 2, GAME)
+    (run,) = (each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.name == "episodes")
+    controls = Controllers(plan)
+    assert controls.state(run.operator) == {FAILED_IN_A_ROW: 0}
+    # two ranks with the same number
+    controls.add(run, {FAILED_IN_A_ROW: (2.0, 6.0, 18.0)})
+    assert controls.state(run.operator) == {FAILED_IN_A_ROW: 3} == controls.changed["episodes"]
 
 
 def test_failures_are_counted_by_kind() -> None:
     settings, rows = EnvironmentSpec(path="game.py:Game", max_failures=100), "x" * (len(EPISODE_FAILURES) + 3) + "."
     _, statistics = episodes(settings, ended(rows), CombineContext([slice(0, len(rows))], Alone(), {}, step=0))
-    found = {name: value * len(rows) for name, value in evaluate(tuples(statistics)).items() if "failed_" in name}
+    found = {
+        name: value * len(rows)
+        for name, value in evaluate(tuples(statistics)).items()
+        if name.startswith("episode_failed_")
+    }
     # two further ones of loading, and one of a kind without a metric
     expected = {f"episode_failed_{kind}": 3 if kind == "load" else 1 for kind in EPISODE_FAILURES}
     assert found == pytest.approx(expected)
