@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from flexrlhf.guideline.advice.advise import advise
     from flexrlhf.guideline.simulation.simulate import simulate
     from flexrlhf.launch.execution_engine import ExecutionEngine
+    from flexrlhf.launch.session import Session
     from flexrlhf.plan.pipeline import make_plan
 
-__all__ = ["ExecutionEngine", "advise", "load_spec", "make_plan", "simulate"]
+__all__ = ["ExecutionEngine", "Session", "advise", "load_spec", "make_plan", "simulate"]
 _MODULES = {
     "ExecutionEngine": "flexrlhf.launch.execution_engine",
+    "Session": "flexrlhf.launch.session",
     "advise": "flexrlhf.guideline.advice.advise",
     "load_spec": "flexrlhf.config.spec_file",
     "make_plan": "flexrlhf.plan.pipeline",

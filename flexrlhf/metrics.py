@@ -58,6 +58,7 @@ NOT_COUNTED = {
     "skipped": "no optimizer step was made on them, since its gradient was not finite",
     "frozen": "the first trained role is not trained yet (freeze_actor_steps)",
     "failed_episode": "the environment failed",
+    "left_out": "a program with a session did not train on them",
 }
 """Reasons for which rows are left out, and their definitions."""
 

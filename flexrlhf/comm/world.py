@@ -113,6 +113,11 @@ class World:
             handles[group] = made[group.communicator]
         return Groups(handles)
 
+    def add_group(self, groups: Groups, group: Group, timeout_seconds: float) -> None:
+        """Add ``group`` to ``groups`` if it is not there. Every rank calls this in the same order."""
+        if group not in groups.handles and len(group.ranks) > 1:
+            groups.handles[group] = self._connect(group, timeout_seconds)
+
     def _connect(self, group: Group, timeout_seconds: float) -> dist.ProcessGroup | None:
         """Create a group on all ranks; return it on its own."""
         with self._connecting(group):

@@ -53,7 +53,8 @@ class Job:
     def orders(self) -> list[RunOrder]:
         """Orders to the ranks, one for each run."""
         return [
-            RunOrder(with_device(each.plan.spec, self.device), each.candidates, each.continues) for each in self.runs
+            RunOrder(with_device(each.plan.spec, self.device), each.candidates, each.continues, each.program)
+            for each in self.runs
         ]
 
     def terms(self, max_restarts: int = 0) -> Terms:

@@ -43,10 +43,12 @@ from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
 from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, writing_to
 from flexrlhf.runs.run_files import RunFiles, open_run_files
+from flexrlhf.trainer.call_feed import CallFeed
+from flexrlhf.trainer.called_steps import CalledSteps, CalledTrainer
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.memory_meter import MemoryMeter, naming_exhaustion
-from flexrlhf.trainer.rank_context import open_rank
-from flexrlhf.trainer.restoration import choose_start
+from flexrlhf.trainer.rank_context import RankContext, open_rank
+from flexrlhf.trainer.restoration import StartingPoint, choose_start
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.trainer import Trainer
 
@@ -168,13 +170,14 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
         torch.backends.cuda.enable_cudnn_sdp(plan.spec.debug.cudnn_attention)
         opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send)
-        trainer = Trainer(opened, start)
+        steps = CalledSteps() if order.program else None
+        trainer = Trainer(opened, start, steps)
         files.remove_received(plan, world)
         start_seconds = rank.join_seconds + time.time() - began
         if files.keeps:
             first = 0 if start is None else start.next_step
             write_status(directory, RunStatus("running", first, plan.spec.steps, start_seconds))
-        next_step = trainer.run()
+        next_step = trainer.run() if steps is None else _called(order, opened, trainer, steps, start)
         opened.close()
     send(RunEnds(name, next_step))
     if files.keeps:
@@ -182,6 +185,16 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps, start_seconds)
         with writing_to(directory):
             write_status(directory, status)
+    return next_step
+
+
+def _called(
+    order: RunOrder, rank: RankContext, trainer: Trainer, steps: CalledSteps, start: StartingPoint | None
+) -> int:
+    """Execute the calls of a program. Returns the step that it has come to."""
+    feed = CallFeed(rank.world, order.spec.name, order.program, order.spec.timeout_seconds)
+    next_step = CalledTrainer(trainer, rank, steps, feed, 0 if start is None else start.next_step).run()
+    feed.close()
     return next_step
 
 

@@ -17,7 +17,7 @@ def failed_state(kind: str) -> str:
     return f"failed: {name}" if name in EPISODE_FAILURES else "failed"
 
 
-TRAINED, FROZEN = "trained", "frozen"
+TRAINED, FROZEN, LEFT_OUT = "trained", "frozen", "left_out"
 OUTCOMES = (TRAINED, *FILTERED, *NOT_COUNTED)
 CODES = {name: code for code, name in enumerate(OUTCOMES)}
 """Outcome → its number in the column ``outcome``; 0: to be trained on."""

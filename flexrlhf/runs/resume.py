@@ -40,11 +40,13 @@ class RunOrder:
     spec:        its settings.
     candidates:  checkpoints that it may go on from, the newest first.
     continues:   whether it goes on in its directory.
+    program:     socket of a program that calls its operators, on rank 0's machine; empty: it executes its plan.
     """
 
     spec: Annotated[Spec, PlainSerializer(dump_spec), PlainValidator(lambda text: parse_spec(read_yaml(text)))]
     candidates: tuple[Path, ...] = ()
     continues: bool = False
+    program: str = ""
 
 
 ORDERS = TypeAdapter(Sequence[RunOrder])
@@ -60,6 +62,7 @@ class Resumption:
     finished:    whether all of it is done, so that it is skipped.
     continues:   whether it goes on in its directory, next to the files that are there.
     notes:       sentences on its inputs: changes that are accepted, or that they cannot be compared.
+    program:     as of ``RunOrder``.
     """
 
     plan: Plan
@@ -67,11 +70,12 @@ class Resumption:
     finished: bool = False
     continues: bool = False
     notes: tuple[str, ...] = ()
+    program: str = ""
 
 
 def resumed(plan: Plan, order: RunOrder) -> Resumption:
     """Return how a run begins that another machine orders."""
-    return Resumption(plan, order.candidates, continues=order.continues)
+    return Resumption(plan, order.candidates, continues=order.continues, program=order.program)
 
 
 def resume_runs(plans: tuple[Plan, ...], resume: str | None, accepts: bool = False) -> list[Resumption]:

@@ -122,7 +122,8 @@ class _OfModel(_Periodic):
 class Run(Instruction):
     """One operator on one placed model, over whole mini-batches, or on the rows of one ``attempt`` of them.
 
-    turn:  of an operator with several; 0 of others.
+    turn:       of an operator with several; 0 of others.
+    is_joined:  whether a training makes one optimizer step on the sum of the losses of its mini-batches.
     """
 
     operator: Operator
@@ -130,6 +131,7 @@ class Run(Instruction):
     mini_batches: range
     attempt: int | None = None
     turn: int = 0
+    is_joined: bool = False
 
     @property
     def uses(self) -> tuple[ModelName, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Run, Save
+from flexrlhf.strategies.instructions import Eval, Instruction, Run, Save
 from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.samples import Part
@@ -44,11 +45,42 @@ def make_report(
     }
 
 
+class Steps(Protocol):
+    """Instructions of each step, by which reports are found."""
+
+    def index(self, position: int) -> int:
+        """Return the number in its step of the instruction at ``position`` of the walk."""
+
+    def due(self, step: int) -> Iterable[tuple[int, Instruction]]:
+        """Yield the instructions of ``step``, and the number of each."""
+
+    def is_whole(self, step: int) -> bool:
+        """Return whether no instruction can join those of ``step``."""
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """Steps as the schedule of ``plan`` lists them."""
+
+    plan: Plan
+
+    def index(self, position: int) -> int:
+        return position % len(self.plan.schedule.instructions)
+
+    def due(self, step: int) -> Iterable[tuple[int, Instruction]]:
+        listed = enumerate(self.plan.schedule.instructions)
+        return ((index, each) for index, each in listed if each.due(step, self.plan.spec.steps))
+
+    def is_whole(self, step: int) -> bool:
+        return True
+
+
 class Recorder(Observer):
     """Publisher of the reports of this rank."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
-        self.plan, self.world = plan, world
+    def __init__(self, plan: Plan, world: World, steps: Steps | None = None) -> None:
+        """``steps``: None: those of the plan."""
+        self.plan, self.world, self.steps = plan, world, steps or PlannedSteps(plan)
         self.store = dist.PrefixStore(f"record/{plan.spec.name}", world.store)
         chosen = [each for each in plan.schedule.instructions if isinstance(each, Save) and each.best is not None]
         self._num_readers = sum(len(save.ranks) for save in chosen)
@@ -79,7 +111,7 @@ class Recorder(Observer):
 
         ``inner``: index in the list of an Eval, for an instruction there.
         """
-        key, text = self._key(step, position, inner), json.dumps(report)
+        key, text = _key(step, self.steps.index(position), inner), json.dumps(report)
         self.store.set(key, text)
         if inner is not None and self._num_readers:
             self.store.set(f"best/{key}", text)
@@ -146,25 +178,29 @@ class Recorder(Observer):
         """Return the keys of the reports of the attempts of a step, and who publishes each."""
         listed = enumerate(self.plan.schedule.instructions)
         runs = [(index, run) for index, run in listed if isinstance(run, Run) and run.operator.takes_prompts]
-        return {self._key(step, index, None): _publisher(run) for index, run in runs}
+        return {_key(step, index): _publisher(run) for index, run in runs}
 
     def keys(self, step: int, *kinds: type[Run | Eval]) -> dict[str, str]:
         """Return the keys of the reports of a step, or of its instructions of ``kinds``, and who publishes each."""
         keys: dict[str, str] = {}
-        for index, instruction in enumerate(self.plan.schedule.instructions):
-            if not isinstance(instruction, kinds or (Run, Eval)) or not instruction.due(step, self.plan.spec.steps):
+        for index, instruction in self.steps.due(step):
+            if not isinstance(instruction, kinds or (Run, Eval)):
                 continue
             if isinstance(instruction, Run):
-                keys[self._key(step, index, None)] = _publisher(instruction)
+                keys[_key(step, index)] = _publisher(instruction)
                 continue
             for inner, each in enumerate(instruction.instructions):
                 if isinstance(each, Run):
-                    keys[self._key(step, index, inner)] = _publisher(each)
+                    keys[_key(step, index, inner)] = _publisher(each)
         return keys
 
-    def _key(self, step: int, position: int, inner: int | None) -> str:
-        index = position % len(self.plan.schedule.instructions)
-        return f"{step}/{index}" if inner is None else f"{step}/{index}.{inner}"
+    def read(self, step: int, position: int, run: Run) -> dict[str, Triple]:
+        """Wait for the statistics of ``run``, executed at ``position``, and return them. Rank 0 calls this before the
+        metrics of ``step`` are written."""
+        key = _key(step, self.steps.index(position))
+        self.wait({key: _publisher(run)}, f"the statistics of {run.label}")
+        statistics: dict[str, Triple] = json.loads(self.store.get(key))["statistics"]
+        return statistics
 
     def wait(self, keys: Mapping[str, str], what: str) -> None:
         """Wait until ``keys`` are published. Raises DeadlineError, which names who has not published."""
@@ -174,3 +210,7 @@ class Recorder(Observer):
 def _publisher(run: Run) -> str:
     """Return the rank that publishes the statistics of ``run``, in words."""
     return f"rank {run.ranks[0]} ({run.label})"
+
+
+def _key(step: int, index: int, inner: int | None = None) -> str:
+    return f"{step}/{index}" if inner is None else f"{step}/{index}.{inner}"

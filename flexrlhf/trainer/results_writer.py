@@ -24,7 +24,7 @@ from flexrlhf.timeline import SPANS, Timeline, saved_spans, write_trace
 from flexrlhf.trainer.column_files import record_statistics
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.trainer.recorder import Recorder
+from flexrlhf.trainer.recorder import Recorder, Steps
 from flexrlhf.trainer.reply_times import ReplyTimes
 from flexrlhf.trainer.samples import Part, append_samples, merged_samples
 from flexrlhf.trainer.step_rows import prompt_numbers
@@ -74,8 +74,11 @@ class ResultsWriter(Observer):
 
     def collect(self) -> None:
         """Write the metrics of all steps that have been published in full, without waiting."""
-        while self.next_step < self._plan.spec.steps and self._store.check(list(self._keys(self.next_step))):
+        while self.next_step < self._plan.spec.steps and self._is_published(self.next_step):
             self._write_step()
+
+    def _is_published(self, step: int) -> bool:
+        return self.recorder.steps.is_whole(step) and self._store.check(list(self._keys(step)))
 
     def _keys(self, step: int) -> dict[str, str]:
         """Return the keys of the reports that the row of ``step`` needs, and who publishes each: with attempts also of
@@ -194,7 +197,7 @@ class ResultsWriter(Observer):
         write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)
 
 
-def open_results(rank: RankContext, start: RunStart) -> ResultsWriter:
+def open_results(rank: RankContext, start: RunStart, steps: Steps | None) -> ResultsWriter:
     """Return the writer of a run, with its loggers. Raises UserError if one is not installed or cannot begin."""
     spec, world = rank.plan.spec, rank.world
     work = WorkTime(spec.name, world, rank.flight.timeline)
@@ -202,4 +205,4 @@ def open_results(rank: RankContext, start: RunStart) -> ResultsWriter:
         rank.show("opening the loggers")
     loggers = open_loggers(spec, rank.directory) if world.rank == 0 else RunLoggers(rank.directory)
     prompts = partial(prompt_numbers, rank.plan, rank.data)
-    return ResultsWriter(Recorder(rank.plan, world), rank.directory, work, loggers, rank.send, prompts, start)
+    return ResultsWriter(Recorder(rank.plan, world, steps), rank.directory, work, loggers, rank.send, prompts, start)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from flexrlhf.operators.columns import FINAL_OUTCOME, POSITION
-from flexrlhf.operators.outcomes import ALL_TAKEN, CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, UNRECORDED
+from flexrlhf.operators.outcomes import ALL_TAKEN, CARRIED, FROZEN, IN_FLIGHT, LEFT_OUT, OUTCOMES, UNRECORDED
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
@@ -23,9 +23,14 @@ Outcomes = dict[str, list[int]]
 class RowLedger(Observer):
     """Ledger of a run's rows, on the ranks of the training that accounts for them."""
 
-    def __init__(self, plan: Plan, rank: int, generated: int = 0) -> None:
-        """``generated``: first step without rows at the start of the run."""
-        self._generated = generated
+    def __init__(self, plan: Plan, rank: int, generated: int = 0, completes: bool = True) -> None:
+        """Begin without outcomes.
+
+        generated:  first step without rows at the start of the run.
+        completes:  whether the last mini-batch completes a step; else a program does, which may leave rows out, or
+                    train on some again.
+        """
+        self._generated, self._completes = generated, completes
         self._plan, training = plan, plan.graph.accounting
         runs = [each for each in plan.schedule.for_rank(rank) if isinstance(each, Run)]
         self._is_accounting = any(run.operator == training for run in runs)
@@ -83,10 +88,25 @@ class RowLedger(Observer):
         execution.outcomes = outcomes_of(work.model.dp.gather(keys).tolist())
         if POSITION in work.operator.reads:
             self.open(_gathered_positions(execution))
+        if not self._completes:
+            known = set(self._of_step)
+            new = {name: [row for row in rows if row not in known] for name, rows in execution.outcomes.items()}
+            execution.outcomes = {name: rows for name, rows in new.items() if rows}
         self.add(execution.outcomes)
-        if work.mini_batches.stop == plan.batch.num_mini_batches:
+        if self._completes and work.mini_batches.stop == plan.batch.num_mini_batches:
             carried = self.complete(execution.step)
             execution.outcomes = {**execution.outcomes, **({CARRIED: carried} if carried else {})}
+
+    def leave_out(self, step: int) -> Outcomes:
+        """Complete ``step``, whose further rows a program does not train on; return these, on ranks that account for
+        rows."""
+        if not self._is_accounting or step < self._first_step:
+            return {}
+        rows = sorted(set(range(self._plan.batch.num_taken)).difference(self._of_step))
+        left_out = {LEFT_OUT: rows} if rows else {}
+        self.add(left_out)
+        self.complete(step)
+        return left_out
 
     def take(self, positions: Iterable[int]) -> None:
         """Add the prompts of an attempt, or the new ones among all that are under way."""

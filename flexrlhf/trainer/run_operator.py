@@ -294,21 +294,22 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
     statistics: Moments = {}
     outcomes: dict[int, Tensor] = {}
     updated: set[int] = set()
-    for epoch in range(algorithm.epochs):
-        for mini_batch in run.mini_batches:
-            rows = range(mini_batch, mini_batch + 1)
-            parts: list[tuple[Batch, Loss]] = [(run.batch(store, device, rows), loss)]
-            if PRESENT in operator.reads and not _has_rows(run, parts[0][0]):
-                outcomes[mini_batch] = _outcomes(parts[0][0])
+    singly = [range(mini_batch, mini_batch + 1) for mini_batch in run.mini_batches]
+    for epoch in range(1 if run.is_joined else algorithm.epochs):
+        for mini_batches in [run.mini_batches] if run.is_joined else singly:
+            batches = {number: run.batch(store, device, range(number, number + 1)) for number in mini_batches}
+            outcomes |= {number: _outcomes(batch) for number, batch in batches.items()}
+            first = mini_batches.start
+            if PRESENT in operator.reads and not _has_rows(run, batches[first]):
                 continue
+            parts: list[tuple[Batch, Loss]] = [(batch, loss) for batch in batches.values()]
             if extra_loss is not None:
-                parts.append((run.batch(store, device, rows, is_extra=True), extra_loss))
-            name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
+                parts.append((run.batch(store, device, mini_batches, is_extra=True), extra_loss))
+            name = f"mini-batch {first}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
             of_step = _optimizer_step(run, parts, name, context)
             add_moments(statistics, of_step)
-            outcomes[mini_batch] = _outcomes(parts[0][0])
             if "skipped" not in of_step or not of_step["skipped"][1]:
-                updated.add(mini_batch)
+                updated.update(mini_batches)
     final = [
         each if mini_batch in updated else each.where(each > 0, CODES["skipped"])
         for mini_batch, each in outcomes.items()

@@ -32,6 +32,7 @@ from flexrlhf.trainer.memory_meter import naming_exhaustion
 from flexrlhf.trainer.model_saver import ModelSaver
 from flexrlhf.trainer.observers import make_observers
 from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.recorder import Steps
 from flexrlhf.trainer.restoration import StartingPoint, restore
 from flexrlhf.trainer.results_writer import open_results
 from flexrlhf.trainer.row_ledger import RowLedger
@@ -42,22 +43,30 @@ from flexrlhf.trainer.weight_syncs import WeightSyncs
 
 
 class Trainer:
-    """One rank of a run: it executes instructions, which its observers record, measure and display."""
+    """One rank of a run: it executes instructions, which its observers record, measure and display.
 
-    def __init__(self, rank: RankContext, start: StartingPoint | None = None) -> None:
-        """Go on from the checkpoint ``start``; None: begin with the first step."""
+    rows:     of the steps under way.
+    results:  of all ranks.
+    ledger:   outcomes of rows.
+    """
+
+    def __init__(self, rank: RankContext, start: StartingPoint | None = None, steps: Steps | None = None) -> None:
+        """Go on from the checkpoint ``start``; None: begin with the first step.
+
+        ``steps``: instructions that are not known before they are executed; None: those of the plan.
+        """
         self.plan, self._rank, self._models = rank.plan, rank, rank.models
         self._start = ANEW if start is None else start.run_start(rank.plan)
         self._calls = LoopCalls()
         self._operators = make_operator_context(rank)
-        self._rows, self._syncs = StepRows(rank, self._start), WeightSyncs(rank, self._start)
+        self.rows, self._syncs = StepRows(rank, self._start), WeightSyncs(rank, self._start)
         self._controllers = Controllers(rank.plan)
-        self._results = open_results(rank, self._start)
-        self._saver = ModelSaver(rank, self._results.recorder)
-        ledger = RowLedger(rank.plan, rank.rank, self._start.generated)
-        state = RunState(rank, self._rows, self._controllers, ledger, self._results.recorder)
-        self._checkpointer = Checkpointer(state, self._results)
-        self._observers = make_observers(rank, self._controllers, ledger, self._results, self._checkpointer)
+        self.results = open_results(rank, self._start, steps)
+        self._saver = ModelSaver(rank, self.results.recorder)
+        self.ledger = RowLedger(rank.plan, rank.rank, self._start.generated, completes=steps is None)
+        state = RunState(rank, self.rows, self._controllers, self.ledger, self.results.recorder)
+        self._checkpointer = Checkpointer(state, self.results)
+        self._observers = make_observers(rank, self._controllers, self.ledger, self.results, self._checkpointer)
         self._evaluator = Evaluator(rank, self._operators, self._observers)
         if start is not None:
             restore(state, self._syncs, start)
@@ -75,7 +84,7 @@ class Trainer:
         else:
             load_function(loop)(self)
         next_step = self._calls.end_loop(loop)
-        self._finish(next_step)
+        self.finish(next_step)
         return next_step
 
     def batches(self) -> Iterator[PromptBatch]:
@@ -87,7 +96,7 @@ class Trainer:
         for turn in rounds(self.plan.schedule, steps, self._start):
             self._calls.begin(turn)
             is_generated = self._start.generated <= turn < steps
-            yield PromptBatch(turn, tuple(self._rows.taken(turn)) if is_generated else ())
+            yield PromptBatch(turn, tuple(self.rows.taken(turn)) if is_generated else ())
             self._calls.end(turn)
             if self._rank.ends_after(turn):
                 self._calls.next_step = min(steps, max(self._start.next_step, turn + 1 - lag))
@@ -100,22 +109,26 @@ class Trainer:
         Returns the rows that this rank trains on next; with a lag of k they are of the batch k before.
         """
         self._calls.take(batch.turn, "generate_experience")
-        self._syncs.begin_round(batch.turn)
+        self.begin_round(batch.turn)
         before, after = cut_round(self.plan, self._rank.rank, batch.turn, self._start)
         for execution in before:
-            self._walk(execution)
+            self.execute(execution)
         due = [(each.step, each.instruction) for each in after if is_training(each.instruction)]
         works = [self._work(run, step) for step, run in due]
-        return Experiences(batch.turn, self._rows.at(due[0][0]) if due else None, works)
+        return Experiences(batch.turn, self.rows.at(due[0][0]) if due else None, works)
 
     def train_rlhf(self, experiences: Experiences) -> None:
         """Execute the rest of the round, from its first training on."""
         self._calls.take(experiences.turn, "train_rlhf")
         _, after = cut_round(self.plan, self._rank.rank, experiences.turn, self._start)
         for execution in after:
-            self._walk(execution)
+            self.execute(execution)
 
-    def _walk(self, execution: Execution) -> None:
+    def begin_round(self, turn: int) -> None:
+        """Begin to receive the weights that are due in a round."""
+        self._syncs.begin_round(turn)
+
+    def execute(self, execution: Execution) -> None:
         """Execute one instruction under its deadline; observers receive its beginning and its end."""
         for observer in self._observers:
             observer.begin(execution)
@@ -134,7 +147,7 @@ class Trainer:
             case Run():
                 self._run(instruction, execution)
             case Move():
-                execution.span.bytes_sent = self._rows.move(instruction, step)
+                execution.span.bytes_sent = self.rows.move(instruction, step)
             case Sync():
                 execution.span.bytes_sent = self._syncs.run(instruction, step)
             case Eval():
@@ -157,15 +170,15 @@ class Trainer:
             # batches that it is not to be trained on count as well
             model.version = max(model.version, min(step, self.plan.graph.first_step(model.placed.role)))
         work = execution.work = self._work(run, step)
-        store = execution.store = self._rows.at(step)
+        store = execution.store = self.rows.at(step)
         # before the first turn there is nothing that it continues
         store.arrive((*run.operator.reads, *(run.operator.continues if run.turn else ())), work.rows)
         if run.operator.reads_data and POSITION in run.operator.reads:
-            work = execution.work = replace(work, examples=self._rows.take_examples(work, step))
+            work = execution.work = replace(work, examples=self.rows.take_examples(work, step))
         for observer in self._observers:
             observer.arrived(execution)
         ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
-        before = self._rows.carried_to(step) if run.operator.carries else None
+        before = self.rows.carried_to(step) if run.operator.carries else None
         execution.moments = run_operator(work, store, self._operators.at(step), ahead, before)
         if run.operator.kind == "train":
             model.version = step + 1
@@ -174,13 +187,15 @@ class Trainer:
 
     def _work(self, run: Run, step: int) -> OperatorRun:
         """Return the operator of ``run`` on this rank."""
-        operator, examples = run.operator, self._rows.examples(step) if run.operator.reads_texts else ()
+        operator, examples = run.operator, self.rows.examples(step) if run.operator.reads_texts else ()
         state = self._controllers.state(operator)
         model, rank = self._models[run.model], self._rank.rank
         shape = self.plan.batch
-        return OperatorRun(operator, model, shape, run.mini_batches, rank, examples, state, run.attempt, run.turn)
+        return OperatorRun(
+            operator, model, shape, run.mini_batches, rank, examples, state, run.attempt, run.turn, run.is_joined
+        )
 
-    def _finish(self, next_step: int) -> None:
+    def finish(self, next_step: int) -> None:
         """Await everything that is under way, and publish the timeline and memory usage.
 
         A run that ends before its last step writes a checkpoint, unless it has just written that one.
@@ -191,9 +206,9 @@ class Trainer:
         if self._start.next_step < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
             self._checkpointer.write(next_step)
         if rank.rank == 0:
-            self._results.write_until(next_step)
+            self.results.write_until(next_step)
         self._checkpointer.finish()
-        self._rows.finish()
+        self.rows.finish()
         self._syncs.close()
         usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
-        self._results.finish(rank.flight.timeline, usage, rank.meter.peak(), rank.start_bytes, self._rows.most_bytes)
+        self.results.finish(rank.flight.timeline, usage, rank.meter.peak(), rank.start_bytes, self.rows.most_bytes)

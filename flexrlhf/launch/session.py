@@ -1,0 +1,350 @@
+"""Calls of models from a plain program on one process (HybridFlow, section 4), on the ranks of a placement.
+
+    with flexrlhf.Session("my.yaml", placement_ratio=[1, 1, 0.5, 0.5]) as run:
+        for batch in run.prompts():
+            run.generate(batch)
+            ...
+            for part in batch.mini_batches(4):
+                run.train_actor(part)
+
+Every operator of the algorithm's graph is a method. A call is sent to the ranks and returns at once; the program waits
+where it reads a column or a metric.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from fractions import Fraction
+from functools import cached_property, partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from safetensors.torch import load
+from torch import Tensor
+
+from flexrlhf import errors
+from flexrlhf.config.spec_file import load_spec
+from flexrlhf.errors import RankFailure, UserError
+from flexrlhf.launch.lifetime import process_directory
+from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.suggestions import check_fits
+from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
+from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.strategies.calls import Call, CalledStep, called_schedule
+from flexrlhf.strategies.instructions import Move, Offload, Release, Reload, Run
+
+LOOK_SECONDS = 0.2
+"""Time between two looks whether ranks that start have failed."""
+END_SECONDS = 30.0
+"""Time that the ranks have to end after a program that failed."""
+
+
+class Session:
+    """Operators of a run's graph as methods: ``run.generate(batch)``, ``run.values(batch)``, ``run.train_actor(part)``.
+
+    plan:       placement, models and graph of the run; the program decides the order of the calls.
+    directory:  of the run: metrics, samples, timeline and models are there as of a planned run.
+    """
+
+    def __init__(
+        self,
+        config_path: str | Path,
+        placement_ratio: Sequence[float | Fraction] | str | None = None,
+        *,
+        devices: int | None = None,
+        overrides: Sequence[str] = (),
+        force: bool = False,
+        resume: str | Path | None = None,
+    ) -> None:
+        """Plan the run of a YAML file; ranks start where the session is entered. Arguments: as of ``ExecutionEngine``.
+
+        Raises UserError for a plan that calls cannot follow: with a lag, chunks, environments, or models that move.
+        """
+        settings = [*overrides, *([f"cluster.devices={devices}"] if devices is not None else [])]
+        spec = load_spec(config_path, settings, placement_ratio)
+        if under_torchrun():
+            raise UserError("session: it starts the ranks itself, found torchrun's; start the program with python")
+        check_single_planner([spec], Hosts())
+        from flexrlhf.guideline.advice.auto import planned
+
+        ((self.plan, _),) = planned([spec])
+        _check_callable(self.plan)
+        if not force:
+            check_fits(self.plan)
+        self.directory = self.plan.spec.directory
+        self._resume = None if resume is None else str(resume)
+        self._stack = ExitStack()
+        self._program: Connection | None = None
+        self._next_step = 0
+        self._batch: Batch | None = None
+        self._saves = False
+        self._joined: dict[str, Call] = {}
+        self._traces: dict[int, CalledStep] = {}
+        self._num_read = 0
+
+    def __enter__(self) -> Self:
+        """Start the ranks and load the models. Raises UserError and RankFailure."""
+        (start,) = resume_runs((self.plan,), self._resume)
+        directory = self._stack.enter_context(process_directory())
+        address, orders, self._outcome = (directory / name for name in ("program", "orders.json", "outcome.json"))
+        order = RunOrder(self.plan.spec, start.candidates, start.continues, str(address))
+        orders.write_bytes(ORDERS.dump_json([order]))
+        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(address))
+        listener.listen(1)
+        listener.settimeout(LOOK_SECONDS)
+        command = [sys.executable, "-m", "flexrlhf.launch.session_ranks", str(orders), str(self._outcome)]
+        self._ranks = subprocess.Popen(command)
+        while self._program is None:
+            try:
+                channel, _ = listener.accept()
+                # a timeout of the listener is its connections', too
+                channel.settimeout(None)
+                self._program = Connection(channel.detach())
+            except TimeoutError:
+                if self._ranks.poll() is not None:
+                    self._raise_outcome()
+        self._next_step = json.loads(self._receive())["next_step"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the ranks: models are saved after the last step, and a checkpoint is written before it."""
+        if self._program is not None:
+            self._program.close()
+        try:
+            status = self._ranks.wait(None if error is None else END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._ranks.terminate()
+            status = self._ranks.wait()
+        if status and error is None and self._next_step == self.plan.spec.steps:
+            self._raise_outcome()
+        self._stack.close()
+
+    def prompts(self) -> Iterator[Batch]:
+        """Yield the batches of the run from its data, in order; a step ends where the next batch is taken."""
+        for step in range(self._next_step, self.plan.spec.steps):
+            self._send({"do": "begin"})
+            batch = self._batch = Batch(self, step, self._new_step(), self.plan.batch.mini_batches)
+            try:
+                yield batch
+            finally:
+                self._batch, self._joined = None, {}
+                self._traces = {step: batch.called}
+                self._send({"do": "end", "saves": self._saves})
+                self._saves, self._next_step = False, step + 1
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return the operator ``name`` as a function of a batch: it returns the batch, a training its metrics."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._new_step().operator(Call(name, self.plan.batch.mini_batches))
+        return partial(self.call, name)
+
+    def call(self, operator: str, batch: Batch, loss: str = "") -> Batch | Metrics:
+        """Call an operator on a batch, or a training on mini-batches of it, with an optimizer step for each.
+
+        ``loss``: of a training, in place of the graph's: a name of the package, or ``path/to/file.py:name``.
+
+        Returns the batch, with the columns that the operator writes; of a training its metrics. Raises UserError for a
+        call whose columns are not there, for a batch of an earlier step, and as ``errors`` has it if ranks have ended.
+        """
+        return self._call(Call(operator, batch.parts, loss), batch)
+
+    def forward_backward(self, operator: str, batch: Batch, loss: str = "") -> None:
+        """Add the loss of a training on mini-batches to the next optimizer step of ``optim_step``, which computes all
+        of them: the parts of a batch in order, with one loss. Raises UserError for others."""
+        self._check_current(batch)
+        before = self._joined.get(operator)
+        if before is not None and (before.loss != loss or before.mini_batches.stop != batch.parts.start):
+            numbers = f"{before.mini_batches.start} to {before.mini_batches.stop - 1}"
+            losses = [name or "the graph's" for name in (before.loss, loss)]
+            raise UserError(
+                f"session: an optimizer step of {operator} on mini-batches {numbers} by {losses[0]} loss, and from "
+                f"{batch.parts.start} on by {losses[1]}; add parts in order, by one loss, or call optim_step before"
+            )
+        first = batch.parts.start if before is None else before.mini_batches.start
+        self._joined[operator] = Call(operator, range(first, batch.parts.stop), loss, is_joined=True)
+
+    def optim_step(self, operator: str) -> Metrics:
+        """Make one optimizer step on the sum of the losses that were added since the last one; return its metrics."""
+        if operator not in self._joined or self._batch is None:
+            raise UserError(f"session: optim_step({operator!r}) without a loss; call forward_backward before it")
+        metrics = self._call(self._joined.pop(operator), self._batch)
+        assert isinstance(metrics, Metrics), "a training has metrics"
+        return metrics
+
+    def _call(self, call: Call, batch: Batch) -> Batch | Metrics:
+        self._check_current(batch)
+        run = batch.called.add(call)[-1]
+        assert isinstance(run, Run), "a call ends with its run"
+        numbers = [call.mini_batches.start, call.mini_batches.stop]
+        self._send({**vars(call), "do": "call", "mini_batches": numbers})
+        number = sum(isinstance(each, Run) for each in batch.called.instructions) - 1
+        return Metrics(self, batch, number) if run.operator.kind == "train" else batch
+
+    def save(self) -> None:
+        """Write a checkpoint at the end of this step, which ``Session(resume="auto")`` goes on from."""
+        if self._batch is None:
+            raise UserError("session: save() outside a step; call it in the loop over prompts()")
+        self._saves = True
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of ``metrics.jsonl`` so far, one for each step."""
+        return read_lines(self.directory / "metrics.jsonl")
+
+    def trace(self) -> Plan:
+        """Return the plan whose step is the last one that the program called, which ``simulate`` prices."""
+        if not self._traces:
+            raise UserError("session: trace() before a step has ended; call it behind the loop over prompts()")
+        ((step, called),) = self._traces.items()
+        schedule = called_schedule(self.plan.schedule.instructions, called.instructions, step)
+        return replace(self.plan, schedule=schedule)
+
+    def column(self, batch: Batch, name: str) -> Tensor:
+        """Return a column of the rows of ``batch``, (n, ...), on the CPU. Waits until it is computed."""
+        self._check_current(batch)
+        batch.called.owners(name)
+        self._num_read += 1
+        self._send({"do": "column", "name": name, "number": self._num_read})
+        found: dict[int, Tensor] = {}
+        for _ in range(int(self._receive())):
+            part = load(self._receive())
+            found.update(zip(part["rows"].tolist(), part["values"], strict=True))
+        shape = self.plan.batch
+        rows = shape.rows(tuple(prompt for number in batch.parts for prompt in shape.prompts(number)))
+        import torch
+
+        return torch.stack([found[row] for row in rows])
+
+    def statistics(self, batch: Batch, number: int) -> dict[str, float]:
+        """Return the metrics of a call of this step by its number. Waits until it has run."""
+        self._check_current(batch)
+        self._send({"do": "statistics", "call": number})
+        found: dict[str, float] = json.loads(self._receive())
+        return found
+
+    def _new_step(self) -> CalledStep:
+        return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch)
+
+    def _check_current(self, batch: Batch) -> None:
+        if self._batch is None or batch.called is not self._batch.called:
+            raise UserError(f"session: a batch of step {batch.step}, which has ended; read what you need before that")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._program is None:
+            raise UserError("session: its ranks have not started; use it in a with statement")
+        try:
+            self._program.send_bytes(json.dumps(message).encode())
+        except OSError:
+            self._raise_outcome()
+
+    def _receive(self) -> bytes:
+        assert self._program is not None, "messages follow the start"
+        try:
+            return self._program.recv_bytes()
+        except (EOFError, OSError):
+            self._raise_outcome()
+
+    def _raise_outcome(self) -> NoReturn:
+        """Wait for the ranks and raise the error that has ended them."""
+        self._ranks.wait()
+        if not self._outcome.exists():
+            raise RankFailure(f"the ranks of the session ended with exit status {self._ranks.returncode}")
+        name, sentence = json.loads(self._outcome.read_text())
+        raise getattr(errors, name)(sentence)
+
+
+class Batch:
+    """Rows of one step, or mini-batches of them; ``batch["values"]`` is a column, on the ranks until it is read.
+
+    step:    number of the step.
+    called:  what the program has called for it.
+    parts:   mini-batches that it has.
+    """
+
+    def __init__(self, session: Session, step: int, called: CalledStep, parts: range) -> None:
+        self.step, self.called, self.parts = step, called, parts
+        self._session = session
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that it has."""
+        return (*self.called.graph.inputs, *self.called.written)
+
+    def __getitem__(self, column: str) -> Tensor:
+        return self._session.column(self, column)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        shape = self._session.plan.batch
+        return len(self.parts) * shape.num_rows // shape.num_mini_batches
+
+    def mini_batches(self, number: int) -> list[Batch]:
+        """Return ``number`` parts of it, in order, each of whole mini-batches of the plan. Raises UserError."""
+        if number < 1 or len(self.parts) % number:
+            fitting = [each for each in range(1, len(self.parts) + 1) if len(self.parts) % each == 0]
+            known = ", ".join(map(str, fitting))
+            raise UserError(
+                f"session: {len(self.parts)} mini-batches (algorithm.num_mini_batches) in {number} parts; use one of "
+                f"{known}"
+            )
+        size = len(self.parts) // number
+        starts = range(self.parts.start, self.parts.stop, size)
+        return [Batch(self._session, self.step, self.called, range(start, start + size)) for start in starts]
+
+
+class Metrics(Mapping[str, float]):
+    """Metrics of a training call, read from the ranks when first used, before the step ends."""
+
+    def __init__(self, session: Session, batch: Batch, number: int) -> None:
+        self._session, self._batch, self._number = session, batch, number
+
+    @cached_property
+    def _found(self) -> dict[str, float]:
+        return self._session.statistics(self._batch, self._number)
+
+    def __getitem__(self, name: str) -> float:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return "  ".join(f"{name} {value:.4g}" for name, value in self._found.items())
+
+
+def _check_callable(plan: Plan) -> None:
+    """Raise UserError for settings under which the order of calls is the schedule's own."""
+    spec, listed = plan.spec, plan.schedule.instructions
+    moved = [each for each in listed if isinstance(each, Offload | Reload | Release)]
+    for setting, is_set, instead in (
+        ("schedule.lag", plan.schedule.lag, "use 0"),
+        ("schedule.num_chunks", plan.batch.num_chunks > 1, "use 1"),
+        ("algorithm.dynamic_sampling", plan.batch.attempts > 1, "remove it"),
+        ("rollout.segment_tokens", plan.batch.segments > 1, "remove it"),
+        ("environment", spec.environment is not None, "remove it"),
+        ("algorithm.loop", spec.algorithm.loop is not None, "remove it: the program is the loop"),
+    ):
+        if is_set:
+            raise UserError(f"{setting}: a session calls operators one by one, which goes without; {instead}")
+    if moved:
+        raise UserError(
+            f"memory: a session keeps all models on their devices, and the plan moves {moved[0].label} away; use more "
+            f"or larger devices"
+        )
+    assert all(isinstance(each, Run | Move) or each.lag == 0 for each in listed), "without lag"

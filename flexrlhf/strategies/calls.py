@@ -1,0 +1,140 @@
+"""Instructions of calls: a program calls operators of a graph in an order of its own, and each call becomes the moves
+of what it reads and the run itself, by the same builder as a schedule's.
+
+What the program calls is known only step by step, so rows move when they are first read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from flexrlhf.errors import UserError, nearest
+from flexrlhf.operators.graph import LOSSES, Graph, Operator, is_own
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import Placement
+from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync
+from flexrlhf.strategies.schedule import Builder, OperatorTask, Schedule
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator.
+
+    operator:      its name in the graph.
+    mini_batches:  those that a training works on; other operators work on the whole step.
+    loss:          of a training, in place of the graph's; empty: that.
+    is_joined:     whether a training makes one optimizer step on all of its mini-batches.
+    """
+
+    operator: str
+    mini_batches: range
+    loss: str = ""
+    is_joined: bool = False
+
+
+@dataclass
+class CalledStep:
+    """Calls of one step, in the order of the program.
+
+    written:       columns → the task that has written them.
+    instructions:  of the calls so far.
+    """
+
+    graph: Graph
+    builder: Builder
+    written: dict[str, OperatorTask] = field(default_factory=dict)
+    instructions: list[Instruction] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, graph: Graph, placement: Placement, shape: BatchShape) -> CalledStep:
+        """Return a step without calls."""
+        return cls(graph, Builder(placement, shape))
+
+    def add(self, call: Call) -> list[Instruction]:
+        """Return the instructions of a call. Raises UserError for one that this step cannot have."""
+        operator = self.operator(call)
+        shape = self.builder.shape
+        missing = [name for name in operator.reads if name not in self.written and name not in self.graph.inputs]
+        if missing:
+            writer = self.graph.producers.get(missing[0])
+            first = "no operator of the graph writes it" if writer is None else f"call {writer.name} first"
+            raise UserError(f"session: {operator.name} reads {missing[0]}, which this batch does not have; {first}")
+        if operator.kind != "train" and call.mini_batches != shape.mini_batches:
+            raise UserError(
+                f"session: {operator.name} works on whole batches, found mini-batches {call.mini_batches.start} to "
+                f"{call.mini_batches.stop - 1}; a training takes mini-batches"
+            )
+        if again := [name for name in operator.writes if name in self.written]:
+            raise UserError(f"session: {operator.name} has written {again[0]} of this batch; use it")
+        task = OperatorTask(operator, self.graph.waves[operator.name], None, 0)
+        writers = dict.fromkeys(self.written[name] for name in operator.reads if name in self.written)
+        moves = self.builder.moves(writers, [task])
+        run = replace(self.builder.run(task), mini_batches=call.mini_batches, is_joined=call.is_joined)
+        self.written |= dict.fromkeys(operator.writes, task)
+        added = [*moves, run]
+        self.instructions += added
+        return added
+
+    def operator(self, call: Call) -> Operator:
+        """Return the operator of a call, with the loss that it names. Raises UserError."""
+        known = {operator.name: operator for operator in self.graph.operators}
+        if call.operator not in known:
+            named = f"{nearest(call.operator, known)}; there are {', '.join(known)}"
+            raise UserError(f"session: the graph has no operator {call.operator!r}{named}")
+        operator = known[call.operator]
+        if not call.loss:
+            return operator
+        if operator.kind != "train":
+            raise UserError(f"session: {operator.name} has no loss, found {call.loss!r}; a training has one")
+        if call.loss not in LOSSES and not is_own(call.loss):
+            raise UserError(
+                f"session: no loss {call.loss!r}{nearest(call.loss, LOSSES)}; there are {', '.join(LOSSES)}, and "
+                f"path/to/file.py:name"
+            )
+        return replace(operator, function=call.loss)
+
+    def owners(self, column: str) -> dict[int, tuple[int, ...]]:
+        """Return rank → prompts of ``column`` that it sends to a program: each by the first that has computed it, or of
+        an input by the first that reads it. Raises UserError for a column that this batch does not have."""
+        if column not in self.written and column not in self.graph.inputs:
+            known = (*self.graph.inputs, *self.written)
+            raise UserError(
+                f"session: this batch has no column {column!r}{nearest(column, known)}; it has {', '.join(known)}"
+            )
+        owned: dict[int, tuple[int, ...]] = {}
+        taken: set[int] = set()
+        holders = self.builder.produced[column] if column in self.written else self._readers(column)
+        for rank, prompts in sorted(holders.items()):
+            if own := tuple(sorted(prompts - taken)):
+                owned[rank] = own
+                taken |= prompts
+        return owned
+
+    def _readers(self, column: str) -> dict[int, set[int]]:
+        """Return rank → prompts of an input column that its first reader has there."""
+        model = self.builder.model_of(next(each for each in self.graph.operators if column in each.reads))
+        shape = self.builder.shape
+        return {rank: set(shape.prompts_on(model.layout, rank, shape.mini_batches)) for rank in model.ranks}
+
+
+def around_calls(instructions: Sequence[Instruction], step: int, steps: int, before: bool) -> Iterator[Instruction]:
+    """Yield the instructions of a schedule around the calls of a step that are due in it: syncs, evaluations, saves and
+    checkpoints.
+
+    ``before``: those of the weights that the step starts from; else those behind its calls.
+    """
+    first = next((index for index, each in enumerate(instructions) if isinstance(each, Run)), 0)
+    for index, each in enumerate(instructions):
+        if isinstance(each, Run | Move) or not each.due(step, steps):
+            continue
+        is_first = not each.after_training if isinstance(each, Sync) else isinstance(each, Eval) and index < first
+        if is_first == before:
+            yield each
+
+
+def called_schedule(instructions: Sequence[Instruction], called: Sequence[Instruction], step: int) -> Schedule:
+    """Return the schedule of a step as it was called, with what stands around the calls in ``instructions``."""
+    steps = step + 2  # neither the last step nor the only one
+    opening, closing = (tuple(around_calls(instructions, step, steps, before)) for before in (True, False))
+    return Schedule((*opening, *called, *closing), 0)

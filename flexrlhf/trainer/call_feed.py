@@ -1,0 +1,78 @@
+"""Calls of a program, which rank 0 receives from it and publishes to all ranks in the job's store."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from flexrlhf.comm.store import second_connection
+from flexrlhf.comm.world import World
+
+Message = dict[str, Any]
+"""Fields of a call; ``do`` names its kind."""
+WAIT: Message = {"do": "wait"}
+CLOSE: Message = {"do": "close"}
+WAITS = 4
+"""Messages in the time of a deadline that tell the ranks to wait on, while the program computes."""
+
+
+class CallFeed:
+    """Calls of a program on this rank, in their order, which is the same on all ranks."""
+
+    def __init__(self, world: World, run: str, address: str, timeout_seconds: float) -> None:
+        """Connect rank 0 to the program. ``address``: socket that it listens to."""
+        self._world, self._timeout = world, timeout_seconds
+        self._store = dist.PrefixStore(f"calls/{run}", world.store)
+        self._number = 0
+        self._program: Connection | None = None
+        if world.rank == 0:
+            channel = socket.socket(socket.AF_UNIX)
+            channel.connect(address)
+            self._program = Connection(channel.detach())
+            # a rank that waits in the store occupies its connection
+            store = dist.PrefixStore(f"calls/{run}", second_connection(world.store))
+            self._thread = threading.Thread(target=self._receive, args=(self._program, store), daemon=True)
+            self._thread.start()
+
+    def next(self) -> Message:
+        """Wait for the next call of the program. Raises DeadlineError if rank 0 is lost."""
+        while True:
+            key, read = str(self._number), f"{self._number}/read"
+            self._world.wait_for(self._store, {key: "rank 0"}, "the next call of the program", self._timeout)
+            message: Message = json.loads(self._store.get(key))
+            self._number += 1
+            # the last reader clears up
+            if self._store.add(read, 1) == self._world.size:
+                self._store.delete_key(key)
+                self._store.delete_key(read)
+            if message != WAIT:
+                return message
+
+    def reply(self, parts: Sequence[bytes]) -> None:
+        """Send parts of an answer to the program, from rank 0."""
+        assert self._program is not None, "rank 0 replies"
+        for part in parts:
+            self._program.send_bytes(part)
+
+    def close(self) -> None:
+        """End the connection, after the last call."""
+        if self._program is not None:
+            self._thread.join()
+            self._program.close()
+
+    def _receive(self, program: Connection, store: dist.Store) -> None:
+        """Publish what the program sends; its end is a last call."""
+        number, message = 0, WAIT
+        while message != CLOSE:
+            try:
+                message = json.loads(program.recv_bytes()) if program.poll(self._timeout / WAITS) else WAIT
+            except (EOFError, OSError):
+                message = CLOSE
+            store.set(str(number), json.dumps(message))
+            number += 1

@@ -1,0 +1,176 @@
+"""One rank of a session: the calls of a program become instructions, which the trainer executes.
+
+Every rank reads every call and derives the same instructions from it, so all ranks have one list, as with a schedule.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from safetensors.torch import save
+from torch import tensor
+
+from flexrlhf.metrics import evaluate
+from flexrlhf.placement.groups import Group
+from flexrlhf.strategies.calls import Call, CalledStep, around_calls
+from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
+from flexrlhf.strategies.schedule import checkpointed_models
+from flexrlhf.trainer.call_feed import CallFeed, Message
+from flexrlhf.trainer.execution import Execution
+from flexrlhf.trainer.rank_context import RankContext
+from flexrlhf.trainer.recorder import make_report
+from flexrlhf.trainer.trainer import Trainer
+
+PART_BYTES = 4_000_000
+"""Bytes of a column that one entry of the job's store has; it takes 8 MB."""
+
+
+class CalledSteps:
+    """Instructions of the steps so far, by which reports are found. Positions count along the whole session."""
+
+    def __init__(self) -> None:
+        self._listed: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
+        self._num = 0
+        self._num_whole = 0
+
+    def add(self, step: int, instruction: Instruction) -> int:
+        """Add the next instruction of ``step`` and return its position."""
+        self._listed[step].append((self._num, instruction))
+        self._num += 1
+        return self._num - 1
+
+    def end(self, step: int) -> None:
+        """End ``step``: no instruction joins it or an earlier one."""
+        self._num_whole = step + 1
+
+    def index(self, position: int) -> int:
+        return position
+
+    def due(self, step: int) -> Iterable[tuple[int, Instruction]]:
+        return self._listed[step]
+
+    def is_whole(self, step: int) -> bool:
+        return step < self._num_whole
+
+
+class CalledTrainer:
+    """Executor of the calls of a program on this rank."""
+
+    def __init__(self, trainer: Trainer, rank: RankContext, steps: CalledSteps, feed: CallFeed, next_step: int) -> None:
+        """``next_step``: that the program begins with, which is told."""
+        self._trainer, self._rank, self._steps, self._feed = trainer, rank, steps, feed
+        self._plan, self._next_step = rank.plan, next_step
+        self._called = self._new_step()
+        # position and run of each call of the step
+        self._runs: list[tuple[int, Run]] = []
+        if rank.rank == 0:
+            feed.reply([json.dumps({"next_step": next_step}).encode()])
+
+    def run(self) -> int:
+        """Execute calls until the program ends, or a request to stop; return the first step that it has not ended."""
+        while (message := self._feed.next())["do"] != "close":
+            match message["do"]:
+                case "begin":
+                    self._called, self._runs = self._new_step(), []
+                    self._trainer.begin_round(self._next_step)
+                    self._around(before=True)
+                case "call":
+                    numbers = range(*message["mini_batches"])
+                    self._call(Call(message["operator"], numbers, message["loss"], message["is_joined"]))
+                case "column":
+                    self._send_column(message["name"], message["number"])
+                case "statistics":
+                    self._send_statistics(message["call"])
+                case "end":
+                    self._end(message)
+                    if self._rank.ends_after(self._next_step - 1):
+                        break
+        self._trainer.finish(self._next_step)
+        return self._next_step
+
+    def _new_step(self) -> CalledStep:
+        return CalledStep.begin(self._plan.graph, self._plan.placement, self._plan.batch)
+
+    def _call(self, call: Call) -> None:
+        for instruction in self._called.add(call):
+            if isinstance(instruction, Move):
+                group = Group("move", instruction.ranks)
+                self._rank.world.add_group(self._rank.groups, group, self._plan.spec.timeout_seconds)
+            position = self._execute(instruction)
+            if isinstance(instruction, Run):
+                self._runs.append((position, instruction))
+
+    def _around(self, before: bool) -> bool:
+        """Execute what stands around the calls of a step; return whether a checkpoint was among it."""
+        due = list(around_calls(self._plan.schedule.instructions, self._next_step, self._plan.spec.steps, before))
+        for instruction in due:
+            self._execute(instruction)
+        return any(isinstance(instruction, Checkpoint) for instruction in due)
+
+    def _execute(self, instruction: Instruction) -> int:
+        """Execute an instruction that names this rank; return its position."""
+        position = self._steps.add(self._next_step, instruction)
+        if self._rank.rank in instruction.ranks:
+            self._trainer.execute(Execution(position, self._next_step, instruction))
+        return position
+
+    def _end(self, message: Message) -> None:
+        """End a step: account for its rows, then sync, evaluate and save as the plan does after its last training."""
+        step = self._next_step
+        self._leave_out(step)
+        is_saved = self._around(before=False)
+        if message["saves"] and not is_saved:
+            models = checkpointed_models(self._plan.placement, self._plan.spec)
+            self._execute(Checkpoint(ranks=tuple(range(self._plan.placement.num_ranks)), models=models))
+        self._steps.end(step)
+        self._next_step = step + 1
+        if self._rank.rank == 0:
+            self._trainer.results.collect()
+
+    def _leave_out(self, step: int) -> None:
+        """Report the rows that the program has not trained on, as a training of no mini-batch."""
+        training = self._plan.graph.accounting
+        if training is None or step < training.first_step:
+            return
+        runs = (each for each in self._plan.schedule.instructions if isinstance(each, Run))
+        run = next(each for each in runs if each.operator == training)
+        position = self._steps.add(step, replace(run, mini_batches=range(0)))
+        outcomes = self._trainer.ledger.leave_out(step)
+        if self._rank.rank == run.ranks[0]:
+            self._trainer.results.recorder.publish(step, position, make_report(outcomes=outcomes))
+
+    def _send_column(self, name: str, number: int) -> None:
+        """Send the rows of a column to the program: each owner to rank 0 in the job's store, and rank 0 on."""
+        world, owners = self._rank.world, self._called.owners(name)
+        store = self._trainer.results.recorder.store
+        if prompts := owners.get(world.rank):
+            rows = self._plan.batch.rows(prompts)
+            values = self._trainer.rows.at(self._next_step).get(name, rows).cpu().contiguous()
+            parts = _cut(save({"rows": tensor(rows), "values": values}))
+            for index, part in enumerate(parts):
+                store.set(f"column/{number}/{world.rank}/{index}", part)  # type: ignore[arg-type]  # its stubs know str alone
+            store.set(f"column/{number}/{world.rank}", str(len(parts)))
+        if world.rank == 0:
+            blobs = []
+            for rank in owners:
+                key = f"column/{number}/{rank}"
+                world.wait_for(store, {key: f"rank {rank}"}, f"column {name}", self._plan.spec.timeout_seconds)
+                keys = [f"{key}/{index}" for index in range(int(store.get(key)))]
+                blobs.append(b"".join(store.get(each) for each in keys))
+                for each in (key, *keys):
+                    store.delete_key(each)
+            self._feed.reply([str(len(blobs)).encode(), *blobs])
+
+    def _send_statistics(self, number: int) -> None:
+        """Send the metrics of a call of this step to the program, once its model's first rank has published them."""
+        if self._rank.rank == 0:
+            position, run = self._runs[number]
+            statistics = self._trainer.results.recorder.read(self._next_step, position, run)
+            self._feed.reply([json.dumps(evaluate(statistics)).encode()])
+
+
+def _cut(data: bytes) -> Sequence[bytes]:
+    return [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]

@@ -1,0 +1,79 @@
+"""Sessions: calls of a program have the bits of the planned run, also if it is killed, and account for their rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from called import main
+from cases import Case
+from commands import start
+from launcher import Launches, Outcome, params
+
+from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.metrics import TIMES
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.runs.run_directory import read_lines
+
+pytestmark = pytest.mark.timeout(600)
+PPO, GRPO, REMAX = Case("two", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
+PROGRAM = Path(__file__).with_name("called.py")
+
+
+def written(launches: Launches, case: Case, directory: Path, name: str) -> Path:
+    """Write the config of ``case`` for a run ``name`` in ``directory``."""
+    spec = launches.assets.spec(case)
+    path = directory / f"{name}.yaml"
+    path.write_text(dump_spec(spec.model_copy(update={"name": name, "runs": str(directory / "runs")})))
+    return path
+
+
+def outcome_at(launches: Launches, case: Case, directory: Path, name: str) -> Outcome:
+    spec = launches.assets.spec(case)
+    return Outcome(case, make_plan(spec.model_copy(update={"name": name, "runs": str(directory / "runs")})))
+
+
+def assert_same_bits(found: Outcome, planned: Outcome) -> None:
+    for step, (one, two) in enumerate(zip(found.metrics, planned.metrics, strict=True)):
+        names = one.keys() - TIMES
+        assert {name: one[name] for name in names} == {name: two[name] for name in two.keys() - TIMES}
+        mine, theirs = found.columns(step), planned.columns(step)
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for role in planned.plan.graph.trained:
+        mine, theirs = found.weights(role), planned.weights(role)
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs), role
+    assert read_lines(found.directory / "rows.jsonl") == read_lines(planned.directory / "rows.jsonl")
+
+
+@pytest.mark.parametrize("case", params([PPO, GRPO, REMAX], in_full_alone=[PPO, GRPO, REMAX]))
+def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_path: Path) -> None:
+    """PPO and ReMax call by call; GRPO with copies that follow by syncs, trained by primitives."""
+    main(str(written(launches, case, tmp_path, "called")), "joined" if case == GRPO else "")
+    assert_same_bits(outcome_at(launches, case, tmp_path, "called"), launches.outcome(case))
+
+
+@pytest.mark.parametrize("case", params([PPO]))
+def test_a_program_that_is_killed_goes_on_with_the_bits_of_the_graph(
+    launches: Launches, case: Case, tmp_path: Path
+) -> None:
+    path = written(launches, case, tmp_path, "killed")
+    process = start([str(path), "stops"], tmp_path, [str(PROGRAM)])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == -9, out[-2000:]
+    main(str(path), resume="auto")
+    assert_same_bits(outcome_at(launches, case, tmp_path, "killed"), launches.outcome(case))
+
+
+@pytest.mark.parametrize("case", params([GRPO]))
+def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, case: Case, tmp_path: Path) -> None:
+    """A branch on data: steps whose mean score falls are not trained on. The first step is that of the graph."""
+    main(str(written(launches, case, tmp_path, "chosen")), "chooses")
+    found = outcome_at(launches, case, tmp_path, "chosen")
+    means = [row["reward_mean"] for row in found.metrics]
+    falls = [before > mean for before, mean in zip(means, means[1:], strict=False)]
+    lines = read_lines(found.directory / "rows.jsonl")
+    assert any(falls) and [("left_out" in line["outcomes"]) for line in lines] == [False, *falls]
+    for row in found.metrics:
+        assert sum(row[name] for name in row if name.startswith("rows_")) == found.plan.batch.num_rows
+    assert torch.equal(found.columns(0)["tokens"], launches.outcome(case).columns(0)["tokens"])

@@ -1,0 +1,114 @@
+"""Calls of a session without ranks: what they become, what is refused, and what they would take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from small_runs import PPO, plan_of, whole_plan_of
+from test_simulate import Fixed
+
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.launch.session import Session
+from flexrlhf.plan.plan import Plan
+from flexrlhf.strategies.calls import Call, CalledStep, called_schedule
+from flexrlhf.strategies.instructions import Instruction, Move, Run
+
+PLACEMENTS = [([1, 1, 1, 1], 2), ([0.5] * 4, 2), ([1, 1, 0.5, 0.5], 4), ([0.5] * 6, 4)]
+
+
+def begin(plan: Plan) -> CalledStep:
+    return CalledStep.begin(plan.graph, plan.placement, plan.batch)
+
+
+def call_all(plan: Plan, *without: str) -> list[Instruction]:
+    """The instructions of the operators in the order of the graph."""
+    step = begin(plan)
+    for operator in plan.graph.operators:
+        if operator.name not in without:
+            step.add(Call(operator.name, plan.batch.mini_batches))
+    return step.instructions
+
+
+def traffic(instructions: list[Instruction]) -> Counter[tuple[str, int, int]]:
+    """Prompts by column and link that moves carry."""
+    moves = [each for each in instructions if isinstance(each, Move)]
+    found: Counter[tuple[str, int, int]] = Counter()
+    for transfer in (transfer for move in moves for transfer in move.transfers):
+        found[transfer.column, transfer.source, transfer.destination] += len(transfer.prompts)
+    return found
+
+
+@pytest.mark.parametrize(("vector", "devices"), PLACEMENTS)
+def test_calls_in_the_order_of_the_graph_are_its_schedule(vector: list[float], devices: int) -> None:
+    """Each rank receives the rows that the schedule brings it, and runs what the schedule has it run."""
+    plan = whole_plan_of(vector, devices)
+    called, planned = call_all(plan), list(plan.schedule.instructions)
+    runs = [{each for each in some if isinstance(each, Run)} for some in (called, planned)]
+    assert runs[0] == runs[1]
+    received = [Counter({(c, d): n for (c, _, d), n in traffic(some).items()}) for some in (called, planned)]
+    assert received[0] == received[1]
+
+
+def test_rows_that_no_call_reads_do_not_travel() -> None:
+    plan = whole_plan_of([0.5] * 4)
+    columns = {
+        column for column, _, _ in traffic(call_all(plan, "values", "advantages", "train_actor", "train_critic"))
+    }
+    assert "scores" not in columns and "tokens" in columns
+
+
+@pytest.mark.parametrize(("vector", "devices"), PLACEMENTS)
+def test_a_traced_step_is_priced_as_the_planned_one(vector: list[float], devices: int) -> None:
+    plan = whole_plan_of(vector, devices)
+    traced = replace(plan, schedule=called_schedule(plan.schedule.instructions, call_all(plan), 0))
+    assert simulate(traced, Fixed()).seconds == pytest.approx(simulate(plan, Fixed()).seconds, rel=0.1)
+
+
+def test_wrong_calls_are_refused() -> None:
+    plan = whole_plan_of(None, 2, "algorithm.num_mini_batches=4")
+    everything = plan.batch.mini_batches
+    step = begin(plan)
+    for call, sentence in (
+        (Call("advantages", everything), r"advantages reads \w+, which this batch does not have; call \w+ first"),
+        (Call("value", everything), r"no operator 'value' \(did you mean 'values'\?\); there are generate, "),
+        (Call("generate", range(1)), "generate works on whole batches, found mini-batches 0 to 0"),
+        (Call("generate", everything, "policy_loss"), "generate has no loss, found 'policy_loss'"),
+        (Call("train_actor", everything, "policy_los"), r"no loss 'policy_los' \(did you mean 'policy_loss'\?\)"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            step.add(call)
+    step.add(Call("generate", everything))
+    with pytest.raises(UserError, match="generate has written tokens of this batch; use it"):
+        step.add(Call("generate", everything))
+    with pytest.raises(UserError, match=r"no column 'score' \(did you mean|no column 'score'; it has prompts"):
+        step.owners("score")
+
+
+def test_every_row_of_a_column_has_one_owner() -> None:
+    plan = plan_of([1, 1, 0.5, 0.5], 4)
+    step = begin(plan)
+    step.add(Call("generate", plan.batch.mini_batches))
+    for column in ("tokens", "prompts"):
+        owned = [prompt for prompts in step.owners(column).values() for prompt in prompts]
+        assert sorted(owned) == list(range(plan.batch.num_prompts))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("schedule.lag=1", "schedule.lag: a session calls operators one by one, which goes without; use 0"),
+        ("schedule.num_chunks=2", "schedule.num_chunks: a session calls operators one by one"),
+    ],
+)
+def test_settings_that_order_calls_are_refused(change: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(PPO | {"algorithm": {**PPO["algorithm"], "num_mini_batches": 4}}))
+    with pytest.raises(UserError, match=sentence):
+        Session(path, [0.5] * 6, devices=2, overrides=[change])
+    with pytest.raises(UserError, match="its ranks have not started; use it in a with statement"):
+        next(Session(path, [1, 1, 1, 1], devices=1).prompts())
