@@ -3,7 +3,7 @@
     python called.py CONFIG [WAY]
 
 WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: ends itself by SIGKILL in the third step;
-``chooses``: trains on steps whose mean score is not below that of the step before.
+``chooses``: trains on steps whose mean score is not above that of the step before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(config: str, way: str = "", resume: str | None = None) -> None:
                 if operator.kind != "train":
                     run.call(operator.name, batch)
             mean = float(batch["scores"].mean()) if way == "chooses" else 0.0
-            if before is None or mean >= before:
+            if before is None or mean <= before:
                 for operator in due:
                     if operator.kind == "train":
                         train(run, operator.name, batch, way)

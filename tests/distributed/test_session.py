@@ -67,13 +67,13 @@ def test_a_program_that_is_killed_goes_on_with_the_bits_of_the_graph(
 
 @pytest.mark.parametrize("case", params([GRPO]))
 def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, case: Case, tmp_path: Path) -> None:
-    """A branch on data: steps whose mean score falls are not trained on. The first step is that of the graph."""
+    """A branch on data: steps whose mean score rises are not trained on. The first step is that of the graph."""
     main(str(written(launches, case, tmp_path, "chosen")), "chooses")
     found = outcome_at(launches, case, tmp_path, "chosen")
     means = [row["reward_mean"] for row in found.metrics]
-    falls = [before > mean for before, mean in zip(means, means[1:], strict=False)]
+    rises = [before < mean for before, mean in zip(means, means[1:], strict=False)]
     lines = read_lines(found.directory / "rows.jsonl")
-    assert any(falls) and [("left_out" in line["outcomes"]) for line in lines] == [False, *falls]
+    assert any(rises) and [("left_out" in line["outcomes"]) for line in lines] == [False, *rises]
     for row in found.metrics:
         assert sum(row[name] for name in row if name.startswith("rows_")) == found.plan.batch.num_rows
     assert torch.equal(found.columns(0)["tokens"], launches.outcome(case).columns(0)["tokens"])

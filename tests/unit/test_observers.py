@@ -19,7 +19,9 @@ NAMED = ("recorder", "controllers", "ledger", "flight", "work", "results", "chec
 def observed(*overrides: str) -> list[str]:
     """Return the observers of a run by name, in order."""
     parts: dict[str, Any] = {name: type(name, (Observer,), {})() for name in NAMED}
-    rank = SimpleNamespace(plan=plan_of(None, 1, *overrides), rank=0, decode=str, models={}, send=None, meter=None)
+    rank = SimpleNamespace(
+        plan=plan_of(None, 1, *overrides), rank=0, decode=str, read_reply=None, models={}, send=None, meter=None
+    )
     rank.flight = parts["flight"]
     results = parts["results"]
     results.recorder, results.work = parts["recorder"], parts["work"]
