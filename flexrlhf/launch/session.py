@@ -39,7 +39,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
 from flexrlhf.runs.run_directory import read_lines
-from flexrlhf.strategies.calls import Call, CalledStep, called_schedule
+from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
 from flexrlhf.strategies.instructions import Move, Offload, Release, Reload, Run
 
 LOOK_SECONDS = 0.2
@@ -85,9 +85,9 @@ class Session:
         self._stack = ExitStack()
         self._program: Connection | None = None
         self._next_step = 0
-        self._batch: Batch | None = None
+        self._batch: CalledBatch | None = None
         self._saves = False
-        self._joined: dict[str, Call] = {}
+        self._joined: dict[str, OperatorCall] = {}
         self._traces: dict[int, CalledStep] = {}
         self._num_read = 0
 
@@ -131,11 +131,11 @@ class Session:
             self._raise_outcome()
         self._stack.close()
 
-    def prompts(self) -> Iterator[Batch]:
+    def prompts(self) -> Iterator[CalledBatch]:
         """Yield the batches of the run from its data, in order; a step ends where the next batch is taken."""
         for step in range(self._next_step, self.plan.spec.steps):
             self._send({"do": "begin"})
-            batch = self._batch = Batch(self, step, self._new_step(), self.plan.batch.mini_batches)
+            batch = self._batch = CalledBatch(self, step, self._new_step(), self.plan.batch.mini_batches)
             try:
                 yield batch
             finally:
@@ -148,20 +148,20 @@ class Session:
         """Return the operator ``name`` as a function of a batch: it returns the batch, a training its metrics."""
         if name.startswith("_"):
             raise AttributeError(name)
-        self._new_step().operator(Call(name, self.plan.batch.mini_batches))
+        self._new_step().operator(OperatorCall(name, self.plan.batch.mini_batches))
         return partial(self.call, name)
 
-    def call(self, operator: str, batch: Batch, loss: str = "") -> Batch | Metrics:
-        """Call an operator on a batch, or a training on mini-batches of it, with an optimizer step for each.
+    def call(self, operator: str, batch: CalledBatch, loss: str = "") -> CalledBatch | Metrics:
+        """OperatorCall an operator on a batch, or a training on mini-batches of it, with an optimizer step for each.
 
         ``loss``: of a training, in place of the graph's: a name of the package, or ``path/to/file.py:name``.
 
         Returns the batch, with the columns that the operator writes; of a training its metrics. Raises UserError for a
         call whose columns are not there, for a batch of an earlier step, and as ``errors`` has it if ranks have ended.
         """
-        return self._call(Call(operator, batch.parts, loss), batch)
+        return self._call(OperatorCall(operator, batch.parts, loss), batch)
 
-    def forward_backward(self, operator: str, batch: Batch, loss: str = "") -> None:
+    def forward_backward(self, operator: str, batch: CalledBatch, loss: str = "") -> None:
         """Add the loss of a training on mini-batches to the next optimizer step of ``optim_step``, which computes all
         of them: the parts of a batch in order, with one loss. Raises UserError for others."""
         self._check_current(batch)
@@ -174,7 +174,7 @@ class Session:
                 f"{batch.parts.start} on by {losses[1]}; add parts in order, by one loss, or call optim_step before"
             )
         first = batch.parts.start if before is None else before.mini_batches.start
-        self._joined[operator] = Call(operator, range(first, batch.parts.stop), loss, is_joined=True)
+        self._joined[operator] = OperatorCall(operator, range(first, batch.parts.stop), loss, is_joined=True)
 
     def optim_step(self, operator: str) -> Metrics:
         """Make one optimizer step on the sum of the losses that were added since the last one; return its metrics."""
@@ -184,7 +184,7 @@ class Session:
         assert isinstance(metrics, Metrics), "a training has metrics"
         return metrics
 
-    def _call(self, call: Call, batch: Batch) -> Batch | Metrics:
+    def _call(self, call: OperatorCall, batch: CalledBatch) -> CalledBatch | Metrics:
         self._check_current(batch)
         run = batch.called.add(call)[-1]
         assert isinstance(run, Run), "a call ends with its run"
@@ -212,7 +212,7 @@ class Session:
         schedule = called_schedule(self.plan.schedule.instructions, called.instructions, step)
         return replace(self.plan, schedule=schedule)
 
-    def column(self, batch: Batch, name: str) -> Tensor:
+    def column(self, batch: CalledBatch, name: str) -> Tensor:
         """Return a column of the rows of ``batch``, (n, ...), on the CPU. Waits until it is computed."""
         self._check_current(batch)
         batch.called.owners(name)
@@ -228,7 +228,7 @@ class Session:
 
         return torch.stack([found[row] for row in rows])
 
-    def statistics(self, batch: Batch, number: int) -> dict[str, float]:
+    def statistics(self, batch: CalledBatch, number: int) -> dict[str, float]:
         """Return the metrics of a call of this step by its number. Waits until it has run."""
         self._check_current(batch)
         self._send({"do": "statistics", "call": number})
@@ -238,7 +238,7 @@ class Session:
     def _new_step(self) -> CalledStep:
         return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch)
 
-    def _check_current(self, batch: Batch) -> None:
+    def _check_current(self, batch: CalledBatch) -> None:
         if self._batch is None or batch.called is not self._batch.called:
             raise UserError(f"session: a batch of step {batch.step}, which has ended; read what you need before that")
 
@@ -266,7 +266,7 @@ class Session:
         raise getattr(errors, name)(sentence)
 
 
-class Batch:
+class CalledBatch:
     """Rows of one step, or mini-batches of them; ``batch["values"]`` is a column, on the ranks until it is read.
 
     step:    number of the step.
@@ -291,7 +291,7 @@ class Batch:
         shape = self._session.plan.batch
         return len(self.parts) * shape.num_rows // shape.num_mini_batches
 
-    def mini_batches(self, number: int) -> list[Batch]:
+    def mini_batches(self, number: int) -> list[CalledBatch]:
         """Return ``number`` parts of it, in order, each of whole mini-batches of the plan. Raises UserError."""
         if number < 1 or len(self.parts) % number:
             fitting = [each for each in range(1, len(self.parts) + 1) if len(self.parts) % each == 0]
@@ -302,13 +302,13 @@ class Batch:
             )
         size = len(self.parts) // number
         starts = range(self.parts.start, self.parts.stop, size)
-        return [Batch(self._session, self.step, self.called, range(start, start + size)) for start in starts]
+        return [CalledBatch(self._session, self.step, self.called, range(start, start + size)) for start in starts]
 
 
 class Metrics(Mapping[str, float]):
     """Metrics of a training call, read from the ranks when first used, before the step ends."""
 
-    def __init__(self, session: Session, batch: Batch, number: int) -> None:
+    def __init__(self, session: Session, batch: CalledBatch, number: int) -> None:
         self._session, self._batch, self._number = session, batch, number
 
     @cached_property

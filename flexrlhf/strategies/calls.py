@@ -18,7 +18,7 @@ from flexrlhf.strategies.schedule import Builder, OperatorTask, Schedule
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """A call of an operator.
 
     operator:      its name in the graph.
@@ -51,7 +51,7 @@ class CalledStep:
         """Return a step without calls."""
         return cls(graph, Builder(placement, shape))
 
-    def add(self, call: Call) -> list[Instruction]:
+    def add(self, call: OperatorCall) -> list[Instruction]:
         """Return the instructions of a call. Raises UserError for one that this step cannot have."""
         operator = self.operator(call)
         shape = self.builder.shape
@@ -76,7 +76,7 @@ class CalledStep:
         self.instructions += added
         return added
 
-    def operator(self, call: Call) -> Operator:
+    def operator(self, call: OperatorCall) -> Operator:
         """Return the operator of a call, with the loss that it names. Raises UserError."""
         known = {operator.name: operator for operator in self.graph.operators}
         if call.operator not in known:

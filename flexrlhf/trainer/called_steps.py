@@ -15,7 +15,7 @@ from torch import tensor
 
 from flexrlhf.metrics import evaluate
 from flexrlhf.placement.groups import Group
-from flexrlhf.strategies.calls import Call, CalledStep, around_calls
+from flexrlhf.strategies.calls import CalledStep, OperatorCall, around_calls
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
 from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.trainer.call_feed import CallFeed, Message
@@ -79,7 +79,7 @@ class CalledTrainer:
                     self._around(before=True)
                 case "call":
                     numbers = range(*message["mini_batches"])
-                    self._call(Call(message["operator"], numbers, message["loss"], message["is_joined"]))
+                    self._call(OperatorCall(message["operator"], numbers, message["loss"], message["is_joined"]))
                 case "column":
                     self._send_column(message["name"], message["number"])
                 case "statistics":
@@ -94,7 +94,7 @@ class CalledTrainer:
     def _new_step(self) -> CalledStep:
         return CalledStep.begin(self._plan.graph, self._plan.placement, self._plan.batch)
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: OperatorCall) -> None:
         for instruction in self._called.add(call):
             if isinstance(instruction, Move):
                 group = Group("move", instruction.ranks)

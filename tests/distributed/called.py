@@ -13,7 +13,7 @@ import signal
 import sys
 
 from flexrlhf import Session
-from flexrlhf.launch.session import Batch
+from flexrlhf.launch.session import CalledBatch
 
 
 def main(config: str, way: str = "", resume: str | None = None) -> None:
@@ -35,7 +35,7 @@ def main(config: str, way: str = "", resume: str | None = None) -> None:
             run.save()
 
 
-def train(run: Session, operator: str, batch: Batch, way: str) -> None:
+def train(run: Session, operator: str, batch: CalledBatch, way: str) -> None:
     for part in batch.mini_batches(run.plan.batch.num_mini_batches):
         if way == "joined":
             run.forward_backward(operator, part)

@@ -15,7 +15,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.session import Session
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.calls import Call, CalledStep, called_schedule
+from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 
 PLACEMENTS = [([1, 1, 1, 1], 2), ([0.5] * 4, 2), ([1, 1, 0.5, 0.5], 4), ([0.5] * 6, 4)]
@@ -30,7 +30,7 @@ def call_all(plan: Plan, *without: str) -> list[Instruction]:
     step = begin(plan)
     for operator in plan.graph.operators:
         if operator.name not in without:
-            step.add(Call(operator.name, plan.batch.mini_batches))
+            step.add(OperatorCall(operator.name, plan.batch.mini_batches))
     return step.instructions
 
 
@@ -74,17 +74,23 @@ def test_wrong_calls_are_refused() -> None:
     everything = plan.batch.mini_batches
     step = begin(plan)
     for call, sentence in (
-        (Call("advantages", everything), r"advantages reads \w+, which this batch does not have; call \w+ first"),
-        (Call("value", everything), r"no operator 'value' \(did you mean 'values'\?\); there are generate, "),
-        (Call("generate", range(1)), "generate works on whole batches, found mini-batches 0 to 0"),
-        (Call("generate", everything, "policy_loss"), "generate has no loss, found 'policy_loss'"),
-        (Call("train_actor", everything, "policy_los"), r"no loss 'policy_los' \(did you mean 'policy_loss'\?\)"),
+        (
+            OperatorCall("advantages", everything),
+            r"advantages reads \w+, which this batch does not have; call \w+ first",
+        ),
+        (OperatorCall("value", everything), r"no operator 'value' \(did you mean 'values'\?\); there are generate, "),
+        (OperatorCall("generate", range(1)), "generate works on whole batches, found mini-batches 0 to 0"),
+        (OperatorCall("generate", everything, "policy_loss"), "generate has no loss, found 'policy_loss'"),
+        (
+            OperatorCall("train_actor", everything, "policy_los"),
+            r"no loss 'policy_los' \(did you mean 'policy_loss'\?\)",
+        ),
     ):
         with pytest.raises(UserError, match=sentence):
             step.add(call)
-    step.add(Call("generate", everything))
+    step.add(OperatorCall("generate", everything))
     with pytest.raises(UserError, match="generate has written tokens of this batch; use it"):
-        step.add(Call("generate", everything))
+        step.add(OperatorCall("generate", everything))
     with pytest.raises(UserError, match=r"no column 'score' \(did you mean|no column 'score'; it has prompts"):
         step.owners("score")
 
@@ -92,7 +98,7 @@ def test_wrong_calls_are_refused() -> None:
 def test_every_row_of_a_column_has_one_owner() -> None:
     plan = plan_of([1, 1, 0.5, 0.5], 4)
     step = begin(plan)
-    step.add(Call("generate", plan.batch.mini_batches))
+    step.add(OperatorCall("generate", plan.batch.mini_batches))
     for column in ("tokens", "prompts"):
         owned = [prompt for prompts in step.owners(column).values() for prompt in prompts]
         assert sorted(owned) == list(range(plan.batch.num_prompts))
