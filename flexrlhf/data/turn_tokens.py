@@ -14,7 +14,8 @@ from typing import Any
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts, own_template
 from flexrlhf.data.control_tokens import ControlTokens
-from flexrlhf.data.examples import Example
+from flexrlhf.data.encoding import bos_in_front
+from flexrlhf.data.examples import Example, TokenLimits, truncated
 from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Chat, Message
 from flexrlhf.errors import UserError
@@ -40,9 +41,14 @@ class TurnTokens:
     bridged. Control tokens of the tokenizer in the texts of an environment are text.
     """
 
-    def __init__(self, tokenizer: Any, chat: ChatFormat, bridge: bool = False) -> None:
-        """``bridge``: whether a template that changes earlier turns is taken, too."""
-        self._tokenizer, self._chat, self._controls = tokenizer, chat, ControlTokens(tokenizer)
+    def __init__(
+        self, tokenizer: Any, chat: ChatFormat, bridge: bool = False, limits: TokenLimits | None = None
+    ) -> None:
+        """
+        bridge:  whether a template that changes earlier turns is taken, too.
+        limits:  of prompts; None: there are none.
+        """
+        self._tokenizer, self._chat, self._controls, self._limits = tokenizer, chat, ControlTokens(tokenizer), limits
         self._is_bridged, self._checked = bridge, set[str]()
         has_template = chat.template is not None or own_template(tokenizer, bool(chat.tools)) is not None
         self._template = (
@@ -55,7 +61,22 @@ class TurnTokens:
         self._around = lru_cache(self._text_around)
 
     def prompt(self, example: Example, replies: Replies) -> tuple[int, ...]:
-        """Return the prompt of a row with the messages of ``reset`` behind it."""
+        """Return the prompt of a row with the messages of ``reset`` behind it, truncated as the data's are.
+
+        Raises UserError if it is too long and is not to be truncated.
+        """
+        ids = self._prompt(example, replies)
+        if self._limits is None or len(ids) <= self._limits.max_prompt:
+            return ids
+        if self._limits.drops:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens with the messages of reset, more than data.max_prompt_tokens "
+                f"{self._limits.max_prompt}; use at least {len(ids)}, or data.long_prompts=truncate-left"
+            )
+        bos = next(iter(bos_in_front(self._tokenizer)), None)
+        return truncated(ids, self._limits.max_prompt, self._limits.long_prompts == "truncate-left", bos)
+
+    def _prompt(self, example: Example, replies: Replies) -> tuple[int, ...]:
         if self._template is None or not example.turns:
             return (*example.prompt, *self._plain(replies))
         row = self._controls.mark_row(TextExample("", turns=example.turns), self._chat.control)

@@ -196,7 +196,12 @@ def turn_tokens(plan: Plan, tokenizer: Any) -> TurnTokens:
     """Return the encoder of what environments say, for the tokenizer of the run."""
     environment = plan.spec.environment
     assert environment is not None, "a run without an environment has no episodes"
-    return TurnTokens(tokenizer, prompt_format(plan), environment.bridge)
+    return TurnTokens(tokenizer, prompt_format(plan), environment.bridge, _token_limits(plan))
+
+
+def _token_limits(plan: Plan) -> TokenLimits:
+    data = plan.spec.data
+    return TokenLimits(data.max_prompt_tokens, data.max_response_tokens, data.long_prompts)
 
 
 def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:
@@ -230,7 +235,6 @@ def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
 
 def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int | None = None) -> Inspection:
     """Inspect the file of ``source``, all of its rows or ``max_rows``. Raises UserError."""
-    data = plan.spec.data
     return inspect_rows(
         source.path,
         form=source.form,
@@ -238,7 +242,7 @@ def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int
         layout=source.layout,
         tokenizer=tokenizer,
         chat=prompt_format(plan),
-        limits=TokenLimits(data.max_prompt_tokens, data.max_response_tokens, data.long_prompts),
+        limits=_token_limits(plan),
         max_rows=max_rows,
     )
 

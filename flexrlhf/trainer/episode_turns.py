@@ -18,7 +18,6 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.data.examples import Example
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
@@ -115,7 +114,7 @@ class EnvironmentCaller:
                 ids: Sequence[int] = ()
                 failure = reply.failure
                 if failure is None and reply.messages:
-                    ids, failure = self._encoded(partial(self._prompt, example, reply), calls[place])
+                    ids, failure = self._encoded(partial(self._tokens.prompt, example, reply.messages), calls[place])
                 if failure is not None:
                     begun[place] = EPISODE_STATES[failed_state(failure.kind)]
                 if ids:
@@ -249,16 +248,6 @@ class EnvironmentCaller:
         if tokens and tokens[-1] in sampling.eos_token_ids:
             tokens = tokens[:-1]
         return self._decode(tokens)
-
-    def _prompt(self, example: Example, reply: EpisodeReply) -> Sequence[int]:
-        """Return the prompt of an episode. Raises UserError if it is too long."""
-        ids = self._tokens.prompt(example, reply.messages)
-        if len(ids) > self._lengths.prompt:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens with the messages of reset, more than data.max_prompt_tokens "
-                f"{self._lengths.prompt}; use at least {len(ids)}"
-            )
-        return ids
 
     def _reply_columns(self, replies: Sequence[EpisodeReply], requests: Sequence[_Request], calls_end: bool) -> Columns:
         """Return the replies of k rows as numbers: tokens (k, R), their number, reward, end, and calls of tools (k,).

@@ -12,7 +12,7 @@ from benchmarks.peers.chat_tokenizers import FAMILIES, build_chat_tokenizer
 from benchmarks.peers.trl_turns import TOOLS
 from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.encoding import RowEncoder
-from flexrlhf.data.examples import Example
+from flexrlhf.data.examples import Example, TokenLimits
 from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Message
 from flexrlhf.data.turn_tokens import TurnTokens
@@ -99,6 +99,21 @@ def test_a_reset_speaks_behind_the_prompt(tokenizers: Any) -> None:
     assert tokens.prompt(row_of(QUESTION), said) == ids_of(tokenizer, messages)
     plain = Example((5, 6), (), ())
     assert tokens.prompt(plain, [("", " word")]) == (5, 6, *tokenizer.encode(" word", add_special_tokens=False))
+
+
+def test_a_prompt_with_a_reset_has_the_limits_of_the_data(tokenizers: Any) -> None:
+    whole = TurnTokens(tokenizers["llama3"], ChatFormat()).prompt(row_of(QUESTION), [("", NEXT)])
+
+    def cut(long_prompts: Any, limit: int = 8) -> tuple[int, ...]:
+        limits = TokenLimits(limit, 1, long_prompts)
+        return TurnTokens(tokenizers["llama3"], ChatFormat(), limits=limits).prompt(row_of(QUESTION), [("", NEXT)])
+
+    assert cut("error", len(whole)) == whole
+    assert cut("truncate-left") == (whole[0], *whole[-7:]) and cut("truncate-right") == whole[:8]
+    with pytest.raises(
+        UserError, match=f"{len(whole)} tokens with the messages of reset.*use at least {len(whole)}, or"
+    ):
+        cut("drop")
 
 
 def test_a_text_goes_on_as_text(tmp_path: Path, tokenizers: Any) -> None:
