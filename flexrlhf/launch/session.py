@@ -32,7 +32,7 @@ from torch import Tensor
 
 from flexrlhf import errors
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.errors import RankFailure, UserError
+from flexrlhf.errors import Preempted, RankFailure, UserError
 from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
 from flexrlhf.plan.plan import Plan
@@ -127,9 +127,11 @@ class Session:
         except subprocess.TimeoutExpired:
             self._ranks.terminate()
             status = self._ranks.wait()
-        if status and error is None and self._next_step == self.plan.spec.steps:
-            self._raise_outcome()
+        found = self._error() if status else None
         self._stack.close()
+        # ranks that the program ends before the last step have stopped at its request
+        if found is not None and error is None and not isinstance(found, Preempted):
+            raise found
 
     def prompts(self) -> Iterator[CalledBatch]:
         """Yield the batches of the run from its data, in order; a step ends where the next batch is taken."""
@@ -260,10 +262,15 @@ class Session:
     def _raise_outcome(self) -> NoReturn:
         """Wait for the ranks and raise the error that has ended them."""
         self._ranks.wait()
+        raise self._error()
+
+    def _error(self) -> Exception:
+        """Return the error that has ended the ranks."""
         if not self._outcome.exists():
-            raise RankFailure(f"the ranks of the session ended with exit status {self._ranks.returncode}")
+            return RankFailure(f"the ranks of the session ended with exit status {self._ranks.returncode}")
         name, sentence = json.loads(self._outcome.read_text())
-        raise getattr(errors, name)(sentence)
+        error: Exception = getattr(errors, name)(sentence)
+        return error
 
 
 class CalledBatch:
