@@ -47,6 +47,7 @@ ConfigOption = Annotated[
     list[Path] | None,
     typer.Option(
         "--config",
+        "--config-path",
         metavar="FILE",
         help="YAML file, as without this option; repeatable",
         autocompletion=complete_config,

@@ -229,6 +229,7 @@ def test_a_deleted_directory_is_one_sentence(tmp_path: Path) -> None:
 def test_a_config_is_given_as_a_word_or_by_its_option(invoke: Invoke) -> None:
     plan = invoke("plan", "a.yaml")
     assert plan == invoke("plan", "--config", "a.yaml") == invoke("plan", "--config=~/a.yaml")
+    assert plan == invoke("plan", "--config_path", "a.yaml") == invoke("plan", "--config-path=a.yaml")
     Path("b.yaml").write_text(yaml.safe_dump({**PPO, "name": "b"}))
     both = invoke("plan", "--config", "b.yaml", "a.yaml")
     assert both.index("b: ppo") < both.index("test: ppo")
