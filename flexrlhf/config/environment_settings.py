@@ -43,6 +43,10 @@ class EnvironmentSpec(StrictModel):
         description="machines on which the processes run, in equal parts: their numbers in cluster.nodes, as a list or "
         "as 0-3; null: the machine of the rank that generates; also as placement.environment",
     )
+    hosts: tuple[str, ...] = Field(
+        (),
+        description="further machines on which they run, which need no devices: HOST:PORT of `flexrlhf serve` there",
+    )
     timeout_seconds: float = Field(30.0, gt=0, description="limit of one reply; its process is then ended")
     seconds: float = Field(0.0, ge=0, description="time of one reply that simulate and advise assume")
     memory_mb: int | None = Field(None, ge=64, description="limit of a process's memory; null: none")
@@ -63,6 +67,11 @@ class EnvironmentSpec(StrictModel):
         """The environment, or its tools, as written."""
         return self.path or ", ".join(self.tools)
 
+    @property
+    def machines(self) -> tuple[int | str, ...]:
+        """Nodes and hosts on which processes run; empty: they are next to the ranks that generate."""
+        return (*(self.nodes or ()), *self.hosts)
+
     @model_validator(mode="after")
     def _replies_exist(self) -> Self:
         if self.path is None and not self.tools:
@@ -71,13 +80,12 @@ class EnvironmentSpec(StrictModel):
 
     @model_validator(mode="after")
     def _nodes_have_processes(self) -> Self:
-        nodes = self.nodes
-        if nodes is None:
-            return self
-        if not nodes or len(set(nodes)) != len(nodes):
-            raise ValueError(f"nodes must be distinct, found {list(nodes)}")
-        if len(nodes) > self.processes:
-            raise ValueError(f"nodes: {len(nodes)} machines for {self.processes} processes; use fewer, or processes")
+        if self.nodes is not None and (not self.nodes or len(set(self.nodes)) != len(self.nodes)):
+            raise ValueError(f"nodes must be distinct, found {list(self.nodes)}")
+        if len(set(self.hosts)) != len(self.hosts):
+            raise ValueError(f"hosts must be distinct, found {', '.join(self.hosts)}")
+        if len(self.machines) > self.processes:
+            raise ValueError(f"{len(self.machines)} machines for {self.processes} processes; use fewer, or processes")
         return self
 
     @field_validator("tool_format")

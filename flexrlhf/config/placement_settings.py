@@ -55,8 +55,8 @@ class NodeSpec(StrictModel):
     def _has_devices(cls, value: int) -> int:
         if value < 1:
             raise ValueError(
-                f"expected at least 1, found {value}: every machine of a run has ranks, and an environment on one "
-                f"without devices is behind a server, such as openenv:URL"
+                f"expected at least 1, found {value}: every node has ranks; a machine without devices runs episodes "
+                f"alone, see placement.environment.hosts"
             )
         return value
 
@@ -166,6 +166,7 @@ class EnvironmentPlacement(StrictModel):
 
     processes: int | None = Field(None, ge=1, le=16384, description="environment.processes")
     nodes: Ranks | None = Field(None, description="environment.nodes")
+    hosts: tuple[str, ...] | None = Field(None, description="environment.hosts")
 
 
 OperatorEntry = Annotated[OperatorPlacement, BeforeValidator(_entry, json_schema_input_type=OperatorPlacement | Exact)]
@@ -176,7 +177,7 @@ class PlacementMap(BaseModel):
     """Mapping form of a placement: placed model → ratio, or → ratio, ranks, on, row_shares; or ``operators``.
 
     ``train_share`` and ``span_classes`` stand next to the models, whose names ``placement/`` checks. So may
-    ``environment: {processes: 16, nodes: [1]}``, which sets ``environment.processes`` and ``environment.nodes``.
+    ``environment: {processes: 16, nodes: [1]}``, which sets ``environment.processes``, ``nodes`` and ``hosts``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

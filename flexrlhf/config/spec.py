@@ -297,7 +297,7 @@ class Spec(StrictModel):
             return value
         placed, known = placement["environment"], tuple(EnvironmentPlacement.model_fields)
         if not isinstance(placed, dict) or not set(placed) <= set(known):
-            raise ValueError(f"placement.environment: expected {' and '.join(known)}, found {shown(placed)}")
+            raise ValueError(f"placement.environment: expected {', '.join(known)}, found {shown(placed)}")
         environment = value.get("environment")
         if isinstance(environment, EnvironmentSpec):
             environment = environment.model_dump(exclude_unset=True)

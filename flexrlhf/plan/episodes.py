@@ -18,6 +18,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import OPENED, REWARDS, TURN, TURN_ENDS, qualified
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
 from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.hosts import split_endpoint
 from flexrlhf.placement.layout import Layout
 from flexrlhf.text import span_of
 
@@ -59,14 +60,17 @@ def processes_of(environment: EnvironmentSpec, layout: Layout, replica: int) -> 
     return max(1, last - first)
 
 
-def process_nodes(environment: EnvironmentSpec, layout: Layout, replica: int, cluster: Cluster) -> tuple[int, ...]:
+def process_machines(
+    environment: EnvironmentSpec, layout: Layout, replica: int, cluster: Cluster
+) -> tuple[int | str, ...]:
     """Return the machine of each process in which the episodes of a replica run."""
     count = processes_of(environment, layout, replica)
-    if environment.nodes is None:
+    machines = environment.machines
+    if not machines:
         return (cluster.node_of(layout.replica_sets[replica][0]),) * count
     first = environment.processes * replica // layout.dp
     numbers = range(first, first + count)
-    return tuple(environment.nodes[number * len(environment.nodes) // environment.processes] for number in numbers)
+    return tuple(machines[number * len(machines) // environment.processes] for number in numbers)
 
 
 def _with_turns(operators: tuple[Operator, ...], environment: EnvironmentSpec) -> tuple[Operator, ...]:
@@ -130,6 +134,9 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
     for node in environment.nodes or ():
         if not 0 <= node < machines:
             raise UserError(f"environment.nodes: no machine {node}; the cluster has {span_of(tuple(range(machines)))}")
+    for host in environment.hosts:
+        if split_endpoint(host) is None:
+            raise UserError(f"environment.hosts: {host!r}: expected HOST:PORT, such as cpu-1:29600")
     if spec.rollout.segment_tokens is not None:
         raise UserError(
             f"rollout.segment_tokens: {spec.rollout.segment_tokens} carries responses to the next step, and the "

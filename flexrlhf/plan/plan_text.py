@@ -6,12 +6,13 @@ import math
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.environment_places import episodes_of_process, processes_by_node, processes_by_rank
+from flexrlhf.plan.environment_places import episodes_of_process, processes_by_machine, processes_by_rank
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.plan import Plan
@@ -25,6 +26,7 @@ from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import layer_of, of_stage
 
+Key = TypeVar("Key")
 NAME_WIDTH = 13
 """Characters of the names of placed models, if none is longer."""
 
@@ -200,9 +202,12 @@ def _placement(plan: Plan) -> list[str]:
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
     shared = {role: model.share for role, model in plan.spec.models if model is not None and model.share is not None}
     lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in shared.items()]
-    for count, nodes in _by_value(processes_by_node(plan)).items():
-        which = f"{'node' if len(nodes) == 1 else 'each of nodes'} {span_of(nodes)}"
-        lines.append(f"{'environment':<{width}}{counted(count, 'process')} on {which}")
+    for count, machines in _by_value(processes_by_machine(plan)).items():
+        nodes = tuple(sorted(each for each in machines if isinstance(each, int)))
+        which = [f"{'nodes' if len(nodes) > 1 else 'node'} {span_of(nodes)}"] if nodes else []
+        which += [each for each in machines if isinstance(each, str)]
+        each_of = "each of " if len(machines) > 1 else ""
+        lines.append(f"{'environment':<{width}}{counted(count, 'process')} on {each_of}{', '.join(which)}")
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
@@ -218,7 +223,9 @@ def _environment(plan: Plan) -> Iterator[str]:
         return
     parts = [
         f"{counted(number, 'process')} of {'each of ' * (len(ranks) > 1)}{ranks_text(ranks)}"
-        for number, ranks in _by_value({rank: len(nodes) for rank, nodes in processes_by_rank(plan).items()}).items()
+        for number, ranks in _by_value(
+            {rank: len(found) for rank, found in sorted(processes_by_rank(plan).items())}
+        ).items()
     ]
     tokens = "" if environment.turn_tokens is None else f" of at most {environment.turn_tokens} tokens"
     yield f"{environment.name}: {', '.join(parts)}"
@@ -228,19 +235,19 @@ def _environment(plan: Plan) -> Iterator[str]:
     if most * environment.timeout_seconds > limit:
         yield f"all replies to a turn may take {limit:g} s: {limit / most:.3g} s each of the {most} of a process"
     if most * environment.seconds > limit:
-        enough = math.ceil(most * environment.seconds / limit) * sum(processes_by_node(plan).values())
+        enough = math.ceil(most * environment.seconds / limit) * sum(processes_by_machine(plan).values())
         yield (
             f"warning: {most} replies of {environment.seconds:g} s, one after the other, would take longer; use "
             f"{enough} processes, unless the environment is async"
         )
 
 
-def _by_value(counts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+def _by_value(counts: Mapping[Key, int]) -> dict[int, tuple[Key, ...]]:
     """Return the keys that have each value."""
-    keys: dict[int, list[int]] = defaultdict(list)
+    keys: dict[int, list[Key]] = defaultdict(list)
     for key, count in counts.items():
         keys[count].append(key)
-    return {count: tuple(sorted(found)) for count, found in keys.items()}
+    return {count: tuple(found) for count, found in keys.items()}
 
 
 def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:

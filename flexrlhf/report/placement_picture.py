@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.environment_places import processes_by_node
+from flexrlhf.plan.environment_places import processes_by_machine
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import zero_text
 from flexrlhf.report.look import INSTRUCTIONS, role_colours
@@ -31,8 +31,8 @@ CAPTION = (
 class RankColumn:
     """Ranks with the same models on devices of one class and one node, or of alike nodes.
 
-    ranks:  in order
-    where:  node and device class
+    ranks:  in order; none of a machine that has only processes of an environment
+    where:  node and device class, or such a machine
     """
 
     ranks: tuple[int, ...]
@@ -81,12 +81,15 @@ def _environment_hovers(columns: Sequence[RankColumn], shares: Sequence[int]) ->
 
 def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     """Return the picture of the placement of ``plan``. ``device``: name of devices without a class."""
-    columns, models = columns_of(plan, device), plan.placement.models
+    processes = processes_by_machine(plan)
+    hosts = [RankColumn((), each) for each in processes if isinstance(each, str)]
+    columns, models = [*columns_of(plan, device), *hosts], plan.placement.models
     colours = {**role_colours(plan.graph.roles), ENVIRONMENT: INSTRUCTIONS["move"]}
-    roles, processes = [*colours], processes_by_node(plan)
-    shares = [sum(processes.get(node, 0) for node in _nodes(plan, column.ranks)) for column in columns]
+    roles = [*colours]
+    machines = [_nodes(plan, column.ranks) if column.ranks else (column.where,) for column in columns]
+    shares = [sum(processes.get(each, 0) for each in found) for found in machines]
     environment = [f"{share} proc." if share else "" for share in shares]
-    names = [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]
+    names = [_name(column, is_short=len(columns) > 4) for column in columns]
     trace = go.Heatmap(
         x=[*range(len(columns))],
         y=[*(str(model.name) for model in models), *[ENVIRONMENT] * bool(processes)],
@@ -129,8 +132,14 @@ def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     return Picture(key, "Placed models by rank", CAPTION, figure, height)
 
 
+def _name(column: RankColumn, is_short: bool) -> str:
+    if not column.ranks:
+        return ""
+    return span_of(column.ranks) if is_short else ranks_text(column.ranks)
+
+
 def _is_on(model: PlacedModel, column: RankColumn) -> bool:
-    return column.ranks[0] in model.layout.places
+    return bool(column.ranks) and column.ranks[0] in model.layout.places
 
 
 def _discrete(colours: Sequence[str]) -> list[tuple[float, str]]:

@@ -41,16 +41,24 @@ class TokenServer(ThreadingMixIn, TCPServer):
     request_queue_size = 1024
 
     def __init__(
-        self, host: str, handler: type[TokenHandler], token: str, seconds: float, most_of_one: int, what: str
+        self,
+        host: str,
+        handler: type[TokenHandler],
+        token: str,
+        seconds: float,
+        most_of_one: int,
+        what: str,
+        port: int = 0,
     ) -> None:
         """
-        host:         address of this machine to listen on; any free port.
+        host:         address of this machine to listen on.
         seconds:      longest silence of a connection with the token.
         most_of_one:  connections of one address at once.
         what:         name of the server.
+        port:         0: any free one.
         """
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, 0), handler)
+        super().__init__((host, port), handler)
         self.token, self.seconds, self.what = token.encode(), seconds, what
         self._most = max(MOST_CONNECTIONS, most_of_one)
         self._most_of_one, self._open, self._lock = most_of_one, Counter[str](), threading.Lock()

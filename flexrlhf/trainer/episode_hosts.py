@@ -19,7 +19,8 @@ from flexrlhf.environments.episodes import Episodes, make_process
 from flexrlhf.errors import UserError
 from flexrlhf.plan.environment_places import processes_by_rank
 from flexrlhf.plan.plan import Plan
-from flexrlhf.trainer.episode_server import EpisodeServer, RemoteProcess
+from flexrlhf.trainer.episode_server import EpisodeServer, FixedProcesses, RemoteProcess
+from flexrlhf.trainer.episode_service import service_process
 
 Place = tuple[int, int]
 """The rank whose rows a process has, and its number among the processes of that rank."""
@@ -34,32 +35,39 @@ def open_episodes(plan: Plan, world: World, closing: ExitStack) -> Episodes | No
     settings = plan.spec.environment
     if settings is None or plan.spec.debug.replay is not None:
         return None
-    by_rank, node = processes_by_rank(plan), plan.cluster.node_of(world.rank)
+    node = plan.cluster.node_of(world.rank)
+    own = processes_by_rank(plan).get(world.rank, ())
     apart = _processes_apart(plan, world)
     served = [place for place, other in apart.items() if other == node]
     if served and world.rank == plan.cluster.ranks_on_node(node)[0]:
         closing.enter_context(_serving(settings, served, node, plan, world))
     mine = {number: other for (rank, number), other in apart.items() if rank == world.rank}
-    servers = {other: _server(other, plan, world) for other in {*mine.values()}}
+    servers = {other: _server(other, plan, world) for other in dict.fromkeys(mine.values())}
     elsewhere = [
-        RemoteProcess(other, **servers[other], path=_path(world.rank, number)) for number, other in mine.items()
+        RemoteProcess(("environment.nodes", f"node {other}"), **servers[other], path=_path(world.rank, number))
+        for number, other in mine.items()
     ]
+    further = [each for each in own if isinstance(each, str)]
+    attempt = f"{plan.spec.name}/{world.rank}/{token_hex(8)}"
+    elsewhere += [service_process(settings, each, f"{attempt}/{number}") for number, each in enumerate(further)]
+    for process in {each.setting: each for each in elsewhere if each.setting[1] in further}.values():
+        process.check()
     if mine:
         # behind the end of the processes that this rank calls
         closing.callback(_store(plan, world).set, f"closed/{world.rank}", "")
-    return Episodes(settings, len(by_rank.get(world.rank, ())) - len(mine), elsewhere)
+    return Episodes(settings, len(own) - len(elsewhere), elsewhere)
 
 
 def _processes_apart(plan: Plan, world: World) -> dict[Place, int]:
-    """Return the machine of each process that is not on the machine of its rank."""
+    """Return the node of each process that is on another node than its rank."""
     # several nodes of a plan may be one machine
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world.size:
         return {}
     return {
         (rank, number): node
-        for rank, nodes in processes_by_rank(plan).items()
-        for number, node in enumerate(nodes)
-        if node != plan.cluster.node_of(rank)
+        for rank, machines in processes_by_rank(plan).items()
+        for number, node in enumerate(machines)
+        if isinstance(node, int) and node != plan.cluster.node_of(rank)
     }
 
 
@@ -71,9 +79,10 @@ def _serving(
     if not job_secret():
         raise UserError(f"{VARIABLE}: missing; environment.nodes has episodes run on other machines; {MAKE}")
     store, seconds = _store(plan, world), plan.spec.timeout_seconds
-    processes = {_path(*place): make_process(settings) for place in places}
+    processes = FixedProcesses({_path(*place): make_process(settings) for place in places})
     host, nonce = own_address(world.host), token_hex()
-    server = EpisodeServer(host, processes, derived_token(nonce), seconds, f"environments of node {node}")
+    what = f"environments of node {node}"
+    server = EpisodeServer(host, processes, derived_token(nonce), seconds, len(places), what)
     with server.serving():
         try:
             offer = json.dumps({"host": host, "port": server.port, "nonce": nonce})
@@ -82,8 +91,7 @@ def _serving(
             keys = {f"closed/{rank}": f"rank {rank}" for rank in sorted({rank for rank, _ in places})}
             world.wait_for(store, keys, "the end of the episodes", seconds)
         finally:
-            for process in processes.values():
-                process.close()
+            processes.close()
 
 
 def _server(node: int, plan: Plan, world: World) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Processes of environments on other machines than the ranks whose rows they have: server and client.
 
-The first rank of a machine serves the processes there. A request has the calls of one process, as JSON, and the
-response their replies; it carries the token of the job, as those for files do.
+The first rank of a node serves the processes there, ``flexrlhf serve`` those of a machine without ranks. A request has
+the calls of one process, as JSON, and the response their replies; it carries the token of the job, as those for files
+do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
-from typing import Any
+from typing import Any, Protocol
 
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import EpisodeProcess
@@ -23,18 +24,53 @@ from flexrlhf.user_code.deadline import Deadline
 
 GRACE_SECONDS = 30.0
 """Time after the deadline of replies in which a machine ends processes and responds."""
+SPARE_CONNECTIONS = 16
 MOST_BYTES = 1 << 30
 """Most bytes of a request."""
 
 
+class ServedProcesses(Protocol):
+    """Processes by the paths of requests."""
+
+    def find(self, path: str) -> EpisodeProcess:
+        """Return the process of a path. Raises Refused if there is none."""
+        ...
+
+    def end(self, path: str) -> None:
+        """End the process of a path, if there is one."""
+        ...
+
+
+class FixedProcesses:
+    """Processes whose paths are known when their server starts."""
+
+    def __init__(self, processes: Mapping[str, EpisodeProcess]) -> None:
+        self._processes = processes
+
+    def find(self, path: str) -> EpisodeProcess:
+        """Return the process of a path. Raises Refused if there is none."""
+        if path not in self._processes:
+            raise Refused(HTTPStatus.NOT_FOUND, "there is no such process")
+        return self._processes[path]
+
+    def end(self, path: str) -> None:
+        """End the process of a path."""
+        self.find(path).close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
+            process.close()
+
+
 class EpisodeServer(TokenServer):
-    """Server of ``processes``, by the paths of their requests."""
+    """Server of the processes that ``processes`` finds by the paths of their requests."""
 
     def __init__(
-        self, host: str, processes: Mapping[str, EpisodeProcess], token: str, seconds: float, what: str
+        self, host: str, processes: ServedProcesses, token: str, seconds: float, most: int, what: str, port: int = 0
     ) -> None:
-        # a process has one connection at a time
-        super().__init__(host, _CallHandler, token, seconds, 2 * len(processes), what)
+        """``most``: processes, which have one connection at a time; others as of ``TokenServer``."""
+        super().__init__(host, _CallHandler, token, seconds, 2 * most + SPARE_CONNECTIONS, what, port)
         self.processes = processes
 
 
@@ -46,7 +82,8 @@ class _CallHandler(TokenHandler):
     def do_POST(self) -> None:  # noqa: N802 (http.server's name)
         """Return the replies to the calls, and whether the process runs its episodes at once."""
         with self._responding():
-            process, body = self._process(), self._body()
+            self._verify_token()
+            process, body = self.server.processes.find(self.path), self._body()
             calls = [_read_call(each) for each in body["calls"]]
             replies = process.replies(calls, Deadline.after(body["seconds"]))
             found = {"replies": [asdict(each) for each in replies], "is_async": process.is_async}
@@ -55,15 +92,16 @@ class _CallHandler(TokenHandler):
     def do_DELETE(self) -> None:  # noqa: N802
         """End the process."""
         with self._responding():
-            self._process().close()
+            self._verify_token()
+            self.server.processes.end(self.path)
             self._respond(HTTPStatus.OK, "")
 
-    def _process(self) -> EpisodeProcess:
-        self._verify_token()
-        found = self.server.processes.get(self.path)
-        if found is None:
-            raise Refused(HTTPStatus.NOT_FOUND, "there is no such process")
-        return found
+    def do_GET(self) -> None:  # noqa: N802
+        """Respond if there is the process of the path, or can be."""
+        with self._responding():
+            self._verify_token()
+            self.server.processes.find(self.path)
+            self._respond(HTTPStatus.OK, "")
 
     def _body(self) -> Any:
         if (length := self._length()) > MOST_BYTES:
@@ -75,14 +113,14 @@ class _CallHandler(TokenHandler):
 class RemoteProcess:
     """Process of another machine that runs episodes.
 
-    node:        number of the machine.
+    setting:     that names the machine, and its name there, such as environment.nodes and node 1
     host, port:  of its server.
     path:        of the process.
     token:       of the job.
     is_async:    whether it runs its episodes at once; known with the first reply.
     """
 
-    node: int
+    setting: tuple[str, str]
     host: str
     port: int
     path: str
@@ -99,17 +137,27 @@ class RemoteProcess:
             body = json.dumps({"calls": [asdict(each) for each in calls], "seconds": deadline.left()}).encode()
         except TypeError as error:
             raise UserError(
-                f"environment.nodes: a row of the data is not sent to node {self.node}: {error}; remove the column, or "
-                f"environment.nodes"
+                f"{self.setting[0]}: a row of the data is not sent to {self.setting[1]}: {error}; remove the column, "
+                f"or {self.setting[0]}"
             ) from None
         try:
             found = json.loads(self._request("POST", body, max(0.0, deadline.left()) + GRACE_SECONDS))
         except (OSError, HTTPException) as error:
             reason = str(error) or type(error).__name__
-            failure = CallFailure("machine", f"node {self.node} (host {self.host}) does not reply: {reason}")
+            failure = CallFailure("machine", f"{self.setting[1]} (at {self.host}) does not reply: {reason}")
             return [EpisodeReply(failure=failure)] * len(calls)
         self.is_async = found["is_async"]
         return [_read_reply(each) for each in found["replies"]]
+
+    def check(self) -> None:
+        """Raise UserError unless the machine has the process, or can start it."""
+        try:
+            self._request("GET", b"", GRACE_SECONDS)
+        except (OSError, HTTPException) as error:
+            raise UserError(
+                f"{self.setting[0]}: {self.setting[1]}: no episodes run there ({error or type(error).__name__}); start "
+                f"`flexrlhf serve CONFIG --listen {self.setting[1]}` there, with the config of this run"
+            ) from None
 
     def close(self) -> None:
         """End the process."""
