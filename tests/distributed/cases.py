@@ -724,6 +724,7 @@ DEFAULT = [
     Case("two", "apart", 4, "apart"),
     Case("two", "lag-chunks", 4, "torch-3"),
     Case("two", "lag-chunks", 4, "tp"),
+    Case("episodes", "lag-chunks", 4, "tp"),
     Case("uneven", "co-located", 4, "megatron-tp-pp", "torch"),
     Case("uneven", "halves", 4, "tp-4", "torch"),
     Case("uneven", "halves", 4, "megatron-pp-dp", "torch"),
