@@ -97,21 +97,25 @@ def make_schemas(references: Sequence[str]) -> list[Made]:
 
 
 def _made(reference: str) -> Made:
-    # slow to load, and only that process needs it
+    with Caught("load", "could not be loaded:") as caught:
+        tools = list(_tools(load_function(reference)))
+        return _schemas(tools) if tools else []
+    assert caught.failure is not None, "code that neither returned nor raised"
+    return caught.failure.text
+
+
+def _schemas(tools: Sequence[Callable[..., Any]]) -> Made:
+    # slow to load, and only a process with tools needs it
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
         get_json_schema,
     )
 
-    with Caught("load", "could not be loaded:") as caught:
-        tools = list(_tools(load_function(reference)))
-        try:
-            return [get_json_schema(tool) for tool in tools]
-        except (DocstringParsingException, TypeHintParsingException) as error:
-            return " ".join(str(error).split())
-    assert caught.failure is not None, "code that neither returned nor raised"
-    return caught.failure.text
+    try:
+        return [get_json_schema(tool) for tool in tools]
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        return " ".join(str(error).split())
 
 
 def _tools(found: Any) -> Iterator[Callable[..., Any]]:
