@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(file for folder in ("tests", "benchmarks", "docs") for file in (ROOT / folder).rglob("*.py"))
 
 
+@cache
 def defined(file: Path) -> set[str]:
     """Names that a module defines or imports."""
     found: set[str] = set()
