@@ -16,7 +16,7 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_report import format_inspection
+from flexrlhf.plan.data_report import format_inspection, passes_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.run_data import check_inspection, data_sources, inspect_source, tokenizer_run
@@ -114,6 +114,8 @@ def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
                 found = inspect_source(plan, source, tokenizer)
             typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
             check_inspection(source, found)
+            if source.is_training:
+                typer.echo(f"{plan.spec.name}: {passes_line(plan, source, found.counts)}\n")
         except UserError as error:
             problems.append(f"{plan.spec.name}: {source.key}: {error}")
     return problems

@@ -60,10 +60,11 @@ FILES = (
 )
 
 
-def _positive(weight: Fraction) -> Fraction:
-    if weight <= 0:
-        raise ValueError(f"expected a number above 0, found {float(weight):g}")
-    return weight
+def check_positive(value: Fraction) -> Fraction:
+    """Return ``value``. Raises ValueError if it is not above 0."""
+    if value <= 0:
+        raise ValueError(f"expected a number above 0, found {float(value):g}")
+    return value
 
 
 class RowsSpec(StrictModel):
@@ -79,7 +80,7 @@ class RowsSpec(StrictModel):
 class SourceSpec(RowsSpec):
     """One of several sources of training rows."""
 
-    weight: Annotated[Exact, AfterValidator(_positive)] = Field(
+    weight: Annotated[Exact, AfterValidator(check_positive)] = Field(
         Fraction(1), description="share of the prompts, relative to the other sources"
     )
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import AfterValidator, Field, StrictBool, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
-from flexrlhf.config.data_settings import DataSpec, EvalSpec
+from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import ENGINES, facts_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ModelsSpec
@@ -241,6 +241,11 @@ class Spec(StrictModel):
     cost: Sources | None = Field(None, description="where costs come from; null: models.cost alone")
     environment: EnvironmentSpec | None = Field(None, description="null: a response is one turn, without replies")
     steps: int = Field(100, ge=1, le=10**9, description="training steps, each on one batch of prompts")
+    epochs: Annotated[Exact, AfterValidator(check_positive)] | None = Field(
+        None,
+        description="instead of steps: passes over the rows of the data, from which planning computes steps; the last "
+        "step is filled up from the next pass",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of the data order, of sampling and of random weights")
     cluster: ClusterSpec = ClusterSpec()
     placement: Literal["auto"] | tuple[Exact, ...] | PlacementMap | None = Field(
@@ -314,6 +319,15 @@ class Spec(StrictModel):
         if not others:
             del changed["placement"]
         return changed
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"steps {self.steps} and epochs {float(self.epochs):g} exclude each other: remove one, such as by "
+                f"--set epochs=null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loggers_differ(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 
 from flexrlhf.data.encoding import EncodedResponse, EncodedRow
 from flexrlhf.data.examples import DataCounts, quantile
@@ -11,8 +12,9 @@ from flexrlhf.data.hub import hub_name
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.errors import one_line
-from flexrlhf.plan.run_data import DataSource
-from flexrlhf.text import table
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import DataSource, data_sources
+from flexrlhf.text import counted, table
 
 WARNED_SHARE = 0.05
 """Share of prompts or responses that the limits drop or cut, above which a line warns of it."""
@@ -87,6 +89,16 @@ def _fate(counts: DataCounts) -> str:
 
 def _share(number: int, total: int) -> str:
     return f"{number} of {total} ({number / total:.1%})" if number and total else f"{number} of {total}"
+
+
+def passes_line(plan: Plan, source: DataSource, counts: DataCounts) -> str:
+    """Return how many passes a run makes over the training rows of a file that its limits leave, of which there are
+    some."""
+    steps, rows = plan.spec.steps, counts.num_rows - (counts.num_long if counts.limits.drops else 0)
+    share = Fraction(source.parts, sum(each.parts for each in data_sources(plan) if each.is_training))
+    prompts = plan.batch.num_new * share
+    taken = f"{counted(steps, 'step')} of {float(prompts):.4g} prompts"
+    return f"{source.key}: {taken} are {float(steps * prompts / rows):.3g} passes over {counted(rows, 'row')}"
 
 
 def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> str:

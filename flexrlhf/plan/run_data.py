@@ -283,6 +283,19 @@ def prompt_lengths(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted(len(example.prompt) for example in examples))
 
 
+def kept_examples(plan: Plan) -> int | None:
+    """Return the number of training examples, of the rows that the limits of the run leave; None if the tokenizer, or
+    the code of tools, is not there yet.
+
+    Raises UserError for a file that cannot be used.
+    """
+    if tokenizer_run(plan, ()) is None or not _has_tools(plan):
+        return None
+    tokenizer, long_prompts = load_run_tokenizer(plan), plan.spec.data.long_prompts
+    training = [source for source in data_sources(plan) if source.is_training]
+    return sum(len(_loaded(plan, source, tokenizer, source.needs, long_prompts).examples) for source in training)
+
+
 def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:
     """Return a sample of a file's examples.
 

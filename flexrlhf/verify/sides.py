@@ -26,6 +26,7 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
         "name": name,
         "runs": str(directory),
         "steps": steps,
+        "epochs": None,
         "save": SaveSpec(),
         "checkpoint": CheckpointSpec(on_signal=False),
         "debug": DebugSpec(record_columns=True),

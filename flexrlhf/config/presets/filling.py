@@ -59,9 +59,9 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
     raw:        the YAML.
     algorithm:  its algorithm, of which ``like`` is a preset, with all settings that the warm-up depends on.
     """
-    models, steps = dict(raw["models"]), raw.get("steps", 100)
-    mini_batches, epochs = algorithm.get("num_mini_batches"), algorithm.get("epochs")
-    updates = mini_batches * epochs if _is_count(mini_batches) and _is_count(epochs) else None
+    models, updates = dict(raw["models"]), _updates_per_step(algorithm)
+    # of a run whose length is given in passes over its data: ``warm_ups``
+    steps = raw.get("steps", 100 if raw.get("epochs") is None else None)
     shared = models["all"].get("optimizer") if isinstance(models.get("all"), Mapping) else None
     of_all = shared if isinstance(shared, Mapping) else {}
     for role, cells in _by_role(trainer_of(algorithm["like"], algorithm["name"])).items():
@@ -74,6 +74,22 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
         known = {key: value for key, value in preset.items() if value is not _UNKNOWN}
         models[role] = {**written, "optimizer": {**known, **of_all, **written.get("optimizer", {})}}
     return models
+
+
+def warm_ups(algorithm: Mapping[str, Any], steps: int) -> dict[str, int]:
+    """Return the preset's warm-up of each role that depends on the ``steps`` of a run; none without a preset."""
+    if algorithm.get("like") is None:
+        return {}
+    updates = _updates_per_step(algorithm)
+    cells = _by_role(trainer_of(algorithm["like"], algorithm["name"])).items()
+    found = {role: _updates(own["warmup_steps"], steps, updates) for role, own in cells if "warmup_steps" in own}
+    return {role: number for role, number in found.items() if number is not _UNKNOWN}
+
+
+def _updates_per_step(algorithm: Mapping[str, Any]) -> int | None:
+    """Return the optimizer steps of a step; None if a setting that they follow from is not valid."""
+    mini_batches, epochs = algorithm.get("num_mini_batches"), algorithm.get("epochs")
+    return mini_batches * epochs if _is_count(mini_batches) and _is_count(epochs) else None
 
 
 _UNKNOWN = object()

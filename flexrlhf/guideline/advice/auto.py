@@ -16,6 +16,7 @@ from flexrlhf.placement.cluster import has_known_gpus, make_cluster
 from flexrlhf.placement.hosts import Hosts, has_nvidia_driver
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.changes import OF_MODELS
+from flexrlhf.plan.epochs import with_epochs
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import fitted
@@ -40,8 +41,10 @@ def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
     chosen: list[tuple[Spec, str]] = []
 
     def choose(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> Spec:
-        chosen.append(_with_placement(spec, pending, obstacle))
-        return chosen[-1][0]
+        spec, length = with_epochs(spec, pending)
+        spec, searched = _with_placement(spec, pending, obstacle)
+        chosen.append((spec, "\n".join(filter(None, (length, searched)))))
+        return spec
 
     found = []
     for plan, (spec, searched) in zip(make_plans(specs, choose), chosen, strict=True):
