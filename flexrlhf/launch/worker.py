@@ -169,13 +169,13 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
             _send_counts(plan, data, send)
         send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
         torch.backends.cuda.enable_cudnn_sdp(plan.spec.debug.cudnn_attention)
-        opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send)
+        first = 0 if start is None else start.next_step
+        opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send, first)
         steps = CalledSteps() if order.program else None
         trainer = Trainer(opened, start, steps)
         files.remove_received(plan, world)
         start_seconds = rank.join_seconds + time.time() - began
         if files.keeps:
-            first = 0 if start is None else start.next_step
             write_status(directory, RunStatus("running", first, plan.spec.steps, start_seconds))
         next_step = trainer.run() if steps is None else _called(order, opened, trainer, steps, start)
         opened.close()

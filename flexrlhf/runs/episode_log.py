@@ -25,16 +25,22 @@ FILE = r"step(\d+)-rank\d+\.jsonl"
 class EpisodeLog:
     """Replies to the episodes of one rank, kept until no checkpoint is left from which their step would run."""
 
-    def __init__(self, run: Path, received: Path, rank: int, append: Callable[[Path, str], None]) -> None:
+    def __init__(
+        self, run: Path, received: Path, rank: int, append: Callable[[Path, str], None], first_step: int
+    ) -> None:
         """Read the replies of all ranks: an episode may have moved.
 
         run:       directory of the run.
         received:  directory of the replies, as this machine has it.
         append:    adds text to a file of the run, which another machine may have.
+        first_step: of this start; replies of earlier steps stay for an older checkpoint.
         """
         self._directory, self._rank, self._append, self._lock = run / DIRECTORY, rank, append, Lock()
         self._found: dict[str, EpisodeReply] = {}
         for path in sorted(received.glob("*.jsonl")):
+            named = re.fullmatch(FILE, path.name)
+            if named is None or int(named[1]) < first_step:
+                continue
             for line in path.read_text(encoding="utf-8").splitlines():
                 self._read(line)
 

@@ -43,10 +43,10 @@ def open_episodes(plan: Plan, world: World, closing: ExitStack) -> Episodes | No
         closing.enter_context(_serving(settings, served, node, plan, world))
     mine = {number: other for (rank, number), other in apart.items() if rank == world.rank}
     servers = {other: _server(other, plan, world) for other in dict.fromkeys(mine.values())}
-    elsewhere = [
-        RemoteProcess(("environment.nodes", f"node {other}"), **servers[other], path=_path(world.rank, number))
-        for number, other in mine.items()
-    ]
+    elsewhere = []
+    for number, other in mine.items():
+        name = f"node {other} at {servers[other]['host']}"
+        elsewhere.append(RemoteProcess(("environment.nodes", name), **servers[other], path=_path(world.rank, number)))
     further = [each for each in own if isinstance(each, str)]
     attempt = f"{plan.spec.name}/{world.rank}/{token_hex(8)}"
     elsewhere += [service_process(settings, each, f"{attempt}/{number}") for number, each in enumerate(further)]

@@ -144,7 +144,7 @@ class RemoteProcess:
             found = json.loads(self._request("POST", body, max(0.0, deadline.left()) + GRACE_SECONDS))
         except (OSError, HTTPException) as error:
             reason = str(error) or type(error).__name__
-            failure = CallFailure("machine", f"{self.setting[1]} (at {self.host}) does not reply: {reason}")
+            failure = CallFailure("machine", f"{self.setting[1]} does not reply: {reason}")
             return [EpisodeReply(failure=failure)] * len(calls)
         self.is_async = found["is_async"]
         return [_read_reply(each) for each in found["replies"]]

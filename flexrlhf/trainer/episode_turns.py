@@ -191,12 +191,12 @@ def _seed(sampling: Sampling, prompt: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
-def open_log(plan: Plan, files: RunFiles, world: World) -> EpisodeLog | None:
-    """Return the replies since the last checkpoint; None if the run has none. All ranks call this."""
+def open_log(plan: Plan, files: RunFiles, world: World, first_step: int) -> EpisodeLog | None:
+    """Return the replies to steps from ``first_step`` on; None if the run has none. All ranks call this."""
     spec = plan.spec
     if spec.environment is None or spec.checkpoint.every is None or spec.debug.replay is not None:
         return None
-    return EpisodeLog(spec.directory, files.received_replies(plan, world), world.rank, files.append)
+    return EpisodeLog(spec.directory, files.received_replies(plan, world), world.rank, files.append, first_step)
 
 
 def make_environment_caller(

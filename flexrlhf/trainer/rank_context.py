@@ -121,8 +121,9 @@ def open_rank(
     meter: MemoryMeter,
     stops: StopRequests,
     send: Send,
+    first_step: int = 0,
 ) -> RankContext:
-    """Connect this rank to the others and load its models."""
+    """Connect this rank to the others and load its models. ``first_step``: of this start of the run."""
     meter.reset_peak()
     groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
     if world.rank == 0 and world.device.type != "cpu":
@@ -130,7 +131,7 @@ def open_rank(
     tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
     decode = tokenizer.decode
     closing = ExitStack()
-    log = open_log(plan, files, world)
+    log = open_log(plan, files, world, first_step)
     if log is not None and log.num_found and world.rank == 0:
         send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
     turns = None if plan.spec.environment is None else turn_tokens(plan, tokenizer)

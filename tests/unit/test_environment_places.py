@@ -132,7 +132,7 @@ def test_processes_of_another_machine_reply_as_own_ones() -> None:
     """A machine that does not reply, or a job with another secret, costs the episodes."""
     settings = EnvironmentSpec(path=f"{FILE}:Guess")
     server = EpisodeServer("127.0.0.1", FixedProcesses({"/3/0": make_process(settings)}), "secret", 5.0, 1, "node 1")
-    remote = RemoteProcess(("environment.nodes", "node 1"), "127.0.0.1", server.port, "/3/0", "secret")
+    remote = RemoteProcess(("environment.nodes", "node 1 at 127.0.0.1"), "127.0.0.1", server.port, "/3/0", "secret")
     here, there = Episodes(settings, 1), Episodes(settings, 0, [remote])
     row = {"greeting": "hallö", "list": [1, None, 2.5]}
     calls = [[EpisodeCall((4, place), row, place, turns)] for place in (5, 6) for turns in ((), ("4",), ("4", "6"))]
@@ -148,11 +148,11 @@ def test_processes_of_another_machine_reply_as_own_ones() -> None:
             assert not any(each.failure for each in found)
             (refused,) = replace(remote, token="guess").replies(calls[0], Deadline.after(5))
             assert refused.failure is not None and "the request is of another job" in refused.failure.text
-            with pytest.raises(UserError, match="not sent to node 1: Object of type date is not JSON serializable"):
+            with pytest.raises(UserError, match="not sent to node 1 at .*: Object of type date is not JSON ser"):
                 remote.replies([EpisodeCall((0, 0), {"day": date(2026, 1, 1)}, 0)], Deadline.after(5))
         finally:
             here.close()
             there.close()
     (lost,) = remote.replies(calls[0], Deadline.after(5))
     assert lost.failure is not None and lost.failure.kind == "machine"
-    assert lost.failure.text.startswith("node 1 (at 127.0.0.1) does not reply: ")
+    assert lost.failure.text.startswith("node 1 at 127.0.0.1 does not reply: ")
