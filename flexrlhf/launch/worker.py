@@ -36,8 +36,9 @@ from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.plan.data_report import data_line, data_warnings
 from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.placement_text import where_models_are
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import run_title, where_models_are
+from flexrlhf.plan.plan_text import run_title
 from flexrlhf.plan.run_data import RunData, data_sources, load_run_data
 from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import ORDERS, OWN, RunOrder

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
-from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.environment_places import episodes_of_process, processes_by_machine, processes_by_rank
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
+from flexrlhf.plan.placement_text import NAME_WIDTH, environment_lines, placement_lines
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.preset_text import preset_lines
 from flexrlhf.plan.schedule_text import schedule_table
@@ -23,12 +20,6 @@ from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.repeated_turns import repeated_turns
 from flexrlhf.strategies.schedule import whole_step
 from flexrlhf.text import bytes_text, counted, ranks_text, span_of
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import layer_of, of_stage
-
-Key = TypeVar("Key")
-NAME_WIDTH = 13
-"""Characters of the names of placed models, if none is longer."""
 
 
 def _head(plan: Plan) -> str:
@@ -44,8 +35,8 @@ def format_plan(plan: Plan) -> str:
         [head, *_without_cluster(plan)],
         *([_titled("preset", preset_lines(spec))] if spec.algorithm.like is not None else []),
         _titled("batch", _batch(plan)),
-        _titled("placement", _placement(plan)),
-        *([_titled("environment", lines)] if (lines := list(_environment(plan))) else []),
+        _titled("placement", placement_lines(plan)),
+        *([_titled("environment", lines)] if (lines := list(environment_lines(plan))) else []),
         _titled("memory per rank, without driver context (about 1 GB on CUDA) and fragmentation", planned_memory(plan)),
         _titled("overlap", _overlap(plan)),
         _titled("process groups", _groups(plan)),
@@ -191,104 +182,6 @@ def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
     return f"rows of {model.name:<{width}}{shown:>8} on {replicas}"
 
 
-def _placement(plan: Plan) -> list[str]:
-    lines, width = [], 1 + max(NAME_WIDTH, *(len(model.name) for model in plan.placement.models))
-    for model in plan.placement.models:
-        devices = {(plan.cluster.devices[r].node, plan.cluster.devices[r].device_class) for r in model.ranks}
-        where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
-        trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
-        head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
-        lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
-        lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
-    shared = {role: model.share for role, model in plan.spec.models if model is not None and model.share is not None}
-    lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in shared.items()]
-    for count, machines in _by_value(processes_by_machine(plan)).items():
-        nodes = tuple(sorted(each for each in machines if isinstance(each, int)))
-        which = [f"{'nodes' if len(nodes) > 1 else 'node'} {span_of(nodes)}"] if nodes else []
-        which += [each for each in machines if isinstance(each, str)]
-        each_of = "each of " if len(machines) > 1 else ""
-        lines.append(f"{'environment':<{width}}{counted(count, 'process')} on {each_of}{', '.join(which)}")
-    pairs = plan.placement.co_located_pairs()
-    lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
-    lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
-    lines += [f"rollout.engine: auto is {plan.choice}"] if plan.choice else []
-    lines += [f"rollout.kv_tokens: not written, {plan.cache}"] if plan.cache else []
-    return lines + [f"warning: {text}" for text in plan.placement.warnings]
-
-
-def _environment(plan: Plan) -> Iterator[str]:
-    """Yield the environment, its processes by rank, and the limits of its turns."""
-    environment = plan.spec.environment
-    if environment is None:
-        return
-    parts = [
-        f"{counted(number, 'process')} of {'each of ' * (len(ranks) > 1)}{ranks_text(ranks)}"
-        for number, ranks in _by_value(
-            {rank: len(found) for rank, found in sorted(processes_by_rank(plan).items())}
-        ).items()
-    ]
-    tokens = "" if environment.turn_tokens is None else f" of at most {environment.turn_tokens} tokens"
-    yield f"{environment.name}: {', '.join(parts)}"
-    turns = f"at most {counted(environment.max_turns, 'turn')}{tokens}"
-    yield f"{turns}; a reply may take {environment.timeout_seconds:g} s"
-    most, limit = episodes_of_process(plan), plan.spec.timeout_seconds / 2
-    if most * environment.timeout_seconds > limit:
-        yield f"all replies to a turn may take {limit:g} s: {limit / most:.3g} s each of the {most} of a process"
-    if most * environment.seconds > limit:
-        enough = math.ceil(most * environment.seconds / limit) * sum(processes_by_machine(plan).values())
-        yield (
-            f"warning: {most} replies of {environment.seconds:g} s, one after the other, would take longer; use "
-            f"{enough} processes, unless the environment is async"
-        )
-
-
-def _by_value(counts: Mapping[Key, int]) -> dict[int, tuple[Key, ...]]:
-    """Return the keys that have each value."""
-    keys: dict[int, list[Key]] = defaultdict(list)
-    for key, count in counts.items():
-        keys[count].append(key)
-    return {count: tuple(found) for count, found in keys.items()}
-
-
-def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
-    """Yield a line for each pipeline stage: its ranks, its layers, and other weights."""
-    layout = model.layout
-    if layout.pp == 1 or shape is None:
-        return
-    for stage in range(layout.pp):
-        ranks = tuple(rank for rank in model.ranks if layout.stage(rank) == stage)
-        names = [name for name, _ in of_stage(shape, stage, layout.pp)]
-        layers = sorted({number for name in names if (number := layer_of(name)) is not None})
-        others = sorted({name.removesuffix(".weight") for name in names if layer_of(name) is None})
-        shown = f", {', '.join(others)}" if others else ""
-        yield f"stage {stage} on {ranks_text(ranks)}: layers {layers[0]}-{layers[-1]}{shown}"
-
-
-def _computed(plan: Plan, model: PlacedModel) -> str:
-    """Return the operators of a copy, where operators are placed or it is a hybrid engine's, and how long it exists."""
-    names = [name for name, copy in plan.placement.operators.items() if copy == model.name]
-    names += ["generate"] if model.is_hybrid else []
-    return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
-
-
-def computing_text(model: PlacedModel) -> str:
-    """Return the engine, and sharding and dtype if they are not the default."""
-    settings, layout = model.settings, model.layout
-    shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
-    shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
-    shown += [f"pp {layout.pp}"] if layout.pp > 1 else []
-    shown += [f"zero {zero_text(model)}"] if settings.zero else []
-    shown += [settings.dtype] if settings.dtype != "float32" else []
-    shown += ["lora"] if settings.lora is not None else []
-    shown += ["child process"] if model.rollout is not None and model.rollout.process == "child" else []
-    return " ".join([settings.engine, *shown])
-
-
-def zero_text(model: PlacedModel) -> str:
-    """Return the ZeRO stage, and whether each node stores all shards."""
-    return f"{model.settings.zero}" + " in each node" * is_sharded_in_nodes(model)
-
-
 def _overlap(plan: Plan) -> list[str]:
     """Return lines of operators that run at the same time, and the settings that prevent overlap."""
     lines = overlapping_operators(plan.schedule) or ["none"]
@@ -311,16 +204,3 @@ def run_title(plan: Plan, device: str) -> str:
     """Return a line on a run: its algorithm, its strategy and its devices. ``device``: cpu or cuda."""
     spec, where = plan.spec, counted(plan.placement.num_ranks, "CPU rank" if device == "cpu" else "GPU")
     return f"{spec.name}: {spec.algorithm.name}, {counted(spec.steps, 'step')}, {plan.strategy} on {where}"
-
-
-def where_models_are(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return a row for each placed model: name, ranks, node and device class, engine, and whether it is trained."""
-    rows = []
-    for model in plan.placement.models:
-        devices = [plan.cluster.devices[rank] for rank in model.ranks]
-        nodes = tuple(sorted({device.node for device in devices}))
-        classes = sorted({device.device_class for device in devices} - {"any"})
-        where = " ".join([f"{'node' if len(nodes) == 1 else 'nodes'} {span_of(nodes)}", *classes])
-        role = "trained" if model.trained else f"copy of {model.role}" if model.follows else "frozen"
-        rows.append((model.name, ranks_text(model.ranks), where, computing_text(model), role))
-    return tuple(rows)

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.environment_places import processes_by_machine
+from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import zero_text
 from flexrlhf.report.look import INSTRUCTIONS, role_colours
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.text import bytes_text, counted, ranks_text, span_of

@@ -10,8 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from flexrlhf.guideline.simulation.simulate import blocks_of
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.guideline.simulation.timed_instructions import blocks_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import SHARE_COLOURS, InstructionStyles
 from flexrlhf.report.picture import AUTOMARGIN, BOTTOM, Picture, View, add_part_title, base_layout, escaped, lane_layout

@@ -14,7 +14,7 @@ from flexrlhf.data.forms import Message
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.inputs import lengths_for
-from flexrlhf.guideline.simulation.pricing import RETOKENIZED, source_section
+from flexrlhf.guideline.simulation.model_free_costs import RETOKENIZED, source_section
 from flexrlhf.operators.columns import TEXT, Lengths
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph

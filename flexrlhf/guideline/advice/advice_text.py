@@ -28,8 +28,8 @@ from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
+from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import zero_text
 from flexrlhf.strategies.instructions import Offload, Run, without_turn
 from flexrlhf.text import bytes_text, ranks_text, span_of, table
 

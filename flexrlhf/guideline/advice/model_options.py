@@ -18,7 +18,8 @@ from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchM
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
-from flexrlhf.guideline.simulation.pricing import model_free_cost, side_of
+from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
+from flexrlhf.guideline.simulation.pricing import side_of
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind

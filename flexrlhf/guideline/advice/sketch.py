@@ -10,7 +10,7 @@ from typing import Literal, Self
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.simulation.calls import texts_per_row
-from flexrlhf.guideline.simulation.pricing import source_section
+from flexrlhf.guideline.simulation.model_free_costs import source_section
 from flexrlhf.operators.graph import Graph, OperatorKind
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RewardSource, ServiceSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
@@ -19,6 +18,7 @@ from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
 from flexrlhf.guideline.simulation.episode_prices import EpisodePrices, crowding
 from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.model_free_costs import model_free_cost, source_section
 from flexrlhf.memory.states import elements_on_rank
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
@@ -49,10 +49,6 @@ from flexrlhf.weights.transfer_plan import NUM_BUCKETS
 
 UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s=1, host_gb_s=10, node_gb_s=1)
 """About a CPU: stands for a class without figures, where the cost model was measured on the device itself."""
-RETOKENIZED = "retokenized"
-"""Stands for a section where texts are encoded again."""
-SECONDS_PER_TOKEN = 3e-6
-"""Time to decode a token and encode it again, on one core: byte-level BPE of 4,000 and of 8,000 tokens on Alpaca."""
 
 
 @dataclass(frozen=True)
@@ -290,40 +286,3 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, over
     part = item * max(elements_on_rank(destination, stage, rank) for rank, stage in stages)
     adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
     return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)
-
-
-def source_section(operator: Operator) -> str:
-    """Return the section of the YAML whose sources ``operator`` calls, ``RETOKENIZED`` where it encodes texts;
-    empty for another one."""
-    if operator.kind == "retokenize":
-        return RETOKENIZED
-    return operator.function if operator.kind == "score" else ""
-
-
-def model_free_cost(costs: CostModel, spec: Spec, section: str, rows: int, width: float) -> Cost:
-    """Return the time of a combine or a score on the ``rows`` of the fullest replica, each of ``width`` tokens.
-
-    ``section``: section of the YAML with the sources of a score; empty for a combine, which has none; ``RETOKENIZED``.
-    """
-    combined = costs.combine(rows, width)
-    if section == RETOKENIZED:
-        return Cost({**combined.parts, "encoding": rows * width * SECONDS_PER_TOKEN})
-    sources = {"": None, "reward": spec.reward, "cost": spec.cost}[section]
-    if not sources:
-        return combined
-    # all sources are called at once, so the slowest counts
-    called = (source for source in sources if not isinstance(source, ModelSource))
-    replies = max((_rounds(source, rows) * source.seconds for source in called), default=0.0)
-    return Cost({**combined.parts, "replies": replies})
-
-
-def _rounds(source: RewardSource, rows: int) -> int:
-    """Return the rounds of calls for ``rows`` responses; each round has as many calls as are made at a time."""
-    assert not isinstance(source, ModelSource), "a model is no call"
-    calls = -(-rows // source.batch_size)
-    match source:
-        case FunctionSource():
-            return -(-calls // source.workers)
-        case ServiceSource():
-            return -(-calls // source.concurrency)
-    return calls

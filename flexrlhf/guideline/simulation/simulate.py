@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from flexrlhf.guideline.costs.profiles import StepPart
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.round_prices import price_of
+from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction, blocks_of, interacts, timed_instructions
 from flexrlhf.guideline.simulation.walk import (
     SteadySteps,
     TimedInstruction,
@@ -33,27 +34,10 @@ from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.column_writers import ColumnWriters
-from flexrlhf.strategies.instructions import Instruction, Move, Offload, Release, Reload, Run, Sync
+from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
 from flexrlhf.timeline import Span, write_trace
 
 _PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
-
-
-@dataclass(frozen=True)
-class PricedInstruction:
-    """An instruction and its cost each time that it is due."""
-
-    instruction: Instruction
-    cost: Cost
-
-    @property
-    def is_rare(self) -> bool:
-        return self.instruction.is_rare
-
-    @property
-    def every(self) -> int:
-        return self.instruction.period
 
 
 @dataclass(frozen=True)
@@ -212,7 +196,7 @@ class Simulation:
     @property
     def reply_seconds(self) -> float:
         """Time of all replies in a step, one turn after the other."""
-        return sum(item.cost.seconds / item.every for item in self.regular if _interacts(item.instruction))
+        return sum(item.cost.seconds / item.every for item in self.regular if interacts(item.instruction))
 
 
 def simulate(
@@ -271,77 +255,6 @@ def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:
         write_trace(path, chain(simulation.spans(steps), simulation.reply_spans(steps)), facts, ranks)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
-
-
-def blocks_of(instructions: Sequence[Instruction], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of ranks that execute the same of ``instructions``; idle ranks are left out."""
-    work: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index, instruction in enumerate(instructions):
-        for rank in instruction.ranks:
-            work[rank].append(index)
-    blocks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, mine in enumerate(work):
-        if mine:
-            blocks[tuple(mine)].append(rank)
-    return tuple(map(tuple, blocks.values()))
-
-
-def timed_instructions(
-    pricer: Pricer, priced: Sequence[PricedInstruction], blocks: Sequence[tuple[int, ...]]
-) -> list[TimedInstruction]:
-    """Return ``priced`` as the walk takes them, at the same positions."""
-    block_of = {rank: number for number, ranks in enumerate(blocks) for rank in ranks}
-    writers = ColumnWriters([item.instruction for item in priced])
-    background = (item.instruction for item in priced if item.instruction.proceeds_in_background)
-    copies = list(dict.fromkeys(name for each in background for name in each.fills))
-    timed = [_timed(pricer, item, block_of, writers, copies) for item in priced]
-    return [
-        replace(each, calls=each.blocks, blocks=(len(blocks) + _lane(pricer, item.instruction),))
-        if _interacts(item.instruction)
-        else each
-        for each, item in zip(timed, priced, strict=True)
-    ]
-
-
-def _interacts(instruction: Instruction) -> bool:
-    return isinstance(instruction, Run) and instruction.operator.kind == "interact"
-
-
-def _lane(pricer: Pricer, run: Instruction) -> int:
-    """Return which of the environments' blocks replies to the chunk of ``run``: chunks share one if their rows share
-    processes."""
-    assert pricer.episodes is not None and isinstance(run, Run), "replies are of an environment"
-    return (run.chunk or 0) % pricer.episodes.lanes(pricer.plan.placement[run.model].layout)
-
-
-def _timed(
-    pricer: Pricer,
-    item: PricedInstruction,
-    block_of: Mapping[int, int],
-    writers: ColumnWriters,
-    copies: Sequence[ModelName],
-) -> TimedInstruction:
-    """Return ``item`` as the walk takes it. A Move is only its posting: a Run waits for its columns from the time that
-    they were written. ``copies``: those that are filled in the background."""
-    it = item.instruction
-    used = tuple(copies.index(name) for name in it.uses if name in copies)
-    ours = tuple(sorted({block_of[rank] for rank in it.ranks}))
-    plain = TimedInstruction(ours, item.cost.seconds, lag=it.lag, every=item.every, uses=used)
-    match it:
-        case Run():
-            awaited = {index: pricer.rows_cost(run, it).seconds for index, run in writers.of(it).items()}
-            return replace(plain, after=tuple(awaited), delays=tuple(awaited.values()))
-        case Move():
-            return replace(plain, blocking=False)
-        case Sync(overlaps=True):
-            senders = {block_of[rank] for rank in pricer.plan.placement[it.source].ranks}
-            copy = copies.index(it.destination)
-            return replace(plain, fills=copy, after=writers.last_training(it.source), sends=tuple(sorted(senders)))
-        case Sync():
-            return replace(plain, together=not it.is_in_place or bool(it.gathers))
-        case Offload() | Release() | Reload():
-            return replace(plain, together=False)
-    return plain
 
 
 def flows_of(plan: Plan, instruction: Instruction) -> Iterator[Flow]:

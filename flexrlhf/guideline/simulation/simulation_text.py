@@ -10,7 +10,8 @@ from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
 from flexrlhf.guideline.simulation.inputs import CostSource
-from flexrlhf.guideline.simulation.simulate import PricedInstruction, Simulation, TimeShares
+from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
+from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync, without_turn
 from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of

@@ -1,0 +1,102 @@
+"""Instructions of a plan as the walk takes them: their times, blocks of ranks, and what each waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flexrlhf.guideline.costs.cost_model import Cost
+from flexrlhf.guideline.simulation.pricing import Pricer
+from flexrlhf.guideline.simulation.walk import TimedInstruction
+from flexrlhf.placement.placed import ModelName
+from flexrlhf.strategies.column_writers import ColumnWriters
+from flexrlhf.strategies.instructions import Instruction, Move, Offload, Release, Reload, Run, Sync
+
+
+@dataclass(frozen=True)
+class PricedInstruction:
+    """An instruction and its cost each time that it is due."""
+
+    instruction: Instruction
+    cost: Cost
+
+    @property
+    def is_rare(self) -> bool:
+        return self.instruction.is_rare
+
+    @property
+    def every(self) -> int:
+        return self.instruction.period
+
+
+def blocks_of(instructions: Sequence[Instruction], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return groups of ranks that execute the same of ``instructions``; idle ranks are left out."""
+    work: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, instruction in enumerate(instructions):
+        for rank in instruction.ranks:
+            work[rank].append(index)
+    blocks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, mine in enumerate(work):
+        if mine:
+            blocks[tuple(mine)].append(rank)
+    return tuple(map(tuple, blocks.values()))
+
+
+def timed_instructions(
+    pricer: Pricer, priced: Sequence[PricedInstruction], blocks: Sequence[tuple[int, ...]]
+) -> list[TimedInstruction]:
+    """Return ``priced`` as the walk takes them, at the same positions."""
+    block_of = {rank: number for number, ranks in enumerate(blocks) for rank in ranks}
+    writers = ColumnWriters([item.instruction for item in priced])
+    background = (item.instruction for item in priced if item.instruction.proceeds_in_background)
+    copies = list(dict.fromkeys(name for each in background for name in each.fills))
+    timed = [_timed(pricer, item, block_of, writers, copies) for item in priced]
+    return [
+        replace(each, calls=each.blocks, blocks=(len(blocks) + _lane(pricer, item.instruction),))
+        if interacts(item.instruction)
+        else each
+        for each, item in zip(timed, priced, strict=True)
+    ]
+
+
+def interacts(instruction: Instruction) -> bool:
+    """Whether environments reply in ``instruction``."""
+    return isinstance(instruction, Run) and instruction.operator.kind == "interact"
+
+
+def _lane(pricer: Pricer, run: Instruction) -> int:
+    """Return which of the environments' blocks replies to the chunk of ``run``: chunks share one if their rows share
+    processes."""
+    assert pricer.episodes is not None and isinstance(run, Run), "replies are of an environment"
+    return (run.chunk or 0) % pricer.episodes.lanes(pricer.plan.placement[run.model].layout)
+
+
+def _timed(
+    pricer: Pricer,
+    item: PricedInstruction,
+    block_of: Mapping[int, int],
+    writers: ColumnWriters,
+    copies: Sequence[ModelName],
+) -> TimedInstruction:
+    """Return ``item`` as the walk takes it. A Move is only its posting: a Run waits for its columns from the time that
+    they were written. ``copies``: those that are filled in the background."""
+    it = item.instruction
+    used = tuple(copies.index(name) for name in it.uses if name in copies)
+    ours = tuple(sorted({block_of[rank] for rank in it.ranks}))
+    plain = TimedInstruction(ours, item.cost.seconds, lag=it.lag, every=item.every, uses=used)
+    match it:
+        case Run():
+            awaited = {index: pricer.rows_cost(run, it).seconds for index, run in writers.of(it).items()}
+            return replace(plain, after=tuple(awaited), delays=tuple(awaited.values()))
+        case Move():
+            return replace(plain, blocking=False)
+        case Sync(overlaps=True):
+            senders = {block_of[rank] for rank in pricer.plan.placement[it.source].ranks}
+            copy = copies.index(it.destination)
+            return replace(plain, fills=copy, after=writers.last_training(it.source), sends=tuple(sorted(senders)))
+        case Sync():
+            return replace(plain, together=not it.is_in_place or bool(it.gathers))
+        case Offload() | Release() | Reload():
+            return replace(plain, together=False)
+    return plain
