@@ -614,7 +614,10 @@ def test_processes_share_the_cores_of_their_machine() -> None:
         cluster = f"cluster={{nodes: [{{count: {nodes}, devices: 1, cores: {cores or 'null'}}}]}}"
         where = f"environment.nodes={list(range(nodes))}"
         plan = plan_of({"actor": {"ranks": [0]}, "critic": 1, "ref": 1, "reward": 1}, nodes, *GAME, cluster, where)
-        assert simulate(plan, costs).reply_seconds == seconds, (nodes, cores)
+        simulation = simulate(plan, costs)
+        assert simulation.reply_seconds == seconds, (nodes, cores)
+        text = format_simulation(simulation, CostSource(costs, "fixed costs", FROM_FIGURES))
+        assert ("in 8 processes, 2 times as long as with a core for each\n" in text) == (seconds == 4), text
 
 
 def test_rows_whose_episode_has_ended_have_no_later_turn() -> None:

@@ -9,6 +9,7 @@ from dataclasses import astuple
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
+from flexrlhf.guideline.simulation.episode_prices import crowding
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
@@ -52,17 +53,20 @@ def _head(simulation: Simulation, source: CostSource) -> list[str]:
         *_parts(simulation, source),
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
-        *_environments(simulation),
+        *_environments(simulation, source),
     ]
 
 
-def _environments(simulation: Simulation) -> Iterator[str]:
+def _environments(simulation: Simulation, source: CostSource) -> Iterator[str]:
     """Yield a line on the replies of environments in a step, and on how long ranks wait for them."""
     environment, waits = simulation.plan.spec.environment, simulation.reply_waits
     if environment is None:
         return
     processes, replies = counted(environment.processes, "process"), seconds_text(simulation.reply_seconds)
-    yield f"  environments reply in {replies} of a step, in {processes}"
+    times = source.costs.environment(environment.name)
+    longer = 1.0 if times is None else crowding(simulation.plan, times.computing)
+    shared = f", {longer:.3g} times as long as with a core for each" if longer > 1 else ""
+    yield f"  environments reply in {replies} of a step, in {processes}{shared}"
     yield f"  ranks wait for them {seconds_text(waits)} ({_percent(waits / (simulation.seconds or 1.0))} of a step)"
 
 
