@@ -298,7 +298,7 @@ def test_episodes_have_teeth(launches: Launches) -> None:
 
 def test_stop_strings_end_turns(launches: Launches) -> None:
     """Some turns end with a stop string and are followed by one of several tokens."""
-    spec = launches.assets.spec(Case("grpo-episodes", "halves", 4, "deepspeed-3"))
+    spec = launches.assets.spec(Case("grpo-episodes", "halves", 2, "deepspeed-3"))
     sampler, found = Reference(spec).sampler, 0
     for response in [response for step in reference_of(spec).steps for response in step.responses]:
         ends = response.episode.ends if response.episode else []

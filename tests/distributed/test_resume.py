@@ -87,7 +87,7 @@ FILTERED = Pair(Case("grpo-dynamic", "lag", 2), Case("grpo-dynamic", "lag", 4))
 CHANGED = [
     FILTERED,
     Pair(Case("grpo", "lag-2-alone", 2), Case("grpo", "lag-2", 2)),
-    Pair(Case("segments-corrected", "halves", 2), Case("segments-corrected", "co-located", 4, "torch-3")),
+    Pair(Case("segments-corrected", "halves", 2), Case("segments-corrected", "co-located", 4)),
     Pair(Case("grpo-dynamic-segments", "lag-2", 2), Case("grpo-dynamic-segments", "lag-2", 4)),
     same("segments-corrected", "co-located", 2, rollout="vllm"),
     Pair(Case("one-trunk", "co-located", 2), Case("one-trunk", "six", 2)),
