@@ -18,7 +18,8 @@ from typing import Any
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advise import Advice, advise
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import expected_lengths

@@ -14,7 +14,8 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import write_advised
-from flexrlhf.guideline.advice.advise import Advice, advise
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import lengths_for

@@ -25,8 +25,9 @@ from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, pars
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
-from flexrlhf.guideline.advice.advise import Advice, FeasibleCandidate, advise, complexity, ratios_of
+from flexrlhf.guideline.advice.advise import FeasibleCandidate, advise
 from flexrlhf.guideline.advice.batches import larger_batches
+from flexrlhf.guideline.advice.choice import Advice, complexity, ratios_of
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,

@@ -14,9 +14,9 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError, either
-from flexrlhf.guideline.advice.advise import Advice, ratios_of, tied
 from flexrlhf.guideline.advice.batches import larger_batches
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
+from flexrlhf.guideline.advice.choice import Advice, ratios_of, tied
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
 from flexrlhf.guideline.advice.space import is_allowed

@@ -6,32 +6,30 @@ Placements that do not fit are listed with the reason. The one to use is planned
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from flexrlhf.config.engines import OFFLOADING_ENGINE
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import (
     Candidate,
     FeasibleCandidate,
-    RejectedCandidate,
     check,
     is_short_of_memory,
     offload_sets,
     offloaded_spaces,
     ranked,
 )
+from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.lags import with_larger_lags
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
-from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
+from flexrlhf.guideline.advice.published import GuidelineResult, guideline, usual
 from flexrlhf.guideline.advice.refusal import last_resort, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
-from flexrlhf.guideline.advice.waiting import WaitingVariant, least_waiting, waiting_variants
+from flexrlhf.guideline.advice.waiting import least_waiting, waiting_variants
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.branch_and_bound import search
@@ -49,86 +47,6 @@ LEAST_SHARE = 1 / 15
 """Share of them that a search may take after others have taken all."""
 USUAL_SECONDS = 4.0
 """Most work of the search for the settings of a usual placement."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Outcome of ``advise``.
-
-    feasible:  candidates that fit, fastest first.
-    rejected:  the other candidates.
-    rules:     rules of the guideline that fired.
-    searches:  the spaces that were searched, by their labels.
-    seconds:   of all searches.
-    margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
-    refusal:   sentence on changes that would help, if nothing fits.
-    max_lag:   the largest lag that was tried.
-    may_lag:   whether a placement with a lag may be chosen.
-    waiting:   the placement to use with other chunks and other processes of its environment.
-    """
-
-    feasible: tuple[FeasibleCandidate, ...]
-    rejected: tuple[RejectedCandidate, ...]
-    rules: tuple[GuidelineRule, ...]
-    searches: Mapping[str, SearchResult]
-    seconds: float
-    margin: float
-    refusal: str = ""
-    max_lag: int = 1
-    may_lag: bool = False
-    waiting: tuple[WaitingVariant, ...] = ()
-
-    @property
-    def comparable(self) -> tuple[FeasibleCandidate, ...]:
-        """The candidates to choose from; unless a lag is allowed, those with the least, since a lag trains on other
-        batches."""
-        lag = min((item.lag for item in self.feasible), default=0)
-        return self.feasible if self.may_lag else tuple(item for item in self.feasible if item.lag == lag)
-
-    @property
-    def best(self) -> FeasibleCandidate:
-        """The candidate to use: the simplest of those that are as fast as the fastest within the ``margin``; of equally
-        simple ones the fastest.
-
-        Raises UserError when nothing fits.
-        """
-        if not self.feasible:
-            raise UserError(self.refusal or "no placement of these models fits the devices")
-        equal = tied(self.comparable, self.margin)
-        return min(equal, key=lambda item: (complexity(item.candidate), item.seconds))
-
-    @property
-    def lagging(self) -> FeasibleCandidate | None:
-        """The fastest candidate with a larger lag than ``best``, if it is faster by more than the ``margin``."""
-        lagging = [item for item in self.feasible if item.lag > self.best.lag]
-        fastest = min(lagging, key=lambda item: item.seconds, default=None)
-        return fastest if fastest and (1 + self.margin) * fastest.seconds < self.best.seconds else None
-
-
-def complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return the key by which placements are ordered, the simplest first: by what a person has to understand, which is
-    the lag, shadows, the groups of devices that models have, and whether models are in host memory."""
-    space, groups = candidate.space, {(choice.start, choice.size) for choice in candidate.assignment or ()}
-    return space.spec.schedule.lag, space.has_shadows, len(groups), bool(space.offloaded)
-
-
-def ratios_of(candidate: Candidate) -> list[Fraction]:
-    """Return the share of the devices that each placed model has, a rollout engine on the ranks of its role left
-    out."""
-    placement, total = candidate.spec.placement, candidate.space.pool.num_devices
-    if isinstance(placement, PlacementMap):
-        return [Fraction(len(entry.ranks or ()), total) for entry in placement.models.values()]
-    assert isinstance(placement, tuple), "proposals have a vector or ranks"
-    return list(placement)
-
-
-def tied(feasible: Sequence[FeasibleCandidate], margin: float) -> list[FeasibleCandidate]:
-    """Return the placements that count as equally fast as the fastest, which comes first.
-
-    feasible:  fastest first.
-    margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
-    """
-    return [item for item in feasible if item.seconds <= (1 + margin) * feasible[0].seconds]
 
 
 class PlacementComparison:

@@ -23,7 +23,7 @@ from flexrlhf.plan.suggestions import fitted
 from flexrlhf.strategies.strategy import COLOCATED
 
 if TYPE_CHECKING:
-    from flexrlhf.guideline.advice.advise import Advice
+    from flexrlhf.guideline.advice.choice import Advice
     from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
 
 LEFT_OUT_SECONDS = 3.0

@@ -11,8 +11,9 @@ from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advise import SECONDS, Advice, advise
+from flexrlhf.guideline.advice.advise import SECONDS, advise
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
+from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
