@@ -12,7 +12,8 @@ from typing import Any, get_args
 from flexrlhf.config.environment_settings import EnvironmentSpec, ToolFormat
 from flexrlhf.data.examples import Example
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.episodes import Episodes, is_over
+from flexrlhf.environments.episode_process import is_over
+from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes

@@ -15,7 +15,8 @@ from flexrlhf.comm.store import own_address
 from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.job_secret import MAKE, VARIABLE, derived_token, job_secret, signed, verified
-from flexrlhf.environments.episodes import Episodes, make_process
+from flexrlhf.environments.episode_process import make_process
+from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import UserError
 from flexrlhf.plan.environment_places import processes_by_rank
 from flexrlhf.plan.plan import Plan

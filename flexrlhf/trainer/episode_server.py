@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any, Protocol
 
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.episodes import EpisodeProcess
+from flexrlhf.environments.episode_process import EpisodeProcess
 from flexrlhf.errors import UserError
 from flexrlhf.runs.token_server import Refused, TokenHandler, TokenServer
 from flexrlhf.user_code.call_failures import CallFailure

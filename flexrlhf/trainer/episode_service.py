@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.job_secret import MAKE, VARIABLE, derived_token, job_secret
-from flexrlhf.environments.episodes import EpisodeProcess, make_process
+from flexrlhf.environments.episode_process import EpisodeProcess, make_process
 from flexrlhf.environments.sources import check_package
 from flexrlhf.errors import UserError
 from flexrlhf.placement.hosts import split_endpoint

@@ -14,7 +14,8 @@ from small_runs import plan_of, spec_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec_file import dump_spec, load_spec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.episodes import Episodes, make_process
+from flexrlhf.environments.episode_process import make_process
+from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import UserError
 from flexrlhf.plan.environment_places import processes_by_machine, processes_by_rank
 from flexrlhf.plan.plan_text import format_plan
