@@ -30,8 +30,8 @@ class FileScheduling(LoadScopeScheduling):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Have no garbage collected while libraries and tests are loaded, nor ever search their objects for it: that takes
-    a tenth of the time of a process, which has millions of them."""
+    """Have no garbage collected while libraries and tests are loaded, nor ever search their objects for it, which are
+    millions."""
     gc.disable()
     try:
         return (yield)

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize ``each_case`` by the default cases, and by all others where they are selected: to make and deselect
-    20,000 tests takes seconds of every process."""
+    """Parametrize ``each_case`` by the default cases, and by all others where they are selected: every process would
+    make 20,000 tests and deselect them."""
     if "each_case" in metafunc.fixturenames:
         is_default = "not full" in metafunc.config.option.markexpr
         others = [] if is_default else [case for case in every_case() if case not in DEFAULT]
