@@ -24,10 +24,10 @@ HOW_SCORED = frozenset(
     {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
 )
 """Settings of a source of scores that change how it is called, not the scores."""
-HOW_PLAYED = frozenset(
+HOW_CALLED = frozenset(
     {"processes", "nodes", "hosts", "timeout_seconds", "seconds", "memory_mb", "open_files", "max_failures"}
 )
-"""Settings of an environment that change how it is called, not what it says."""
+"""Settings of an environment that change how it is called, not its replies."""
 PATHS = frozenset({"path", "tokenizer", "chat_template"})
 """Settings that name a file or directory."""
 
@@ -74,7 +74,7 @@ def number_settings(spec: Spec) -> dict[str, Any]:
             {key: value for key, value in source.items() if key not in HOW_SCORED} for source in raw[section]
         ]
     if raw["environment"] is not None:
-        raw["environment"] = {key: value for key, value in raw["environment"].items() if key not in HOW_PLAYED}
+        raw["environment"] = {key: value for key, value in raw["environment"].items() if key not in HOW_CALLED}
     raw["models"] = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }

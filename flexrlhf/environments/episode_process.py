@@ -3,9 +3,9 @@
 | what an environment does                             | its episode   | others of its process               |
 |------------------------------------------------------|---------------|-------------------------------------|
 | raises, ``sys.exit``, returns nonsense               | has a failure | go on                               |
-| takes longer than ``timeout_seconds``                | has a failure | are replayed in a new process        |
-| ends its process (os._exit, a signal)                | has a failure | are replayed in a new process        |
-| uses up memory or open files                         | has a failure | are replayed in a new process        |
+| takes longer than ``timeout_seconds``                | has a failure | are replayed in a new process       |
+| ends its process (os._exit, a signal)                | has a failure | are replayed in a new process       |
+| uses up memory or open files                         | has a failure | are replayed in a new process       |
 | waits too long, ``async``                            | has a failure | go on                               |
 | prints without end                                   | goes on       | go on; a part of it is shown        |
 | leaves processes behind                              | goes on       | go on; the process ends after them  |

@@ -34,7 +34,7 @@ EPISODE_SETTINGS: Raw = {
 }
 
 
-def _played_by(name: str) -> Raw:
+def _in_episodes_of(name: str) -> Raw:
     return {**EPISODE_SETTINGS, "environment": {**EPISODE_SETTINGS["environment"], "path": f"assets:games.py:{name}"}}
 
 
@@ -106,10 +106,10 @@ COMPLETIONS: dict[str, Raw] = {
         gamma=0.98,
         gae_lambda=0.9,
     ),
-    "episodes-random": _of("ppo", _played_by("Random")),
+    "episodes-random": _of("ppo", _in_episodes_of("Random")),
     "episodes-replayed": _of(
         "ppo",
-        {**_played_by("Absent"), "debug": {"replay": "assets:runs/episodes_co-located_2"}},
+        {**_in_episodes_of("Absent"), "debug": {"replay": "assets:runs/episodes_co-located_2"}},
         truncation="bootstrap",
         gamma=0.98,
         gae_lambda=0.9,
@@ -414,6 +414,6 @@ class Random:
 
 class Absent:
     def __init__(self):
-        raise RuntimeError("nobody plays")
+        raise RuntimeError("no environment")
 '''
-"""Environments: one ends some episodes early, and fails in some; one never replies alike; one cannot be played."""
+"""Environments: one ends some episodes early, and fails in some; one never replies alike; one cannot run."""

@@ -30,7 +30,7 @@ def environment_of(config: str) -> EnvironmentSpec:
     return environment.model_copy(update={"path": path})
 
 
-def played(config: str, row: Mapping[str, Any], turns: Sequence[str]) -> list[tuple[str, float]]:
+def replies_of(config: str, row: Mapping[str, Any], turns: Sequence[str]) -> list[tuple[str, float]]:
     """Return text and reward of the replies to the reset and to each turn of one episode."""
     episodes = Episodes(environment_of(config), 1)
     calls = [
@@ -55,12 +55,12 @@ def played(config: str, row: Mapping[str, Any], turns: Sequence[str]) -> list[tu
     ],
 )
 def test_the_agent_is_rewarded_for_a_thing_that_the_guest_has_named(turns: list[str], replies: list[Any]) -> None:
-    assert played("agent.yaml", {"prompt": "Can I have another towel?"}, turns) == [("", 0), *replies]
+    assert replies_of("agent.yaml", {"prompt": "Can I have another towel?"}, turns) == [("", 0), *replies]
 
 
 def test_each_turn_of_the_word_game_has_a_reward() -> None:
-    ((first, _),) = played("word-game.yaml", {}, [])
-    *_, (_, right), (_, wrong) = played("word-game.yaml", {}, [f"the{first} the", "nothing"])
+    ((first, _),) = replies_of("word-game.yaml", {}, [])
+    *_, (_, right), (_, wrong) = replies_of("word-game.yaml", {}, [f"the{first} the", "nothing"])
     assert (right, wrong) == (pytest.approx(1 / 3), 0)
 
 
@@ -77,7 +77,7 @@ def test_each_turn_of_the_word_game_has_a_reward() -> None:
     ],
 )
 def test_the_calculator_is_called_by_an_equation(turns: list[str], replies: list[Any]) -> None:
-    found = played("real/tools.yaml", {"question": "Natalia sold clips to 48 friends, then half (1/2)."}, turns)
+    found = replies_of("real/tools.yaml", {"question": "Natalia sold clips to 48 friends, then half (1/2)."}, turns)
     assert [found[0], *[(text.partition(" (calc")[0], reward) for text, reward in found[1:]]] == [("", 0), *replies]
 
 

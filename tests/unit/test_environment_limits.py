@@ -109,7 +109,7 @@ def test_an_environment_that_misbehaves_costs_its_episode(
     episodes = Episodes(environment(kind, memory_mb=192, open_files=64), 4)
     try:
         began = time.monotonic()
-        found = played(episodes, rows)
+        found = replies_of(episodes, rows)
         seconds = time.monotonic() - began
     finally:
         episodes.close()
@@ -138,7 +138,7 @@ def calls_of(rows: Sequence[dict[str, Any]], turns: Sequence[str]) -> list[Episo
     return [EpisodeCall((4, place), row, 0, tuple(turns)) for place, row in enumerate(rows)]
 
 
-def played(episodes: Episodes, rows: Sequence[dict[str, Any]]) -> list[list[EpisodeReply]]:
+def replies_of(episodes: Episodes, rows: Sequence[dict[str, Any]]) -> list[list[EpisodeReply]]:
     """Play all turns; return the replies of each row, until its end."""
     found: list[list[EpisodeReply]] = [[] for _ in rows]
     for turn in range(len(TURNS) + 1):

@@ -20,9 +20,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.environment_places import processes_by_machine, processes_by_rank
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.report.placement_picture import placement_picture
-from flexrlhf.rewards.limits import Deadline
 from flexrlhf.trainer.episode_server import EpisodeServer, FixedProcesses, RemoteProcess
 from flexrlhf.trainer.episode_service import service_process, serving_episodes
+from flexrlhf.user_code.deadline import Deadline
 
 FILE = Path(__file__).with_name("example_environments.py")
 GAME, TWO = "environment={path: game.py:Game}", "cluster={nodes: [{count: 2, devices: 2}]}"

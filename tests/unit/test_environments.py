@@ -39,7 +39,7 @@ Play = Callable[..., list[EpisodeReply]]
 
 @pytest.fixture
 def play() -> Iterator[Play]:
-    """Function that plays the turns of one episode, and returns the reply to its reset and to each of them."""
+    """Function that runs the turns of one episode, and returns the reply to its reset and to each of them."""
     opened: dict[str, Episodes] = {}
 
     def turns(texts: Sequence[str], row: dict[str, Any] | None = None, **settings: Any) -> list[EpisodeReply]:

@@ -29,6 +29,7 @@ from flexrlhf.operators.outcomes import EPISODE_STATES, failed_state
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.schedule_text import schedule_table
+from flexrlhf.report.look import InstructionStyles
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.repeated_turns import repeated_turns
@@ -116,6 +117,11 @@ def test_many_turns_are_planned_in_linear_time_and_few_lines(placement: object, 
         else:
             listed[run] += max(1, len(each.turns))
     assert listed == Counter(plan.schedule.instructions)
+    # in legends each operator has one name and one colour, whatever its turn
+    styles = InstructionStyles(plan)
+    runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
+    assert {styles.of("run", run.label).name for run in runs} == {run.operator.name for run in runs}
+    assert styles.of("run", f"generate, turn {MANY - 1}, on actor") == styles.of("run", "generate on actor")
 
 
 def test_rewards_of_turns_are_added_to_other_scores() -> None:
