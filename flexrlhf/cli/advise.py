@@ -56,7 +56,9 @@ MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a st
 Engine = Annotated[
     Text, typer.Option(help=f"training engine: {either(MODEL_ENGINES)}; default: torch, deepspeed if only that fits")
 ]
-Rollout = Annotated[Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm")]
+Rollout = Annotated[
+    Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm where a class has it")
+]
 Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
 Seconds = Annotated[
     float,

@@ -56,6 +56,7 @@ class EngineFacts:
     sequence_parallel:  whether tensor-parallel ranks share the hidden states between layers.
     cpu_head_dims:      head dimensions of its attention on CPUs; empty: any.
     cpu_module:         module that stands in for CUDA on CPUs, where it needs one.
+    least_capability:   least CUDA compute capability of a GPU that its library supports; 0: any.
 
     How it stores and computes:
 
@@ -103,6 +104,7 @@ class EngineFacts:
     sequence_parallel: bool = False
     cpu_head_dims: tuple[int, ...] = ()
     cpu_module: str = ""
+    least_capability: float = 0.0
 
     transformers_modules: bool = False
     fused_layers: bool = False
@@ -181,6 +183,8 @@ VLLM = EngineFacts(
     tp=True,
     pp=True,
     config=True,
+    # from version 0.21 on, as its documentation of installation says
+    least_capability=7.5,
     # of vLLM 0.32
     cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     vocabulary_multiple=64,

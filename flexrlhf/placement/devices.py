@@ -20,6 +20,8 @@ COMMUNICATOR_BYTES = 0.5e9
 COMMUNICATORS_IN_CONTEXT = 3
 """Communicators of a rank for which ``CONTEXT_BYTES`` has room, as those have whose memory was published: data, tensor
 and pipeline parallelism."""
+BFLOAT16_CAPABILITY = 8.0
+"""Least compute capability with tensor cores for bfloat16."""
 UNFILLED = 0.1
 """Share of the rest that fragmentation and workspaces of kernels take: with it no published setting that runs is
 predicted not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
@@ -36,7 +38,7 @@ class DeviceClass:
     host_gb_s:    to host memory.
     node_gb_s:    of a usual node of such devices to the network.
     cores:        multiprocessors, which whole waves of a kernel fill.
-    bf16:         whether it computes in bfloat16.
+    capability:   its CUDA compute capability, by which libraries support it.
     matmul:       share of ``tflops`` of large matrix products in a benchmark of kernels (``benchmarks/calibration``).
     sustained:    share of that in long passes, where the board's power limit reduces its clock.
     attention:    share of ``tflops`` of FlashAttention 2.
@@ -51,11 +53,16 @@ class DeviceClass:
     host_gb_s: float
     node_gb_s: float
     cores: int = 108
-    bf16: bool = True
+    capability: float = 8.0
     matmul: float = 0.755
     sustained: float = 1.0
     attention: float = 0.5
     relative_speed: float = 1.0
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it computes in bfloat16."""
+        return self.capability >= BFLOAT16_CAPABILITY
 
     @property
     def usable_bytes(self) -> int:
@@ -74,8 +81,8 @@ def communicator_bytes(count: int) -> int:
 
 
 _A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)
-_H100 = DeviceClass("H100-80G", 989, 80, 3350, 450, 63, 400, cores=132, sustained=0.79, attention=0.33)
-_V100 = DeviceClass("V100-32G", 125, 32, 900, 150, 15.8, 50, cores=80, bf16=False, sustained=0.91)
+_H100 = DeviceClass("H100-80G", 989, 80, 3350, 450, 63, 400, cores=132, capability=9.0, sustained=0.79, attention=0.33)
+_V100 = DeviceClass("V100-32G", 125, 32, 900, 150, 15.8, 50, cores=80, capability=7.0, sustained=0.91)
 
 # Vendor data sheets and whitepapers (NVIDIA V100, A100, H100, H200, L40S, B200); node_gb_s: DGX-1V 4 x 100 Gb, DGX
 # A100 8 x 200 Gb, DGX H100 8 x 400 Gb, P4d 4 x 100 Gb for the A100-40G. Without NVLink the link is PCIe. A800 and H800:
@@ -95,12 +102,12 @@ DEVICE_CLASSES = {
         replace(_H100, name="H800-80G", link_gb_s=200),
         replace(_H100, name="H100-96G", memory_gb=96, memory_gb_s=2400),
         replace(_H100, name="H200-141G", memory_gb=141, memory_gb_s=4800),
-        DeviceClass("H20-96G", 148, 96, 4000, 450, 63, 400, cores=78),
-        DeviceClass("B200-180G", 2250, 180, 8000, 900, 63, 400, cores=148, sustained=0.79, attention=0.15),
-        DeviceClass("L40S-48G", 362, 48, 864, 31, 31, 12.5, cores=142),
-        DeviceClass("A40-48G", 149.7, 48, 696, 31, 31, 12.5, cores=84),
-        DeviceClass("A6000-48G", 154.8, 48, 768, 56, 31, 12.5, cores=84),
-        DeviceClass("A10-24G", 125, 24, 600, 31, 31, 12.5, cores=72),
-        DeviceClass("RTX4090-24G", 165, 24, 1008, 31, 31, 1.25, cores=128),
+        DeviceClass("H20-96G", 148, 96, 4000, 450, 63, 400, cores=78, capability=9.0),
+        DeviceClass("B200-180G", 2250, 180, 8000, 900, 63, 400, 148, 10.0, sustained=0.79, attention=0.15),
+        DeviceClass("L40S-48G", 362, 48, 864, 31, 31, 12.5, cores=142, capability=8.9),
+        DeviceClass("A40-48G", 149.7, 48, 696, 31, 31, 12.5, cores=84, capability=8.6),
+        DeviceClass("A6000-48G", 154.8, 48, 768, 56, 31, 12.5, cores=84, capability=8.6),
+        DeviceClass("A10-24G", 125, 24, 600, 31, 31, 12.5, cores=72, capability=8.6),
+        DeviceClass("RTX4090-24G", 165, 24, 1008, 31, 31, 1.25, cores=128, capability=8.9),
     )
 }

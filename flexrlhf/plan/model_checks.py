@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from flexrlhf.config.engines import FULL_ENGINES, PEFT, Package
+from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
+from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import engines_with
 from flexrlhf.weights.model_files import has_adapters
 from flexrlhf.weights.shapes import ModelShape, Sizes
 
 FLASH = Package("flash_attn", "flash", "flash-attn")
+FLASH_CAPABILITY = 8.0
+"""Least compute capability that FlashAttention 2 supports: Ampere."""
 LIGER = Package("liger_kernel", "liger", "liger-kernel")
 ON_GPUS = ("flash_attention_2", "flex_attention")
 """Kernels of attention that have a backward pass on GPUs alone."""
@@ -142,6 +146,43 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
                 f"alone with models.{model.role}.fallback_dtype, or place "
                 f"{model.role if model.rollout else model.name} on another class with `on:`"
             )
+
+
+@dataclass(frozen=True)
+class Lack:
+    """A setting that a device class does not support.
+
+    setting:  its name.
+    found:    its value.
+    least:    compute capability that it needs.
+    instead:  the nearest that works.
+    """
+
+    setting: str
+    found: str
+    least: float
+    instead: str
+
+
+def lacks_of(figures: DeviceClass, settings: ModelSpec, facts: EngineFacts) -> list[Lack]:
+    """Return the settings of a model that devices with ``figures`` do not support. ``facts``: of its engine."""
+    asked = [Lack("engine", facts.name, facts.least_capability, "transformers")]
+    if facts.transformers_modules and settings.attention == "flash_attention_2":
+        asked.append(Lack("attention", settings.attention, FLASH_CAPABILITY, "sdpa"))
+    return [each for each in asked if figures.capability < each.least]
+
+
+def check_capabilities(placement: Placement, cluster: Cluster) -> None:
+    """Raise UserError for an engine or a kernel that a device class of its model does not support."""
+    for model in sorted(placement.models, key=lambda model: model.follows):
+        for rank in model.ranks:
+            figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
+            for each in [] if figures is None else lacks_of(figures, model.settings, model.facts):
+                raise UserError(
+                    f"{model.key(each.setting)}: {cluster.devices[rank].device_class} (rank {rank}) has no "
+                    f"{each.found}, which needs compute capability {each.least}; use {each.instead}, or place "
+                    f"{model.role if model.rollout else model.name} on another class with `on:`"
+                )
 
 
 def _check_unknown_shape(model: PlacedModel) -> None:

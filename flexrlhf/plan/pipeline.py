@@ -30,7 +30,7 @@ from flexrlhf.plan.cache_size import with_residency
 from flexrlhf.plan.engine_checks import check_engines
 from flexrlhf.plan.episodes import with_episodes
 from flexrlhf.plan.hub_names import with_snapshots
-from flexrlhf.plan.model_checks import check_models
+from flexrlhf.plan.model_checks import check_capabilities, check_models
 from flexrlhf.plan.models import (
     model_shapes,
     resolve_models,
@@ -126,6 +126,8 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     strategy = choose_strategy(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
     check_engines(graph, placement, is_evaluated=spec.eval is not None)
+    if spec.cluster.device != "cpu":
+        check_capabilities(placement, resolved.cluster)
     check_models(placement, shapes, resolved.cluster, spec.lengths)
     batch = BatchShape.of(spec)
     instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))

@@ -100,7 +100,8 @@ def make_spec(rng: Random) -> Raw:
         "algorithm": algorithm,
         "models": models,
         "data": {"path": "rows.jsonl"},
-        "cluster": {"nodes": nodes},
+        # GPUs of the second class have no vLLM
+        "cluster": {"nodes": nodes} | ({"device": "cpu"} if len(classes_of(nodes)) > 1 else {}),
         "placement": placement_of(rng, name, strategy, classes_of(nodes), roles, shadow_names),
         "schedule": {"num_chunks": _chunks(rng, algorithm), "lag": int(chance(rng, 0.5 if shadows else 0.02))},
         "sync": {"every": rng.choice((1, 1, 2, 3)) if shadows or chance(rng, 0.02) else 1},

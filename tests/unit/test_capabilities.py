@@ -311,6 +311,30 @@ def test_a_class_without_bfloat16_has_the_type_that_is_named_for_it() -> None:
     assert everywhere.placement["actor"].settings.dtype == "float16"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("models.ref={attention: flash_attention_2, dtype: float16}",),
+            "models.ref.attention: V100-32G (rank 0) has no flash_attention_2, which needs compute capability 8.0; use "
+            "sdpa, or place ref on another class with `on:`",
+        ),
+        (
+            ("rollout.engine=vllm",),
+            "rollout.engine: V100-32G (rank 0) has no vllm, which needs compute capability 7.5; use transformers, or "
+            "place actor on another class with `on:`",
+        ),
+    ],
+    ids=["a kernel", "an engine"],
+)
+def test_an_engine_or_a_kernel_that_a_class_lacks(overrides: tuple[str, ...], sentence: str) -> None:
+    assert refused(None, 2, V100, *overrides) == sentence
+    # where a class has both, and on CPU ranks, whose class is a label
+    on_a100 = {name: {"ratio": 1, "on": "A100"} for name in ("actor", "critic", "ref")} | {"reward": 1}
+    assert plan_of(on_a100, 4, MIXED, *overrides).placement["ref"].ranks == (0, 1)
+    assert plan_of(None, 2, f"{V100[:-1]}, device: cpu}}", *overrides)
+
+
 def test_only_the_devices_of_the_model_count() -> None:
     homes = {"actor": "A100", "critic": "A100", "ref": "V100", "reward": "V100"}
     pinned = {name: {"ratio": 1, "on": home} for name, home in homes.items()}
@@ -567,7 +591,7 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         ),
         (
             None,
-            (V100, "rollout.dtype=bfloat16"),
+            (V100, "rollout.engine=torch", "rollout.dtype=bfloat16"),
             "rollout.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, there alone with "
             "models.actor.fallback_dtype, or place actor on another class with `on:`",
         ),

@@ -27,6 +27,7 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
+from flexrlhf.plan.model_checks import lacks_of
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Sizes
 from flexrlhf.weights.shards import part_elements, trained_parts
@@ -78,11 +79,15 @@ class OptionEnumerator:
     _cache: dict[object, Any] = field(default_factory=dict)
 
     def options(self, model: SearchModel, mesh: UniformMesh) -> tuple[Option, ...]:
-        """Options of a model on a mesh; none where the devices lack the type, or the engine a kind of call."""
+        """Options of a model on a mesh; none where the devices lack the type, the engine or a kernel, or the engine a
+        kind of call."""
         base = self.spec.models.of(model.role)
         if base is not None and (base.dtype, base.fallback_dtype) == ("bfloat16", None) and not mesh.device.bf16:
             return ()
         if base is not None and not ALL_KINDS & set(model.kinds) <= self._facts(model, base).kinds:
+            return ()
+        is_gpu = self.spec.cluster.device != "cpu"
+        if base is not None and is_gpu and lacks_of(mesh.device, base, self._facts(model, base)):
             return ()
         if (model, mesh) not in self._options:
             self._options[model, mesh] = tuple(

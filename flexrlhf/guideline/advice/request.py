@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from flexrlhf.config.engines import VLLM
 from flexrlhf.config.model_names import Config, find_model, is_model_directory
 from flexrlhf.config.placement_settings import NodeSpec
 from flexrlhf.config.spec import Spec
@@ -35,7 +36,7 @@ class AdviceRequest:
     samples:          samples of each prompt; None: the algorithm's default, 1 for PPO.
     mini_batches:     optimizer steps of a step.
     engine:           engine of all models; None: any that fits.
-    rollout:          engine of generation, where the algorithm generates.
+    rollout:          engine of generation, where the algorithm generates; None: vLLM where a class supports it.
     lora:             rank of adapters on the trained models.
     algorithm:        its name.
     named:            roles that the spec must have.
@@ -49,7 +50,7 @@ class AdviceRequest:
     samples: int | None = None
     mini_batches: int = 8
     engine: str | None = None
-    rollout: str = "vllm"
+    rollout: str | None = None
     lora: int | None = None
     algorithm: str = "ppo"
     named: tuple[str, ...] = ()
@@ -82,10 +83,16 @@ class AdviceRequest:
         if self.samples is not None:
             raw["algorithm"]["samples_per_prompt"] = self.samples
         if generates:
-            raw["rollout"] = {"engine": self.rollout}
+            raw["rollout"] = {"engine": self.rollout or self._usual_rollout}
         for override in overrides:
             apply_override(raw, override)
         return parse_spec(raw, "advise")
+
+    @property
+    def _usual_rollout(self) -> str:
+        classes = [DEVICE_CLASSES[node["class"]] for node in self.nodes]
+        serves = any(each.capability >= VLLM.least_capability for each in classes)
+        return VLLM.name if serves else "transformers"
 
     def _model(self, role: str, trained: bool) -> dict[str, Any]:
         source, config = self._source(role)
