@@ -50,6 +50,17 @@ class Cluster:
     def classes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(device.device_class for device in self.devices))
 
+    @cached_property
+    def classes_by_strength(self) -> tuple[str, ...]:
+        """Classes, that with most memory and speed first; as listed where they are equal."""
+        return tuple(sorted(self.classes, key=lambda name: -self.strength(name)))
+
+    def strength(self, device_class: str) -> Fraction:
+        """Return the memory of a device of a class times its speed; its speed if one class has no known memory."""
+        sizes = {device.device_class: self.memory_bytes(device.rank) for device in self.devices}
+        speed = self.speed(self.ranks_on(device_class)[0])
+        return speed if None in sizes.values() else speed * (sizes[device_class] or 0)
+
     @property
     def num_nodes(self) -> int:
         return len(self._nodes)

@@ -11,6 +11,7 @@ from flexrlhf.config.model_settings import Dtype, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.placement.by_class import on_classes
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.layout import Layout, generation_layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
@@ -20,7 +21,7 @@ from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 
 def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Placement:
     """Place every model of ``roles``. Raises UserError with the nearest placement that works."""
-    request = _entries(spec, roles, can_shadow)
+    request, reason = on_classes(_entries(spec, roles, can_shadow), roles, cluster)
     ranks, warnings = assign_ranks(request, roles, cluster)
     models = tuple(
         _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
@@ -30,7 +31,7 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
     if roles.rollout is not None:
         warnings = warnings + rollout_warnings(spec, roles.rollout)
     check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
-    return Placement(models, len(cluster.devices), tuple(warnings))
+    return Placement(models, len(cluster.devices), tuple(warnings), reason=reason)
 
 
 def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:

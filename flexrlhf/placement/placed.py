@@ -184,12 +184,14 @@ class Placement:
     num_ranks:  devices of the run.
     warnings:   for the user.
     operators:  copy of each operator that has a placement of its own, by name.
+    reason:     why models are on the device classes that planning has chosen; empty if it chose none.
     """
 
     models: tuple[PlacedModel, ...]
     num_ranks: int
     warnings: tuple[str, ...] = ()
     operators: Mapping[str, ModelName] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    reason: str = ""
 
     def __getitem__(self, name: str) -> PlacedModel:
         return next(model for model in self.models if model.name == name)

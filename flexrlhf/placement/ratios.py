@@ -110,7 +110,10 @@ def _check_sides(ranks: dict[str, tuple[int, ...]], roles: Roles) -> None:
 def _pools(request: PlacementMap, cluster: Cluster) -> dict[tuple[int, ...], list[str]]:
     """Return the placed models whose ratios are shares of the same devices, by these devices."""
     pinned = {name: cluster.resolve_class(e.on) for name, e in request.models.items() if e.on and e.ranks is None}
-    rest = tuple(d.rank for d in cluster.devices if d.device_class not in pinned.values())
+    # training comes first: on the strongest class
+    rest = tuple(
+        rank for name in cluster.classes_by_strength if name not in pinned.values() for rank in cluster.ranks_on(name)
+    )
     pools: dict[tuple[int, ...], list[str]] = {}
     for name, entry in request.models.items():
         if entry.ranks is not None:
@@ -239,7 +242,7 @@ def pack(requests: list[DeviceRequest], ranks: tuple[int, ...], cluster: Cluster
             lanes.append(0)
         start = _start(nodes, lanes[lane], request.count)
         end = lanes[lane] = start + request.count
-        packing.ranks[request.name] = ranks[start:end]
+        packing.ranks[request.name] = tuple(sorted(ranks[start:end]))
         if start and _straddles(nodes, start, request.count):
             packing.warnings.append(f"{request.name} straddles nodes {nodes[start]} and {nodes[end - 1]}")
     return packing

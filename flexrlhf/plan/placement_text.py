@@ -41,6 +41,7 @@ def placement_lines(plan: Plan) -> list[str]:
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
+    lines += [f"device classes: {plan.placement.reason}"] if plan.placement.reason else []
     lines += [f"rollout.engine: auto is {plan.choice}"] if plan.choice else []
     lines += [f"rollout.kv_tokens: not written, {plan.cache}"] if plan.cache else []
     return lines + [f"warning: {text}" for text in plan.placement.warnings]

@@ -70,6 +70,7 @@ def format_short_plan(plan: Plan, width: int) -> str:
     rows += [
         ("step", " > ".join(step)),
         ("memory", f"rank {memory.rank} needs {peak_text(memory)}{room}"),
+        *([("classes", plan.placement.reason)] if plan.placement.reason else []),
         ("whole plan", f"{plan.spec.directory}/plan.txt"),
         *(("warning", text) for text in plan.placement.warnings),
     ]

@@ -171,7 +171,7 @@ def test_random_specs_cover_the_settings() -> None:
     print(format_table(table))
     required = {
         "strategy": (20, ["co-located", "interleaving", "disaggregated"]),
-        "lag": (20, ["0", "1", "2 or 3"]),
+        "lag": (15, ["0", "1", "2 or 3"]),
         "segments": (10, ["1", "2", "3", "4", "several, lagging"]),
         "evaluation before training": (20, ["True", "False"]),
         "turns": (8, ["1", "2", "3", "4", "in chunks", "lagging", "evaluated", "of an engine"]),

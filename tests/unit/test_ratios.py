@@ -296,7 +296,7 @@ def test_a_pinned_training_side_leaves_the_rest_to_inference() -> None:
     [
         (same(1, ref={"ratio": 1, "on": "H100"}), ("'H100'", "A100-80G", "V100-32G")),
         (same(1, ref={"ratio": 1, "on": "V100"}, reward={"ratio": 1, "on": "A100"}), ("no device is left", "actor")),
-        (same(1), ("actor", "A100-80G", "V100-32G", "span_classes")),
+        (same(0.5, reward=0.75), ("reward", "A100-80G", "V100-32G", "span_classes")),
     ],
 )
 def test_classes_that_do_not_fit_are_refused(placement: object, words: tuple[str, ...]) -> None:
@@ -304,9 +304,8 @@ def test_classes_that_do_not_fit_are_refused(placement: object, words: tuple[str
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("placement", [None, [1, 1, 1, 1], [1, 1, 0.5, 0.75]])
-def test_a_vector_over_classes_is_refused_with_a_mapping_that_works(placement: object) -> None:
-    message = refused(placement, 4, MIXED)
+def test_a_vector_that_fits_no_class_is_refused_with_a_mapping_that_works() -> None:
+    message = refused([1, 1, 0.5, 0.75], 4, MIXED)
     assert "actor would span the device classes A100-80G, V100-32G" in message
     assert "such as {actor: {ratio: 1, on: A100-80G}, ...}" in message
     suggested = re.search(r"or allows it: (\{.*\})$", message)

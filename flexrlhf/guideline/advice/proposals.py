@@ -90,7 +90,8 @@ def _placement(space: Space, spec: Spec, assignment: Assignment) -> Vector | Pla
 
 
 def vector_ranks(space: Space, vector: Vector) -> dict[str, tuple[int, ...]] | None:
-    """Placed model → its ranks when ``vector`` is packed; None if the vector fits no split of the devices."""
+    """Placed model → its ranks when ``vector`` is packed; None if the vector fits no split of the devices, if it counts
+    those of one class, or if a model's ranks are not a run."""
     spec = space.spec.model_copy(update={"placement": vector})
     try:
         placement = place(spec, space.roles, space.graph.can_shadow, space.cluster)
@@ -98,7 +99,11 @@ def vector_ranks(space: Space, vector: Vector) -> dict[str, tuple[int, ...]] | N
         return None
     # without shadows a rollout engine has the ranks of the trained copy
     follows = space.roles.rollout is not None and not space.has_shadows
-    return {model.name: model.ranks for model in placement.models if not (follows and model.rollout is not None)}
+    placed = [model for model in placement.models if not (follows and model.rollout is not None)]
+    ranks: dict[str, tuple[int, ...]] = {model.name: model.ranks for model in placed}
+    sizes = [ratio * space.pool.num_devices for ratio in vector]
+    are_runs = all(mine[-1] - mine[0] + 1 == len(mine) for mine in ranks.values())
+    return ranks if are_runs and sizes == list(map(len, ranks.values())) else None
 
 
 Allowed = Callable[[SearchModel, ModelSpec], bool]

@@ -136,13 +136,12 @@ def _frozen(space: Space) -> tuple[str, ...]:
 
 
 def _by_class(space: Space) -> GuidelineResult:
-    """Place trained models on the fastest class of devices, models for inference on the largest of the others."""
-    fastest = max(space.devices, key=lambda name: space.devices[name].tflops)
-    others = {name: space.cluster.ranks_on(name) for name in space.devices if name != fastest}
-    older = max(others, key=lambda name: len(others[name]))
-    training, inference = space.cluster.ranks_on(fastest), others[older]
+    """Place trained models on the strongest class, models for inference on the largest of the others."""
+    strongest, *others = space.cluster.classes_by_strength
+    older = max(others, key=lambda name: len(space.cluster.ranks_on(name)))
+    training, inference = space.cluster.ranks_on(strongest), space.cluster.ranks_on(older)
     ranks = {role: training if role in space.roles.trained else inference for role in space.roles.all}
-    reason = f"trained models on {len(training)} {fastest}, models for inference on {len(inference)} {older}"
+    reason = f"trained models on {len(training)} {strongest}, models for inference on {len(inference)} {older}"
     rules = (GuidelineRule("older devices infer", "FlexRLHF, mixed clusters", reason), FILL_MEMORY)
     are_runs = all(mine[-1] - mine[0] + 1 == len(mine) for mine in (training, inference))
     assignment = _assignment(space, ranks, _one_node_replicas) or _assignment(space, ranks) if are_runs else None
