@@ -40,10 +40,10 @@ algorithm: {{name: grpo, prompts_per_step: 32, samples_per_prompt: 4, num_mini_b
 models:
   actor: {{path: runs/quickstart-sft/actor, optimizer: {{learning_rate: 1.0e-6}}}}
 environment:
-  path: {Path(__file__).with_name("slow_environment.py")}:Slow
+  path: {Path(__file__).with_name("slow_environment.py")}:CLASS
   max_turns: {TURNS}
   turn_tokens: {TOKENS}
-  processes: 32
+  processes: PROCESSES
 data:
   path: runs/quickstart-corpus/prompts.jsonl
   tokenizer: runs/quickstart-corpus/tokenizer
@@ -107,9 +107,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, nargs="*", default=[0.0, 0.05, 0.2, 1.0], help="of a reply")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--slow-steps", type=int, default=3, help="where a reply takes half a second or more")
+    parser.add_argument(
+        "--service", action="store_true", help="two processes await all replies at once, as of a server"
+    )
     options = parser.parse_args()
     config, profile = Path("runs/waiting.yaml"), Path("runs/waiting-profile.json")
-    config.write_text(CONFIG)
+    name, processes = ("SlowService", "2") if options.service else ("Slow", "32")
+    config.write_text(CONFIG.replace("CLASS", name).replace("PROCESSES", processes))
     command("profile", str(config), *settings("environment.options={seconds: 0}"), "-o", str(profile))
     report(config, read_measurements(profile), options.seconds, options.steps, options.slow_steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,4 +21,12 @@ class Slow:
 
     def step(self, reply: str) -> Turn:
         time.sleep(self._seconds)
+        return Turn(" and", reward=float(len(reply)))
+
+
+class SlowService(Slow):
+    """The same behind a service: a process waits for the replies of all its episodes at once."""
+
+    async def step(self, reply: str) -> Turn:  # type: ignore[override]  # either form is an environment's
+        await asyncio.sleep(self._seconds)
         return Turn(" and", reward=float(len(reply)))
