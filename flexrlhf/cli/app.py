@@ -21,6 +21,7 @@ from flexrlhf.cli.profile import profile
 from flexrlhf.cli.results import compare, export, report
 from flexrlhf.cli.run import join, run
 from flexrlhf.cli.serve import serve
+from flexrlhf.cli.serve_reward import serve_reward
 from flexrlhf.cli.settings import schema, settings
 from flexrlhf.cli.simulate import simulate
 from flexrlhf.cli.size import size
@@ -28,7 +29,7 @@ from flexrlhf.cli.slurm import slurm
 from flexrlhf.cli.verify import verify
 
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
-    "Train": (run, join, serve, slurm, doctor),
+    "Train": (run, join, serve, serve_reward, slurm, doctor),
     "Before a run": (plan, data, settings, schema),
     "Which placement, how fast": (advise, size, simulate, profile, import_),
     "After a run": (chat, report, compare, verify, export),
@@ -99,5 +100,5 @@ app.callback()(start)
 for group, commands in COMMANDS.items():
     for command in commands:
         # `import` is a word of Python
-        name = command.__name__.rstrip("_")
+        name = command.__name__.rstrip("_").replace("_", "-")
         app.command(name, cls=_Command, rich_help_panel=group)(with_exit_codes(command))

@@ -4,6 +4,7 @@ nonsense, a function that hangs or crashes; or they end the run with a sentence,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class Left:
     status: int
     orphans: list[int]
     plain: FaultyService
+    served: str
+    served_status: int
 
     def metrics(self, name: str) -> list[Raw]:
         return [json.loads(line) for line in (self.directory / name / "metrics.jsonl").read_text().splitlines()]
@@ -57,6 +60,12 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     rows = [{"prompt": word, "do": action} for word, action in zip(WORDS, ACTIONS, strict=False)]
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("REWARD_SECRET", "a secret")
+        server = start(["serve-reward", f"{SCORES}:lettered", "--port", "0", "--secret", "REWARD_SECRET"], directory)
+        stack.callback(server.kill)
+        begin = read_until(server, "serves ")
+        bearer = {"Authorization": "Bearer ${REWARD_SECRET}"}
         faulty = stack.enter_context(FaultyService(lambda number: FAULTS[number // RANKS]))
         plain = stack.enter_context(FaultyService())
         service = {"url": faulty.url, "retries": 0, "timeout_seconds": 1.5}
@@ -64,6 +73,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
         raws = [
             run(directory, "service", service, steps=len(FAULTS)),
             run(directory, "tensor-parallel", {"url": plain.url, "batch_size": 3}, tp=2),
+            run(directory, "served", {"url": begin.split(" at ")[1].split()[0], "headers": bearer}, steps=1),
             run(directory, "function", function),
             run(directory, "stopped", function, invalid_scores="stop"),
         ]
@@ -74,8 +84,10 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
         head = read_until(process, "function  step 1/")
         ranks = children(process)
         tail, _ = process.communicate(timeout=100)
+        server.terminate()
+        rest, _ = server.communicate(timeout=30)
         orphans = [pid for pid in ranks if is_alive(pid)]
-        yield Left(directory / "runs", head + tail, process.returncode, orphans, plain)
+        yield Left(directory / "runs", head + tail, process.returncode, orphans, plain, begin + rest, server.returncode)
 
 
 def run(directory: Path, name: str, reward: Raw, steps: int = PLAIN_STEPS, tp: int = 1, **algorithm: Any) -> Raw:
@@ -120,6 +132,16 @@ def test_ranks_with_the_same_rows_ask_once(left: Left) -> None:
     sizes = [len(texts) for texts in left.plain.texts]
     assert sum(sizes) == PLAIN_STEPS * ROWS and max(sizes) == 3
     assert all(row["score_failed"] == 0 and row["reward_mean"] == 1 for row in left.metrics("tensor-parallel"))
+
+
+def test_a_server_of_our_own_scores_a_step(left: Left) -> None:
+    """A request of each rank, whose mean is in its line; it ends without a traceback."""
+    (row,) = left.metrics("served")
+    lines = re.findall(r"^\d\d:\d\d:\d\d 127\.0\.0\.1: 8 responses in .* s, mean (.*)$", left.served, re.MULTILINE)
+    assert len(lines) == RANKS and row["score_failed"] == 0
+    assert row["reward_mean"] == pytest.approx(sum(map(float, lines)) / RANKS, rel=1e-3) and row["reward_std"] > 0
+    last = left.served.strip().splitlines()[-1]
+    assert (left.served_status, last) == (0, f"ended after {RANKS} requests"), left.served
 
 
 def test_a_function_that_hangs_or_crashes_costs_its_calls(left: Left) -> None:

@@ -46,6 +46,11 @@ def as_the_rows_say(prompts: list[str], responses: list[str], do: list[str]) -> 
     return [float("nan") if action == "nan" else 1.0 for action in do]
 
 
+def lettered(prompts: list[str], responses: list[str]) -> list[float]:
+    """Letters of the response that the prompt has, too, and one more."""
+    return [1.0 + sum(letter in prompt for letter in text) for prompt, text in zip(prompts, responses, strict=True)]
+
+
 def failing(prompts: list[str], responses: list[str]) -> list[float]:
     """No score for any response."""
     raise ValueError("out of order")

@@ -59,7 +59,7 @@ def test_the_help_has_every_command_in_a_line_of_its_group(invoke: Invoke) -> No
     for group, commands in COMMANDS.items():
         start = lines.index(f"{group}:") + 1
         for command, line in zip(commands, lines[start:], strict=False):
-            assert line.split()[0] == command.__name__.rstrip("_")
+            assert line.split()[0] == command.__name__.rstrip("_").replace("_", "-")
             assert len(line) <= 80 and line.endswith(".") and not line.endswith("...")
 
 

@@ -52,6 +52,7 @@ REALLY_RUN = {
     "doctor": "tests/distributed/test_doctor.py",
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
+    "serve-reward": "tests/distributed/test_reward_runs.py",
     "join": "tests/distributed/test_nodes.py",
     "compare": "tests/distributed/test_quickstart.py",
     "python": "tests/distributed/test_python_script.py",
@@ -191,8 +192,10 @@ def check(command: str) -> str:
             invoke("profile", *arguments, "--help")  # which refuses unknown options
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
-        case ["flexrlhf", "export" | "join" | "compare" | "chat" as name, *arguments]:
-            return invoke(name, *arguments, "--help")  # the reader's run has no model, and no job is there
+        case ["flexrlhf", "export" | "join" | "compare" | "chat" | "serve-reward" as name, *arguments]:
+            return invoke(
+                name, *arguments, "--help"
+            )  # the reader's run has no model, no job is there, and a server goes on
         case ["flexrlhf", "verify" | "doctor" as name, *arguments]:
             invoke(name, *arguments, "--help")
             configs = [word for word in arguments if word.endswith(".yaml")]

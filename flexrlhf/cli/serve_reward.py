@@ -1,0 +1,102 @@
+"""``flexrlhf serve-reward``: the scores of a function or of a reward model, as a service for other machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from flexrlhf.cli.working import working
+from flexrlhf.errors import UserError
+from flexrlhf.text import counted
+
+if TYPE_CHECKING:
+    from flexrlhf.runs.served_scores import ServedScores
+
+Served = Annotated[str, typer.Argument(metavar="PATH", help="file.py:name, or the directory of a sequence classifier")]
+Host = Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine's")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")]
+Secret = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VARIABLE",
+        help="environment variable whose value a request has as Authorization: Bearer; without it nobody needs one",
+    ),
+]
+Label = Annotated[str, typer.Option(help="parameter of the function that receives the labels of a request")]
+Workers = Annotated[int | None, typer.Option(min=1, max=1024, help="calls of a function at a time; default: 1")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="limit of a function's call in seconds; default: 10")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="of a model; default: auto, a GPU if there is one")
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="sequences of one pass of a model; default: 16")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="a model reads the last so many tokens of a text; default: its positions")
+]
+
+
+def serve_reward(
+    path: Served,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    secret: Secret = None,
+    label: Label = "label",
+    workers: Workers = None,
+    timeout: Timeout = None,
+    device: Device = None,
+    batch: Batch = None,
+    max_tokens: MaxTokens = None,
+) -> None:
+    """Serve scores to runs elsewhere.
+
+    A run names the service as reward: {url: http://HOST:PORT/}. Ends on Ctrl-C or SIGTERM.
+    """
+    of_functions, of_models = (
+        {"workers": workers, "timeout": timeout},
+        {
+            "device": device,
+            "batch": batch,
+            "max-tokens": max_tokens,
+        },
+    )
+    is_model = Path(path).is_dir()
+    for option, value in (of_functions if is_model else of_models).items():
+        if value is not None:
+            kinds = ("a function", "a model") if is_model else ("a model", "a function")
+            raise UserError(f"--{option} {value}: goes with {kinds[0]}, and {path} is {kinds[1]}; remove it")
+    token = None if secret is None else _token(secret)
+    from flexrlhf.runs.score_server import ScoreServer
+    from flexrlhf.runs.served_scores import FunctionScores, ModelScores
+
+    source: ServedScores
+    with working(f"loading {path}"):
+        if is_model:
+            source = ModelScores(Path(path), device or "auto", batch or 16, max_tokens)
+        else:
+            source = FunctionScores(path, workers or 1, timeout or 10.0)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        server = ScoreServer(source, host, port, token, label)
+        with server.serving():
+            place = f"http://{f'[{host}]' if ':' in host else host}:{server.port}/"
+            allowed = "anyone who reaches it" if secret is None else f"requests with the secret of {secret}"
+            typer.echo(f"serves {path} at {place} to {allowed}; Ctrl-C ends it")
+            ended.wait()
+    finally:
+        source.close()
+    typer.echo(f"ended after {counted(server.requests, 'request')}")
+
+
+def _token(variable: str) -> str:
+    value = os.environ.get(variable, "")
+    if not value or not value.isascii() or not value.isprintable():
+        raise UserError(
+            f"--secret {variable}: expected an environment variable with one line of ASCII; export it first"
+        )
+    return value
