@@ -20,7 +20,7 @@ _READS_IMAGES = re.compile(
 SCHEDULES = ("constant", "linear", "cosine")
 PAIRS = ("dpo", "reward", "orpo", "simpo")
 """Algorithms whose rows are two sequences."""
-FOLLOWS_FROM_EPOCHS = "epochs over data whose size is not in the file: write steps"
+FOLLOWS_FROM_EPOCHS = "epochs over data whose size is not in the file: write steps or epochs"
 CUT = "a cut distribution needs importance weights here: algorithm.importance"
 NO_ADAPTERS = "Megatron trains no adapters here; without them all weights are trained"
 

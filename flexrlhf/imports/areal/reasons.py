@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
         ref\.(mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size|backend|use_lora)
         ref\.(peft_type|lora_\w+|target_modules|tree\w*|weight_sync\w*|engine_\w+|entropy\w*|aent\w*|type)
     """,
-    "how rows are read and sampled: data; epochs are steps here": r"""
+    "how rows are read and sampled: data; passes over them are epochs or steps here": r"""
         (train_dataset|tokenizer_path|total_train_epochs|total_train_steps)\b.*
         gconfig\.(min_new_tokens|stop\w*|greedy|max_tokens|lora_name|\w*penalty)\b.* gconfig\..*
     """,

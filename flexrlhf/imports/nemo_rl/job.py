@@ -42,7 +42,7 @@ def translate(out: Translation, job: JobSettings) -> None:
     if steps is not None and steps.value < ENDLESS:
         out.put_same("steps", steps)
     else:
-        out.drop(steps, "the run ends with its data, whose size is not in the file: write steps", matters=False)
+        out.drop(steps, "its data ends the run, and its size is not in the file: write steps or epochs", matters=False)
     rows = _batch(out, job, section, name)
     on_policy = job.truth("loss_fn.force_on_policy_ratio")
     if (out.value("algorithm.num_mini_batches") or 1) > 1:

@@ -8,7 +8,7 @@ WITHOUT_EFFECT = {
         do_train \w*eval_strategy trackio\w* wandb\w* resume\w* load_best\w* metric_\w+ num_completions_to_print
         project
     """,
-    "how rows are read: data.form, columns and template; epochs are steps here": r"""
+    "how rows are read: data.form, columns and template; passes over them are epochs or steps here": r"""
         dataset_\w+ \w*_split chat_template\w* packing\w* dataloader\w* remove_unused\w* eos_token pad_token
         dataset_kwargs assistant_only\w* completion_only\w* num_train_epochs total_episodes datasets preprocessing\w*
         label_names shuffle\w*
