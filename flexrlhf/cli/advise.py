@@ -75,6 +75,9 @@ Tie = Annotated[
 PerOperator = Annotated[
     bool, typer.Option("--per-operator", help="a placement for each operator instead of each model")
 ]
+MaxBatch = Annotated[
+    bool, typer.Option("--max-batch", help="also try the largest batch of placements; today's is written")
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the recommended YAML")]
 
 
@@ -105,6 +108,7 @@ def advise(
     tie: Tie = None,
     per_operator: PerOperator = False,
     max_lag: MaxLag = None,
+    max_batch: MaxBatch = False,
     from_: MeasuredIn = None,
     output: Output = None,
 ) -> None:
@@ -118,6 +122,8 @@ def advise(
 
     if per_operator and tie is not None:
         raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
+    if per_operator and max_batch:
+        raise UserError("--max-batch: is tried for placements of models, not with --per-operator; leave one out")
     config = RunOptions(None if config is None else [config], config_option).only_path
     options = AdviceOptions(
         algorithm=algorithm,
@@ -149,11 +155,11 @@ def advise(
         spec = options.spec(config, tuple(set_ or ()))
     expected = basis.lengths(lengths, mean_response, read=partial(expected_lengths, spec, lengths, mean_response))
     if basis.run is not None and is_as_trained:
-        found = _on_run(replace(basis.run, lengths=expected), seconds, tie)
+        found = _on_run(replace(basis.run, lengths=expected), seconds, tie, max_batch)
     elif per_operator:
         found = _on_operators(spec, basis.source(spec), expected, seconds)
     else:
-        found = _on_models(spec, basis.source(spec), expected, seconds, tie, max_lag)
+        found = _on_models(spec, basis.source(spec), expected, seconds, tie, max_lag, max_batch)
     typer.echo(found.text)
     if output is not None:
         found.write(output)
@@ -173,7 +179,7 @@ class Recommendation:
     write: Callable[[Path], None]
 
 
-def _on_run(run: MeasuredRun, seconds: float, tie: float | None) -> Recommendation:
+def _on_run(run: MeasuredRun, seconds: float, tie: float | None, max_batch: bool) -> Recommendation:
     """Return whether a run should go on under another placement."""
     from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
     from flexrlhf.guideline.advice.replan import format_replan, replan
@@ -181,7 +187,7 @@ def _on_run(run: MeasuredRun, seconds: float, tie: float | None) -> Recommendati
 
     with working("searching for a placement"):
         found = replan(run, restart_seconds(run), None, seconds, tie)
-    text = f"{format_advice(found.advice, run.source)}\n\n{format_replan(found)}"
+    text = f"{format_advice(found.advice, run.source, max_batch)}\n\n{format_replan(found)}"
     return Recommendation(text, partial(write_advised, found.best))
 
 
@@ -196,7 +202,13 @@ def _on_operators(spec: Spec, source: CostSource, lengths: TextLengths, seconds:
 
 
 def _on_models(
-    spec: Spec, source: CostSource, lengths: TextLengths, seconds: float, tie: float | None, max_lag: int | None
+    spec: Spec,
+    source: CostSource,
+    lengths: TextLengths,
+    seconds: float,
+    tie: float | None,
+    max_lag: int | None,
+    max_batch: bool,
 ) -> Recommendation:
     """Return a placement of each model."""
     from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
@@ -205,4 +217,4 @@ def _on_models(
     with working("searching for a placement"):
         margin = source.accuracy.tie if tie is None else tie
         advice = advise(spec, source.costs, lengths, seconds, margin, max_lag=max_lag)
-    return Recommendation(format_advice(advice, source), partial(write_advised, advice.best))
+    return Recommendation(format_advice(advice, source, max_batch), partial(write_advised, advice.best))

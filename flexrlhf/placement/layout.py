@@ -235,6 +235,11 @@ class BatchShape:
         replica = layout.replica(rank)
         return tuple(prompt for m in mini_batches for prompt in self.part(layout, replica, m))
 
+    def num_prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> int:
+        """Return the number of ``prompts_on``."""
+        shape, replica = self if attempt is None else self.of_attempt, layout.replica(rank)
+        return sum(len(shape.part(layout, replica, m)) for m in mini_batches)
+
     def part(self, layout: Layout, replica: int, mini_batch: int) -> range:
         """Return the prompts of one mini-batch that a replica computes."""
         return self._places(layout.slice(self.numbers(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks))

@@ -186,8 +186,15 @@ class Plan:
 
     def memory(self, rank: int, sizing: Sizing | None = None) -> RankMemory:
         """Return the memory of ``rank`` by model and phase. ``sizing``: in place of that of the plan."""
-        work = workload(self.schedule.for_rank(rank), self.placement, self.batch, rank)
-        return rank_memory(sizing or self.sizing, rank, work, self._start(rank), self.row_bytes_in_flight(rank))
+        return self.memory_of(rank, self.batch, self.row_bytes_in_flight(rank), sizing)
+
+    def memory_of(self, rank: int, batch: BatchShape, in_flight: int, sizing: Sizing | None = None) -> RankMemory:
+        """Return the memory of ``rank`` by the instructions of this plan for a ``batch`` of another size.
+
+        in_flight:  bytes of the rows that are kept.
+        """
+        work = workload(self.schedule.for_rank(rank), self.placement, batch, rank)
+        return rank_memory(sizing or self.sizing, rank, work, self._start(rank), in_flight)
 
     def row_bytes_in_flight(self, rank: int) -> int:
         """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps.
@@ -196,8 +203,12 @@ class Plan:
         them.
         """
         has_turns = any(operator.turns for operator in self.graph.operators)
-        instructions, inputs, kept = self.schedule.instructions, self.graph.inputs, self.num_steps_kept + has_turns
-        return rows_in_flight_bytes(instructions, self.placement, self.batch, self.lengths, inputs, rank, kept)
+        return self.row_bytes(rank, self.num_steps_kept + has_turns)
+
+    def row_bytes(self, rank: int, num_kept: int) -> int:
+        """Return the bytes on ``rank`` of the columns of ``num_kept`` batches."""
+        instructions, inputs = self.schedule.instructions, self.graph.inputs
+        return rows_in_flight_bytes(instructions, self.placement, self.batch, self.lengths, inputs, rank, num_kept)
 
     @property
     def checkpointed(self) -> tuple[PlacedModel, ...]:

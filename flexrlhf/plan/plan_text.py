@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.largest_batch import largest_batch
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.placement_text import NAME_WIDTH, environment_lines, placement_lines
@@ -117,6 +118,7 @@ def _batch(plan: Plan) -> list[str]:
     return [
         f"rows per step        {rows:>8} = {counted(batch.num_prompts, 'prompt')} x {counted(n, _response(plan))}"
         + _places(batch),
+        *_largest(plan),
         f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {counted(m, 'mini-batch')}, whole prompts",
         f"rows per chunk       {_range(chunks):>8} = {rows} rows / {chunked}",
         f"optimizer steps      {m * epochs:>8} = {counted(m, 'mini-batch')} x {counted(epochs, 'epoch')}",
@@ -126,6 +128,16 @@ def _batch(plan: Plan) -> list[str]:
         f"blocks of passes     {batch.num_blocks:>8} in a mini-batch, {_blocks(plan)}",
         *(_rows_per_replica(model, plan) for model in plan.placement.models),
     ]
+
+
+def _largest(plan: Plan) -> Iterator[str]:
+    """Yield a line on the most prompts of a step, where the memory of the devices is known."""
+    found = largest_batch(plan)
+    if found is None:
+        return
+    limit = "by memory" if found.is_memory_filled else "the limit of a plan"
+    most = f"at most so many prompts a step at these settings, {limit}" if found.prompts else "none fits"
+    yield f"largest batch        {found.prompts:>8} = {most}"
 
 
 def _places(batch: BatchShape) -> str:

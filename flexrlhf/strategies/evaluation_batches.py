@@ -33,6 +33,9 @@ class EvaluationShape(BatchShape):
         mine = self.planned.prompts_on(layout, rank, range(1))
         return tuple(prompt for batch in mini_batches for prompt in self.at(batch, mine))
 
+    def num_prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> int:
+        return len(self.prompts_on(layout, rank, mini_batches, attempt))
+
     def blocks_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[tuple[int, ...], ...]:
         mine = self.planned.blocks_on(layout, rank, range(1))
         found = (self.at(batch, block) for batch in mini_batches for block in mine)

@@ -86,7 +86,7 @@ def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) 
     layout = placement[run.model].layout
     single = [range(index, index + 1) for index in run.mini_batches]
     calls = single if run.operator.kind == "train" else [run.mini_batches]
-    return batch.samples_per_prompt * max(len(batch.prompts_on(layout, rank, call, run.attempt)) for call in calls)
+    return batch.samples_per_prompt * max(batch.num_prompts_on(layout, rank, call, run.attempt) for call in calls)
 
 
 def rows_in_flight_bytes(

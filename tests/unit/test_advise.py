@@ -26,7 +26,7 @@ from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
 from flexrlhf.guideline.advice.advise import FeasibleCandidate, advise
-from flexrlhf.guideline.advice.batches import larger_batches
+from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.choice import Advice, complexity, ratios_of
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
@@ -53,6 +53,7 @@ from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.placement.routes import RELATIONS
 from flexrlhf.plan.changes import enlarged
+from flexrlhf.plan.largest_batch import with_prompts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload
@@ -926,6 +927,15 @@ def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> 
     same = min(item.seconds for item in alike)
     assert gained.seconds == pytest.approx(same, rel=0.05)
     assert lines[-1].split()[:6] == ["1024", "prompts", "a", "step", "in", "place"]
+
+    # at the settings that it has, as planned and simulated
+    (largest,) = largest_tried([found.best])
+    assert largest.tried is not None and largest.largest.prompts >= 2048
+    plan = make_plan(with_prompts(found.best.candidate.spec, 2048))
+    assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(largest.tried.seconds)
+    offered = f"--prompts 2048 takes it: {largest.gain:+.0%} samples/s"
+    assert offered in format_advice(found, SOURCE, max_batch=True) and offered not in format_advice(found, SOURCE)
+    assert found.best.candidate.spec.algorithm.prompts_per_step == 128
 
 
 def test_chunks_and_processes_are_chosen_for_an_environment_that_is_waited_for() -> None:

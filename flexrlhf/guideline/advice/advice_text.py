@@ -14,7 +14,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError, either
-from flexrlhf.guideline.advice.batches import larger_batches
+from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice, ratios_of, tied
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
@@ -39,12 +39,17 @@ ENOUGH = 0.95
 """Share of the most samples/s with which a batch is large enough."""
 FULL_SHARE = 0.6
 """Share of memory under which more devices no longer pay (ReaL, section 8)."""
+LARGEST_BATCHES = "largest batches at these settings (proposed, not chosen: another batch trains otherwise)"
 SIMULATED = "a step as simulated"
 """Words that the first line of an advised YAML has."""
 
 
-def format_advice(advice: Advice, source: CostSource) -> str:
-    """Return the whole report. ``source``: of the seconds."""
+def format_advice(advice: Advice, source: CostSource, max_batch: bool = False) -> str:
+    """Return the whole report.
+
+    source:     of the seconds.
+    max_batch:  whether to try the largest batch of placements.
+    """
     tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
     ranked = f"ranked (simulated seconds and memory; `>`: the one to use{tie}; `*`: by ranks, below)"
     ruled = (a for a in advice.feasible if a.candidate.method == "guideline" and a is not advice.best)
@@ -56,6 +61,7 @@ def format_advice(advice: Advice, source: CostSource) -> str:
         _titled("why", _reasons(advice)),
         _titled("waiting for environments (seconds a step; chunks alternate)", _waiting(advice)),
         _titled("larger batches (samples/s and memory, as many optimizer steps a step)", _batches(advice)),
+        _titled(LARGEST_BATCHES, _largest(advice) if max_batch else ()),
         _titled("against the guideline", contradictions(advice)),
         _titled("guideline: rules that fired", [*rules, *weighed_rules(advice)]),
         _titled("search", _searches(advice)),
@@ -226,8 +232,7 @@ def _waiting(advice: Advice) -> Iterator[str]:
 
 def _batches(advice: Advice) -> Iterator[str]:
     """Yield a table of samples/s by batch of the placement to use and of the fastest others, one of each strategy."""
-    best = {advice.best.candidate.strategy: advice.best}
-    items = best | {item.candidate.strategy: item for item in reversed(advice.comparable)} | best
+    items = _by_strategy(advice)
     speeds = larger_batches(tuple(items.values()))
     head = ("prompts a step", *(f"{name} {placement_text(item)}" for name, item in items.items()))
     cells = [(str(row.prompts), *map(_speed, row.found)) for row in speeds]
@@ -237,6 +242,39 @@ def _batches(advice: Advice) -> Iterator[str]:
     gain = _samples(enough.found[0]) / advice.best.samples_per_second - 1
     if gain > advice.margin:
         yield f"{enough.prompts} prompts a step in place of {speeds[0].prompts}: {gain:+.0%} samples/s"
+
+
+def _by_strategy(advice: Advice) -> dict[str, FeasibleCandidate]:
+    """Return the placement to use, and the fastest of each other strategy."""
+    best = {advice.best.candidate.strategy: advice.best}
+    return best | {item.candidate.strategy: item for item in reversed(advice.comparable)} | best
+
+
+def _largest(advice: Advice) -> Iterator[str]:
+    """Yield a table of samples/s with today's batch and the largest, and how to take that of the placement to use."""
+    rows = largest_tried(tuple(_by_strategy(advice).values()))
+    if not rows:
+        yield "unknown, as the memory of the devices is"
+        return
+    head = ("placement", "prompts a step", "samples/s", "at most", "tried", "samples/s", "gain")
+    cells = [
+        (
+            f"{each.item.candidate.strategy} {placement_text(each.item)}",
+            str(_prompts(each.item)),
+            f"{each.item.samples_per_second:.2f}",
+            str(each.largest.prompts) if each.largest.prompts >= _prompts(each.item) else "plan does not fit",
+            *((str(_prompts(each.tried)), _speed(each.tried), f"{each.gain:+.0%}") if each.tried else ("-",) * 3),
+        )
+        for each in rows
+    ]
+    yield from table([head, *cells], "<>>>>>>")
+    tried = rows[0].tried
+    if tried is not None and rows[0].gain > 0:
+        yield f"--prompts {_prompts(tried)} takes it: {rows[0].gain:+.0%} samples/s, in as many optimizer steps"
+
+
+def _prompts(item: FeasibleCandidate) -> int:
+    return item.candidate.space.spec.algorithm.prompts_per_step
 
 
 def _samples(item: FeasibleCandidate | None) -> float:

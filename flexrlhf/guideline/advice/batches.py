@@ -1,4 +1,5 @@
-"""Samples per second of placements with larger batches: on the same devices, with the fastest settings that fit."""
+"""Samples per second of placements with larger batches on the same devices: with the fastest settings that fit, or as
+large as fits at the settings that they have."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from dataclasses import dataclass, replace
 from flexrlhf.config.spec import MAX_ROWS
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, assess
-from flexrlhf.guideline.advice.proposals import choose_settings
-from flexrlhf.guideline.advice.space import make_space
+from flexrlhf.guideline.advice.proposals import choose_settings, in_space
+from flexrlhf.guideline.advice.space import Space, make_space
+from flexrlhf.plan.largest_batch import LargestBatch, largest_batch, with_prompts
+from flexrlhf.plan.pipeline import make_plan
 
 LARGEST = 16
 """Most times that a batch is enlarged."""
@@ -52,19 +55,66 @@ def larger_batches(items: Sequence[FeasibleCandidate]) -> list[BatchSpeeds]:
     return found
 
 
-def _with_prompts(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | None:
-    """Return the placement with as many prompts a step; None if that does not fit."""
-    candidate, space = item.candidate, item.candidate.space
-    algorithm = space.spec.algorithm.model_copy(update={"prompts_per_step": prompts})
-    spec = space.spec.model_copy(update={"algorithm": algorithm})
-    try:
-        plain = make_space(spec, space.costs, space.lengths, space.pending)
-    except UserError:
+@dataclass(frozen=True)
+class LargestTried:
+    """Placement with its batch, and with the largest one at the same settings.
+
+    item:     the placement.
+    largest:  most prompts that memory has room for.
+    tried:    the placement with as many, at most ``LARGEST`` times its batch; None: no larger one.
+    """
+
+    item: FeasibleCandidate
+    largest: LargestBatch
+    tried: FeasibleCandidate | None
+
+    @property
+    def gain(self) -> float:
+        """Share of its samples/s that the larger batch adds."""
+        return 0.0 if self.tried is None else self.tried.samples_per_second / self.item.samples_per_second - 1
+
+
+def largest_tried(items: Sequence[FeasibleCandidate]) -> list[LargestTried]:
+    """Return ``items`` with their largest batches, on devices of known memory."""
+    found = []
+    for item in items:
+        candidate, checked = item.candidate, item.checked
+        plan = make_plan(candidate.spec, candidate.space.pending) if checked is None else checked.plan
+        largest, prompts = largest_batch(plan), plan.spec.algorithm.prompts_per_step
+        if largest is not None:
+            grown = min(largest.prompts, LARGEST * prompts)
+            found.append(LargestTried(item, largest, _grown(item, grown) if grown > prompts else None))
+    return found
+
+
+def _grown(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | None:
+    """Return the placement with as many prompts a step at its settings; None if it cannot be planned."""
+    larger, candidate = _larger_space(item, prompts), item.candidate
+    if larger is None or candidate.assignment is None:
         return None
-    larger = replace(plain, has_shadows=space.has_shadows, offloaded=space.offloaded, usable=space.usable)
+    same = in_space(larger, larger.problem, candidate.assignment)
+    found = assess(Candidate(candidate.method, candidate.name, larger, same))
+    return found if isinstance(found, FeasibleCandidate) else None
+
+
+def _with_prompts(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | None:
+    """Return the placement with as many prompts a step, with its fastest settings; None if that does not fit."""
+    larger, candidate = _larger_space(item, prompts), item.candidate
+    if larger is None:
+        return None
     meshes = candidate.assignment or ()
     chosen = choose_settings(larger, {each.part: tuple(range(each.start, each.start + each.size)) for each in meshes})
     if isinstance(chosen, str):
         return None
     found = assess(Candidate(candidate.method, candidate.name, larger, chosen))
     return found if isinstance(found, FeasibleCandidate) else None
+
+
+def _larger_space(item: FeasibleCandidate, prompts: int) -> Space | None:
+    """Return the space of a placement with as many prompts a step; None if they cannot be planned."""
+    space = item.candidate.space
+    try:
+        plain = make_space(with_prompts(space.spec, prompts), space.costs, space.lengths, space.pending)
+    except UserError:
+        return None
+    return replace(plain, has_shadows=space.has_shadows, offloaded=space.offloaded, usable=space.usable)

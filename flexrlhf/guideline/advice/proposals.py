@@ -177,13 +177,13 @@ def fastest_chunking(space: Space, assignments: Sequence[Assignment]) -> tuple[f
         chunked = with_schedule(space, number, space.spec.schedule.lag)
         problem = chunked.problem
         for assignment in assignments:
-            whole = _in_space(chunked, problem, assignment)
+            whole = in_space(chunked, problem, assignment)
             timed.append((evaluate(problem, whole), len(timed), chunked, whole))
     seconds, _, chunked, assignment = min(timed, key=lambda item: item[:2])
     return seconds, chunked, assignment
 
 
-def _in_space(space: Space, problem: SearchProblem, assignment: Assignment) -> Assignment:
+def in_space(space: Space, problem: SearchProblem, assignment: Assignment) -> Assignment:
     """Return the same meshes and settings with the calls of ``space``."""
     moved = []
     for choice, model in zip(assignment, space.models, strict=True):
