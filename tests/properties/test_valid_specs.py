@@ -25,11 +25,12 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
 SAMPLE, ALL = 400, 4000
-SEED = 1
+SEED = 2
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
 FROM_FILES = {
     *(f"ModelSpec.{name}" for name in ("path", "trust_remote_code", "retokenize", "max_text_tokens")),
+    "Spec.epochs",
     "Spec.snapshots",
 }
 """Settings that are read from files, or name a run's files."""

@@ -62,6 +62,8 @@ NOTHING: tuple[Any, ...] = ()
 EXAMPLES: Examples = {
     "Spec.name": ("a", "run-1.2_x", "0", "1e-6", "2026-01-31", "true"),
     "Spec.steps": (3, 4, 5, 1_000_000),
+    # planning puts steps in its place: test_epochs.py
+    "Spec.epochs": NOTHING,
     "Spec.seed": (0, 1, 2**63 - 1),
     "Spec.runs": TEXTS,
     "Spec.loggers": (
