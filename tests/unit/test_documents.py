@@ -332,13 +332,28 @@ def check_manifest(written: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("block", in_language("python"))
 def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to where it would start ranks; ``tests/distributed/test_python_script.py`` does that."""
+    """Up to where it would start ranks; ``tests/distributed/test_python_script.py`` and ``test_session.py`` do that.
+
+    Calls of a session are planned and not sent.
+    """
+    import torch
+
     from flexrlhf.launch.execution_engine import ExecutionEngine, RunResult
+    from flexrlhf.launch.session import Session
 
     def called(engine: ExecutionEngine) -> RunResult:
         return RunResult(engine.plan.spec.directory, [METRICS], {})
 
     monkeypatch.setattr(ExecutionEngine, "__call__", called)
+    unsent = {
+        "__enter__": lambda session: session,
+        "__exit__": lambda session, *error: None,
+        "_send": lambda session, message: None,
+        "column": lambda session, batch, name: torch.zeros(1),
+        "statistics": lambda session, batch, number: {},
+    }
+    for name, function in unsent.items():
+        monkeypatch.setattr(Session, name, function)
     exec(compile(block.text, block.place, "exec"), {})
 
 
