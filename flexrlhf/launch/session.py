@@ -40,7 +40,7 @@ from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
 from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
-from flexrlhf.strategies.instructions import Move, Offload, Release, Reload, Run
+from flexrlhf.strategies.instructions import Offload, Release, Reload, Run
 
 LOOK_SECONDS = 0.2
 """Time between two looks whether ranks that start have failed."""
@@ -88,12 +88,14 @@ class Session:
         self._batch: CalledBatch | None = None
         self._saves = False
         self._joined: dict[str, OperatorCall] = {}
-        self._traces: dict[int, CalledStep] = {}
+        self._last: CalledBatch | None = None
         self._num_read = 0
 
     def __enter__(self) -> Self:
         """Start the ranks and load the models. Raises UserError and RankFailure."""
         (start,) = resume_runs((self.plan,), self._resume)
+        for note in start.notes:
+            print(note, file=sys.stderr)
         directory = self._stack.enter_context(process_directory())
         address, orders, self._outcome = (directory / name for name in ("program", "orders.json", "outcome.json"))
         order = RunOrder(self.plan.spec, start.candidates, start.continues, str(address))
@@ -141,8 +143,7 @@ class Session:
             try:
                 yield batch
             finally:
-                self._batch, self._joined = None, {}
-                self._traces = {step: batch.called}
+                self._batch, self._last, self._joined = None, batch, {}
                 self._send({"do": "end", "saves": self._saves})
                 self._saves, self._next_step = False, step + 1
 
@@ -154,7 +155,7 @@ class Session:
         return partial(self.call, name)
 
     def call(self, operator: str, batch: CalledBatch, loss: str = "") -> CalledBatch | Metrics:
-        """OperatorCall an operator on a batch, or a training on mini-batches of it, with an optimizer step for each.
+        """Call an operator on a batch, or a training on mini-batches of it, with an optimizer step for each.
 
         ``loss``: of a training, in place of the graph's: a name of the package, or ``path/to/file.py:name``.
 
@@ -208,10 +209,10 @@ class Session:
 
     def trace(self) -> Plan:
         """Return the plan whose step is the last one that the program called, which ``simulate`` prices."""
-        if not self._traces:
+        if self._last is None:
             raise UserError("session: trace() before a step has ended; call it behind the loop over prompts()")
-        ((step, called),) = self._traces.items()
-        schedule = called_schedule(self.plan.schedule.instructions, called.instructions, step)
+        called, step = self._last.called.instructions, self._last.step
+        schedule = called_schedule(self.plan.schedule.instructions, called, step)
         return replace(self.plan, schedule=schedule)
 
     def column(self, batch: CalledBatch, name: str) -> Tensor:
@@ -354,4 +355,3 @@ def _check_callable(plan: Plan) -> None:
             f"memory: a session keeps all models on their devices, and the plan moves {moved[0].label} away; use more "
             f"or larger devices"
         )
-    assert all(isinstance(each, Run | Move) or each.lag == 0 for each in listed), "without lag"

@@ -358,10 +358,14 @@ def _taken_before(tick: int, pending: dict[int, list[Move]]) -> list[Move]:
 
 def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
     """Return the Checkpoint that ends a step, if the run writes some."""
-    if spec.checkpoint.every is None:
-        return []
+    every = spec.checkpoint.every
+    return [] if every is None else [checkpoint_of(placement, spec, lag, every)]
+
+
+def checkpoint_of(placement: Placement, spec: Spec, lag: int = 0, every: int = 1) -> Checkpoint:
+    """Return a Checkpoint of all that changes from step to step."""
     names, ranks = checkpointed_models(placement, spec), tuple(range(placement.num_ranks))
-    return [Checkpoint(ranks=ranks, lag=lag, every=spec.checkpoint.every, at_end=True, models=names)]
+    return Checkpoint(ranks=ranks, lag=lag, every=every, at_end=True, models=names)
 
 
 def checkpointed_models(placement: Placement, spec: Spec) -> tuple[ModelName, ...]:

@@ -17,7 +17,7 @@ from flexrlhf.metrics import evaluate
 from flexrlhf.placement.groups import Group
 from flexrlhf.strategies.calls import CalledStep, OperatorCall, around_calls
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
-from flexrlhf.strategies.schedule import checkpointed_models
+from flexrlhf.strategies.schedule import checkpoint_of
 from flexrlhf.trainer.call_feed import CallFeed, Message
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.rank_context import RankContext
@@ -123,8 +123,7 @@ class CalledTrainer:
         self._leave_out(step)
         is_saved = self._around(before=False)
         if message["saves"] and not is_saved:
-            models = checkpointed_models(self._plan.placement, self._plan.spec)
-            self._execute(Checkpoint(ranks=tuple(range(self._plan.placement.num_ranks)), models=models))
+            self._execute(checkpoint_of(self._plan.placement, self._plan.spec))
         self._steps.end(step)
         self._next_step = step + 1
         if self._rank.rank == 0:
