@@ -65,8 +65,9 @@ def differing_settings(first: Spec, second: Spec) -> tuple[SettingDifference, ..
 def number_settings(spec: Spec) -> dict[str, Any]:
     """Return the settings of ``spec`` that numbers depend on, nested as in the YAML."""
     raw = spec.model_dump(mode="json", by_alias=True, include=set(OF_RUN))
-    # a preset is a name for settings that are filled in
-    raw["algorithm"].pop("like", None)
+    # a preset is a name for settings that are filled in, and a protocol a way to split rows
+    for key in ("like", "protocols"):
+        raw["algorithm"].pop(key, None)
     if raw["eval"] is not None:
         raw["eval"].pop("every")
     for section in ("reward", "cost"):

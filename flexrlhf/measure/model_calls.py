@@ -115,7 +115,7 @@ class ProfileContext:
         samples = self.plan.batch.samples_per_prompt
         shape = BatchShape(rows // samples * loaded.placed.layout.dp, samples)
         state = Controllers(self.plan).state(operator)
-        run = OperatorRun(operator, loaded, shape, range(1), self.rank, state=state)
+        run = OperatorRun(operator, loaded, loaded.placed.layout, shape, range(1), self.rank, state=state)
         store = RowStore(self.plan.lengths, self.device)
         for name in operator.reads:
             values = self._column(column_of(name), len(run.rows), loaded.engine.config.vocab_size)

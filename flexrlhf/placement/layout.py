@@ -10,12 +10,14 @@ have the same bits on any number of replicas.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Self
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.placement.protocols import TransferProtocol
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,14 @@ class Layout:
     """``dp * tp * pp`` ranks: tp fastest, then dp, pp (Megatron's order). Ranks of a replica compute the same rows.
 
     row_shares:  relative share of rows of each replica; empty: equal.
+    protocol:    function of a user's own that splits the prompts of a mini-batch over replicas; None: by the shares.
     """
 
     ranks: tuple[int, ...]
     tp: int = 1
     pp: int = 1
     row_shares: tuple[Fraction, ...] = ()
+    protocol: TransferProtocol | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ranks) % (self.tp * self.pp) == 0, f"{len(self.ranks)} ranks, tp {self.tp}, pp {self.pp}"
@@ -40,7 +44,7 @@ class Layout:
     @cached_property
     def _hash(self) -> int:
         """Hash, computed once: layouts are keys of many tables, and may have ten thousand ranks."""
-        return hash((self.ranks, self.tp, self.pp, self.row_shares))
+        return hash((self.ranks, self.tp, self.pp, self.row_shares, self.protocol))
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -106,12 +110,15 @@ class Layout:
             return blocks % self.dp == 0
         return all((blocks * bound).denominator == 1 for bound in self.bounds)
 
-    def slice(self, items: range, replica: int, turn: int = 0, blocks: int = 1) -> range:
-        """Return the contiguous part of ``items`` of a replica: whole ones of ``blocks``, if its layout allows. Parts
-        are disjoint and cover ``items``; they may be empty.
+    def slice(self, items: range, replica: int, turn: int = 0, blocks: int = 1) -> Sequence[int]:
+        """Return the part of ``items`` of a replica, ascending: that of the protocol, or a contiguous one, of whole
+        ``blocks`` if its layout allows. Parts are disjoint and cover ``items``; they may be empty.
 
-        ``turn`` shifts the rounding of bounds, so that over several turns remainders go round the replicas.
+        ``turn`` shifts the rounding of bounds, so that over several turns remainders go round the replicas. Raises
+        UserError for a protocol that does not cover ``items``.
         """
+        if self.protocol is not None:
+            return self.protocol.parts(self.replica_sets, items)[replica]
         parts = blocks if self.takes_whole(blocks) else self.dp
         if not self.row_shares:  # in whole numbers: called often for a thousand replicas
             each = parts // self.dp
@@ -240,9 +247,12 @@ class BatchShape:
         shape, replica = self if attempt is None else self.of_attempt, layout.replica(rank)
         return sum(len(shape.part(layout, replica, m)) for m in mini_batches)
 
-    def part(self, layout: Layout, replica: int, mini_batch: int) -> range:
+    def part(self, layout: Layout, replica: int, mini_batch: int) -> Sequence[int]:
         """Return the prompts of one mini-batch that a replica computes."""
-        return self._places(layout.slice(self.numbers(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks))
+        numbers = layout.slice(self.numbers(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks)
+        if isinstance(numbers, range):
+            return self._places(numbers)
+        return tuple(prompt for number in numbers for prompt in self._places(range(number, number + 1)))
 
     def blocks_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[tuple[int, ...], ...]:
         """Return ``prompts_on`` by block. A block that the layout cuts is on several ranks."""
@@ -255,8 +265,19 @@ class BatchShape:
                 for block in range(self.num_blocks + 1)
             ]
             blocks = (self._places(range(start, stop)) for start, stop in zip(starts, starts[1:], strict=False))
-            found += [common_range(part, block) for block in blocks]
-        return tuple(tuple(block) for block in found if block)
+            if isinstance(part, range):
+                found += [tuple(common_range(part, block)) for block in blocks]
+            else:
+                found += [tuple(prompt for prompt in part if prompt in block) for block in blocks]
+        return tuple(block for block in found if block)
+
+    def takes_whole_blocks(self, layout: Layout) -> bool:
+        """Whether no block of a step is cut by the replicas of ``layout``."""
+        if layout.protocol is None:
+            return layout.takes_whole(self.num_blocks)
+        parts = [self.blocks_on(layout, ranks[0], self.mini_batches) for ranks in layout.replica_sets]
+        sizes = (min(self.num_blocks, len(self.numbers(mini_batch))) for mini_batch in self.mini_batches)
+        return sum(map(len, parts)) == sum(sizes)
 
     @property
     def block_rows(self) -> int:

@@ -184,6 +184,7 @@ class Placement:
     num_ranks:  devices of the run.
     warnings:   for the user.
     operators:  copy of each operator that has a placement of its own, by name.
+    layouts:    layout of each operator whose rows a protocol splits over replicas, by name.
     reason:     why models are on the device classes that planning has chosen; empty if it chose none.
     """
 
@@ -191,6 +192,7 @@ class Placement:
     num_ranks: int
     warnings: tuple[str, ...] = ()
     operators: Mapping[str, ModelName] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     reason: str = ""
 
     def __getitem__(self, name: str) -> PlacedModel:
@@ -228,11 +230,8 @@ class Placement:
 
         Else the trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
         """
-        role = operator.role
-        # environments are where the policy's turns are
-        generates = operator.kind in ("generate", "interact")
-        name = "generate" if operator.kind == "interact" else operator.name
-        if name in self.operators:
+        role, generates = operator.role, operator.kind in ("generate", "interact")
+        if (name := _name_in_settings(operator)) in self.operators:
             return self[self.operators[name]]
         if operator.kind == "train" or operator.on_trained:
             return self[role]
@@ -242,6 +241,15 @@ class Placement:
         copy = self.inference_copy(role)
         return self[role] if operator.kind == "forward" and copy.rollout is not None else copy
 
+    def layout_of(self, operator: PlacedOperator) -> Layout:
+        """Return the layout of the rows of ``operator``: its copy's, or the one that its protocol has."""
+        return self.layouts.get(_name_in_settings(operator)) or self.copy_for(operator).layout
+
     def co_located_pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of placed models that share a device."""
         return [(a.name, b.name) for a, b in combinations(self.models, 2) if set(a.ranks) & set(b.ranks)]
+
+
+def _name_in_settings(operator: PlacedOperator) -> str:
+    """Return the name by which settings place ``operator``: environments are where the policy's turns are."""
+    return "generate" if operator.kind == "interact" else operator.name

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import get_args
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec
-from flexrlhf.config.code_checks import check_function
-from flexrlhf.config.code_loading import line_of, load_module
+from flexrlhf.config.code_checks import NamedErrors, check_function
+from flexrlhf.config.code_loading import load_module
 from flexrlhf.config.model_settings import FURTHER_MODELS, Head, ModelsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
@@ -126,7 +126,7 @@ def _own_graph(spec: AlgorithmSpec) -> Graph:
     """
     assert spec.graph is not None, "a graph of one's own"
     place, _, name = _reference(spec.graph).rpartition(":")
-    with _Named(spec.graph):
+    with NamedErrors(f"{KEY}: {spec.graph}"):
         module = load_module(place)
         graph = getattr(module, name)(spec)
     if not isinstance(graph, Graph):
@@ -215,16 +215,3 @@ def _function(operator: Operator, module: ModuleType, place: str) -> str:
             f"{nearest(operator.function, functions)}; there are {', '.join(sorted(known))}"
         )
     return operator.function
-
-
-class _Named:
-    """Context in which an error of a user's code becomes one sentence with file and line."""
-
-    def __init__(self, reference: str) -> None:
-        self._reference = reference
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, UserError | KeyboardInterrupt):
-            raise UserError(f"{KEY}: {self._reference} raised {line_of(error)}") from error

@@ -44,7 +44,7 @@ def _layouts(plan: Plan) -> tuple[Layout, ...]:
     interacting = next((each for each in plan.graph.operators if each.kind == "interact"), None)
     if interacting is None:
         return ()
-    layouts = plan.placement.copy_for(interacting).layout, plan.placement[interacting.role].layout
+    layouts = plan.placement.layout_of(interacting), plan.placement[interacting.role].layout
     return layouts if plan.spec.eval is not None else layouts[:1]
 
 

@@ -39,6 +39,7 @@ from flexrlhf.plan.models import (
     with_parity_limits,
     with_shared_reference,
 )
+from flexrlhf.plan.operator_protocols import with_protocols
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.rollout_engine import with_rollout, with_rollout_engine
 from flexrlhf.plan.segments import with_segments
@@ -125,6 +126,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     spec = resolved.spec
     strategy = choose_strategy(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
+    placement = with_protocols(placement, graph, spec)
     check_engines(graph, placement, is_evaluated=spec.eval is not None)
     if spec.cluster.device != "cpu":
         check_capabilities(placement, resolved.cluster)

@@ -208,7 +208,7 @@ class Plan:
     def row_bytes(self, rank: int, num_kept: int) -> int:
         """Return the bytes on ``rank`` of the columns of ``num_kept`` batches."""
         instructions, inputs = self.schedule.instructions, self.graph.inputs
-        return rows_in_flight_bytes(instructions, self.placement, self.batch, self.lengths, inputs, rank, num_kept)
+        return rows_in_flight_bytes(instructions, self.batch, self.lengths, inputs, rank, num_kept)
 
     @property
     def checkpointed(self) -> tuple[PlacedModel, ...]:

@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
-from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.largest_batch import largest_batch
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
@@ -126,7 +125,8 @@ def _batch(plan: Plan) -> list[str]:
         *(f"tokens per text      {width:>8} of {role}, by its own tokenizer" for role, width in plan.lengths.texts),
         *([] if plan.sampled_ids is None else [f"sampled ids          {plan.sampled_ids:>8} that all models embed"]),
         f"blocks of passes     {batch.num_blocks:>8} in a mini-batch, {_blocks(plan)}",
-        *(_rows_per_replica(model, plan) for model in plan.placement.models),
+        *(_rows_per_replica(model.name, model.layout, plan) for model in plan.placement.models),
+        *(_rows_per_replica(name, layout, plan) for name, layout in plan.placement.layouts.items()),
     ]
 
 
@@ -172,7 +172,8 @@ def _blocks(plan: Plan) -> str:
     """Return which models compute parts of blocks, whose results have other last digits than the ones of whole
     blocks."""
     models = [model for model in plan.placement.models if model.rollout is None]
-    cutting = [model.name for model in models if not model.layout.takes_whole(plan.batch.num_blocks)]
+    layouts: dict[str, Layout] = {model.name: model.layout for model in models} | {**plan.placement.layouts}
+    cutting = [name for name, layout in layouts.items() if not plan.batch.takes_whole_blocks(layout)]
     return f"cut by replicas of {', '.join(cutting)}" if cutting else "whole on every replica"
 
 
@@ -180,19 +181,19 @@ def _range(sizes: Sequence[int]) -> str:
     return str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)}-{max(sizes)}"
 
 
-def _rows_per_replica(model: PlacedModel, plan: Plan) -> str:
+def _rows_per_replica(name: str, layout: Layout, plan: Plan) -> str:
     batch = plan.batch
     counts = [
-        len(batch.prompts_on(model.layout, ranks[0], batch.mini_batches)) * batch.samples_per_prompt
-        for ranks in model.layout.replica_sets
+        batch.num_prompts_on(layout, ranks[0], batch.mini_batches) * batch.samples_per_prompt
+        for ranks in layout.replica_sets
     ]
     shown = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
     if len(set(counts)) == 1:
         shown = str(counts[0])
-    dp = model.layout.dp
-    replicas = "its one replica" if dp == 1 else f"each of {dp} replicas"
+    replicas = "its one replica" if layout.dp == 1 else f"each of {layout.dp} replicas"
+    by_protocol = f", by protocol {layout.protocol.name}" if layout.protocol is not None else ""
     width = max(NAME_WIDTH, *(len(each.name) for each in plan.placement.models))
-    return f"rows of {model.name:<{width}}{shown:>8} on {replicas}"
+    return f"rows of {name:<{width}}{shown:>8} on {replicas}{by_protocol}"
 
 
 def _overlap(plan: Plan) -> list[str]:

@@ -111,6 +111,7 @@ def _code(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield setting and path of a user's Python files, with the files next to them that they import."""
     spec = plan.spec
     references = [("algorithm.graph", spec.algorithm.graph), ("algorithm.loop", spec.algorithm.loop)]
+    references += [(f"algorithm.protocols.{name}", reference) for name, reference in spec.algorithm.protocols.items()]
     for section, sources in (("reward", spec.reward), ("cost", spec.cost)):
         references += [
             (f"{section}.function", source.function) for source in sources or () if isinstance(source, FunctionSource)

@@ -113,9 +113,9 @@ class CalledStep:
 
     def _readers(self, column: str) -> dict[int, set[int]]:
         """Return rank → prompts of an input column that its first reader has there."""
-        model = self.builder.model_of(next(each for each in self.graph.operators if column in each.reads))
+        layout = self.builder.layout_of(next(each for each in self.graph.operators if column in each.reads))
         shape = self.builder.shape
-        return {rank: set(shape.prompts_on(model.layout, rank, shape.mini_batches)) for rank in model.ranks}
+        return {rank: set(shape.prompts_on(layout, rank, shape.mini_batches)) for rank in layout.ranks}
 
 
 def around_calls(instructions: Sequence[Instruction], step: int, steps: int, before: bool) -> Iterator[Instruction]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flexrlhf.operators.graph import Operator, OperatorKind
-from flexrlhf.placement.layout import BatchShape, common_range
+from flexrlhf.placement.layout import BatchShape, Layout, common_range
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.placement.routes import Primitive, Transfer
 
@@ -122,12 +122,14 @@ class _OfModel(_Periodic):
 class Run(Instruction):
     """One operator on one placed model, over whole mini-batches, or on the rows of one ``attempt`` of them.
 
+    layout:     how its rows are split over its ranks: as of the model, unless a protocol splits them.
     turn:       of an operator with several; 0 of others.
     is_joined:  whether a training makes one optimizer step on the sum of the losses of its mini-batches.
     """
 
     operator: Operator
     model: ModelName
+    layout: Layout
     mini_batches: range
     attempt: int | None = None
     turn: int = 0

@@ -61,7 +61,7 @@ class DeviceMemory:
         """
         if isinstance(instruction, Sync) and instruction.destination in missing:
             return self.needed_for(rank, instruction) - self._cache(rank, instruction.destination)
-        works = works_of(instruction, self.sizing.placement, self.batch, rank)
+        works = works_of(instruction, self.batch, rank)
         phases = [phase for work in works for phase in self.sizing.phases(work, rank)]
         return max((phase.part_bytes + self._gradients(phase, rank) for phase in phases), default=0)
 

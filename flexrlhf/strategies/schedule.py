@@ -17,7 +17,7 @@ from itertools import groupby
 from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.layout import BatchShape, common_range
+from flexrlhf.placement.layout import BatchShape, Layout, common_range
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
 from flexrlhf.strategies.instructions import (
@@ -221,6 +221,10 @@ def _is_awaited(operator: Operator, placement: Placement) -> bool:
     return rollout is not None and rollout.process == "child"
 
 
+Readers = tuple[tuple[ModelName, Layout], ...]
+"""Models that read columns, with the layout of the rows that they read."""
+
+
 @dataclass
 class Builder:
     """Emitter of runs and the moves that they need.
@@ -261,10 +265,10 @@ class Builder:
 
     def run(self, task: OperatorTask) -> Run:
         """Return the Run of ``task`` and record the columns that its ranks now have."""
-        model = self.model_of(task.operator)
+        model, layout = self.model_of(task.operator), self.layout_of(task.operator)
         mini_batches = self.mini_batches(task)
         for rank in model.ranks:
-            prompts = self._prompts(model.layout, rank, mini_batches, task.attempt)
+            prompts = self._prompts(layout, rank, mini_batches, task.attempt)
             for column in task.operator.writes:
                 self.produced[column][rank].update(prompts)
                 self.available[column][rank].update(prompts)
@@ -273,6 +277,7 @@ class Builder:
             lag=self.lag,
             operator=task.operator,
             model=model.name,
+            layout=layout,
             mini_batches=mini_batches,
             chunk=task.chunk,
             attempt=task.attempt,
@@ -282,29 +287,33 @@ class Builder:
     def moves(self, writers: Iterable[OperatorTask], readers: Iterable[OperatorTask]) -> list[Move]:
         """Return the moves of what ``writers`` wrote to the models of ``readers`` that lack it.
 
-        Columns of one chunk for the same models travel together.
+        Columns of one chunk for the same models and rows travel together.
         """
-        bundles: dict[tuple[int | None, tuple[str, ...]], list[tuple[str, OperatorTask]]] = defaultdict(list)
+        bundles: dict[tuple[int | None, Readers], list[tuple[str, OperatorTask]]] = defaultdict(list)
         for writer in writers:
             if writer.goes_on:
                 continue
             for column in writer.operator.writes:
                 lacking = [r for r in readers if self._lacks(column, r, writer)]
                 if lacking:
-                    names = tuple(dict.fromkeys(self.model_of(reader.operator).name for reader in lacking))
-                    bundles[writer.chunk, names].append((column, writer))
-        return [self._move(columns, names, chunk) for (chunk, names), columns in bundles.items()]
+                    found = ((self.model_of(each.operator).name, self.layout_of(each.operator)) for each in lacking)
+                    bundles[writer.chunk, tuple(dict.fromkeys(found))].append((column, writer))
+        return [self._move(columns, readers, chunk) for (chunk, readers), columns in bundles.items()]
 
     def model_of(self, operator: Operator) -> PlacedModel:
         """Return the placed model that runs ``operator``."""
         return self.placement.copy_for(operator)
 
+    def layout_of(self, operator: Operator) -> Layout:
+        """Return the layout of the rows of ``operator``."""
+        return self.placement.layout_of(operator)
+
     def mini_batches(self, task: OperatorTask) -> range:
         """Return the mini-batches of ``task``."""
         return self.shape.mini_batches if task.chunk is None or task.is_attempt else self.shape.chunk(task.chunk)
 
-    def _needs(self, model: PlacedModel, mini_batches: range, attempt: int | None) -> Holdings:
-        return {rank: set(self._prompts(model.layout, rank, mini_batches, attempt)) for rank in model.ranks}
+    def _needs(self, layout: Layout, mini_batches: range, attempt: int | None) -> Holdings:
+        return {rank: set(self._prompts(layout, rank, mini_batches, attempt)) for rank in layout.ranks}
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on, of what it reads."""
@@ -312,7 +321,7 @@ class Builder:
         if column not in (*reads, *reader.operator.carries):
             return False
         both = common_range(self.mini_batches(reader), self.mini_batches(writer))
-        needs = self._needs(self.model_of(reader.operator), both, writer.attempt)
+        needs = self._needs(self.layout_of(reader.operator), both, writer.attempt)
         return any(not prompts <= self.available[column].get(rank, set()) for rank, prompts in needs.items())
 
     def _all_have(self, columns: list[tuple[str, OperatorTask]], ranks: tuple[int, ...]) -> bool:
@@ -324,12 +333,12 @@ class Builder:
             for rank in ranks
         )
 
-    def _move(self, columns: list[tuple[str, OperatorTask]], destinations: tuple[str, ...], chunk: int | None) -> Move:
+    def _move(self, columns: list[tuple[str, OperatorTask]], readers: Readers, chunk: int | None) -> Move:
         transfers: list[Transfer] = []
         for column, writer in columns:
             needed: Holdings = defaultdict(set)
-            for name in destinations:
-                needs = self._needs(self.placement[name], self.mini_batches(writer), writer.attempt)
+            for _, layout in readers:
+                needs = self._needs(layout, self.mini_batches(writer), writer.attempt)
                 for rank, prompts in needs.items():
                     needed[rank] |= prompts
             transfers += route(column, self.produced[column], self.available[column], needed)
@@ -341,7 +350,7 @@ class Builder:
             lag=self.lag,
             columns=tuple(column for column, _ in columns),
             sources=tuple(dict.fromkeys(self.model_of(writer.operator).name for _, writer in columns)),
-            destinations=destinations,
+            destinations=tuple(dict.fromkeys(name for name, _ in readers)),
             primitive=primitive_of(transfers, ranks, self._all_have(columns, ranks)),
             transfers=tuple(transfers),
             chunk=chunk,
@@ -404,9 +413,10 @@ def _evaluation(graph: Graph, placement: Placement, shape: BatchShape, settings:
 
 
 def evaluation_of(graph: Graph, placement: Placement, batch: BatchShape) -> tuple[Run | Move, ...]:
-    """Return the instructions of one batch of an evaluation."""
+    """Return the instructions of one batch of an evaluation, whose rows no protocol splits."""
     own = replace(graph, operators=graph.evaluated, evaluation=())
-    instructions = Builder(placement, batch).emit(make_tasks(own, placement, batch, graph.evaluated))
+    placed = replace(placement, layouts={})
+    instructions = Builder(placed, batch).emit(make_tasks(own, placed, batch, graph.evaluated))
     return tuple(each for each in instructions if isinstance(each, Run | Move))
 
 

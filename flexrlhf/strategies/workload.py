@@ -10,7 +10,7 @@ from flexrlhf.memory.budget import Compute, Copying, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
 from flexrlhf.operators.columns import FINAL_OUTCOME, Lengths
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.strategies.instructions import (
     Checkpoint,
@@ -49,21 +49,21 @@ def workload(
                 woken -= frozenset(instruction.uses)
             case Sync(refills=True):
                 absent -= {instruction.destination}
-        for work in works_of(instruction, placement, batch, rank):
+        for work in works_of(instruction, batch, rank):
             if isinstance(work, WeightSync) and work.destination in woken:
                 yield replace(work, wakes=placement[work.destination].has_cache), absent
             else:
                 yield work, absent
 
 
-def works_of(instruction: Instruction, placement: Placement, batch: BatchShape, rank: int) -> tuple[Work, ...]:
+def works_of(instruction: Instruction, batch: BatchShape, rank: int) -> tuple[Work, ...]:
     """Return the work of ``rank`` at ``instruction``; none at instructions that need next to no memory."""
     match instruction:
         case Run():
-            return _compute(instruction, batch, _largest_call(instruction, placement, batch, rank))
+            return _compute(instruction, batch, _largest_call(instruction, batch, rank))
         case Eval(batch=evaluation):
             runs = [run for run in instruction.runs if rank in run.ranks]
-            return tuple(work for run in runs for work in works_of(run, placement, evaluation, rank))
+            return tuple(work for run in runs for work in works_of(run, evaluation, rank))
         case Sync():
             return (WeightSync(instruction.source, instruction.destination, instruction.overlaps),)
         case Save():
@@ -81,17 +81,15 @@ def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
     return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, operator.compares_responses, block),)
 
 
-def _largest_call(run: Run, placement: Placement, batch: BatchShape, rank: int) -> int:
+def _largest_call(run: Run, batch: BatchShape, rank: int) -> int:
     """Return the rows of the largest call: training takes a mini-batch at a time, all else all of them."""
-    layout = placement[run.model].layout
     single = [range(index, index + 1) for index in run.mini_batches]
     calls = single if run.operator.kind == "train" else [run.mini_batches]
-    return batch.samples_per_prompt * max(batch.num_prompts_on(layout, rank, call, run.attempt) for call in calls)
+    return batch.samples_per_prompt * max(batch.num_prompts_on(run.layout, rank, call, run.attempt) for call in calls)
 
 
 def rows_in_flight_bytes(
     instructions: Sequence[Instruction],
-    placement: Placement,
     batch: BatchShape,
     lengths: Lengths,
     inputs: Collection[str],
@@ -107,7 +105,7 @@ def rows_in_flight_bytes(
     rare: set[str] = set()
     for each in instructions if num_kept else ():
         if isinstance(each, Run) and rank in each.ranks:
-            prompts = batch.prompts_on(placement[each.model].layout, rank, each.mini_batches, each.attempt)
+            prompts = batch.prompts_on(each.layout, rank, each.mini_batches, each.attempt)
             outcomes = (FINAL_OUTCOME,) if each.operator.kind == "train" else ()
             for column in (*each.operator.writes, *outcomes, *set(inputs).intersection(each.operator.reads)):
                 stored[column].update(prompts)
@@ -149,7 +147,13 @@ def first_alike(
         beside[cluster.node_of(rank)].update(model.name for model in placement.on_rank(rank))
     nodes = {node: frozenset(found.items()) for node, found in beside.items()}
 
-    rows = {model.name: [_rows(model, shapes, each) for each in range(model.layout.dp)] for model in placement.models}
+    layouts = {model.name: {model.layout} for model in placement.models}
+    for run in (each for each in instructions if isinstance(each, Run)):
+        layouts[run.model].add(run.layout)
+    rows = {
+        model.name: [_rows(layouts[model.name], shapes, each) for each in range(model.layout.dp)]
+        for model in placement.models
+    }
 
     def work_of(rank: int) -> object:
         placed = [
@@ -168,6 +172,10 @@ def _position(model: PlacedModel, rank: int) -> tuple[int, int]:
     return model.layout.tp_index(rank), model.layout.stage(rank)
 
 
-def _rows(model: PlacedModel, shapes: Iterable[BatchShape], replica: int) -> tuple[tuple[int, ...], ...]:
-    """Return the number of prompts of each mini-batch of ``shapes`` on a replica."""
-    return tuple(tuple(len(each.part(model.layout, replica, m)) for m in each.mini_batches) for each in shapes)
+def _rows(layouts: Iterable[Layout], shapes: Iterable[BatchShape], replica: int) -> tuple[object, ...]:
+    """Return the number of prompts of each mini-batch of ``shapes`` on a replica, in each of ``layouts``; the prompts
+    themselves if a protocol splits them, since rows that move to a replica depend on which it has."""
+    parts = [
+        (layout, shape.part(layout, replica, m)) for layout in layouts for shape in shapes for m in shape.mini_batches
+    ]
+    return tuple(len(part) if layout.protocol is None else part for layout, part in parts)

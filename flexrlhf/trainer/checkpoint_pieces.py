@@ -67,7 +67,7 @@ def columns_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> 
     for step in _steps_with_rows(plan, rows, next_step):
         written: dict[str, set[int]] = defaultdict(set)
         for run in _generating_runs(plan, rank):
-            if plan.placement[run.model].layout.is_first_of_replica(rank):
+            if run.layout.is_first_of_replica(rank):
                 for column in _left_columns(plan, run, step, next_step):
                     written[column].update(_rows_of(plan, run, rank))
         for column, numbers in written.items():
@@ -168,8 +168,7 @@ def _generating_runs(plan: Plan, rank: int) -> Iterable[Run]:
 
 
 def _rows_of(plan: Plan, run: Run, rank: int) -> Sequence[int]:
-    layout = plan.placement[run.model].layout
-    return plan.batch.rows(plan.batch.prompts_on(layout, rank, run.mini_batches, run.attempt))
+    return plan.batch.rows(plan.batch.prompts_on(run.layout, rank, run.mini_batches, run.attempt))
 
 
 def _read_all(checkpoint: Path, steps: range) -> dict[str, dict[int, Tensor]]:

@@ -41,7 +41,7 @@ class ColumnFiles(Observer):
     def computed(self, execution: Execution) -> None:
         """Write the columns that the operator has written; the first rank of a replica does for all of its ranks."""
         work = execution.work
-        if work.operator.writes and not work.goes_on and work.model.placed.layout.is_first_of_replica(self._rank.rank):
+        if work.operator.writes and not work.goes_on and work.layout.is_first_of_replica(self._rank.rank):
             self._write(execution, work.operator.writes, "" if execution.inner is None else EVALUATION_PREFIX)
 
     def _write(self, execution: Execution, names: Sequence[str], prefix: str) -> None:

@@ -51,7 +51,7 @@ class Evaluator:
     def _work(self, run: Run, batches: range, rows: EvaluationRows) -> OperatorRun:
         """Return the operator of ``run`` over ``batches``."""
         model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
-        return OperatorRun(run.operator, model, rows.shape, batches, rank, examples=examples, turn=run.turn)
+        return OperatorRun(run.operator, model, run.layout, rows.shape, batches, rank, examples=examples, turn=run.turn)
 
 
 class EvaluationRows:
@@ -82,8 +82,7 @@ class EvaluationRows:
 
     def of(self, run: Run) -> tuple[int, ...]:
         """Return the rows of this rank that ``run`` works on in the whole evaluation."""
-        layout = self._context.models[run.model].placed.layout
-        return self.shape.rows(self.shape.prompts_on(layout, self._context.rank, self.shape.mini_batches))
+        return self.shape.rows(self.shape.prompts_on(run.layout, self._context.rank, self.shape.mini_batches))
 
     def _put_inputs(self, instruction: Eval) -> None:
         """Put columns of the data set, for the rows of which runs on this rank read some."""

@@ -15,7 +15,7 @@ from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.metrics import Triple
 from flexrlhf.operators.columns import PRESENT
 from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.timeline import Span
 from flexrlhf.trainer.loaded_models import LoadedModel
@@ -27,6 +27,7 @@ class OperatorRun:
 
     operator:      its columns and function.
     model:         the loaded model that computes it, or on whose ranks it runs.
+    layout:        how its rows are split over these ranks.
     shape:         prompts and mini-batches of the step or evaluation.
     mini_batches:  those that it works on.
     rank:          this rank.
@@ -39,6 +40,7 @@ class OperatorRun:
 
     operator: Operator
     model: LoadedModel
+    layout: Layout
     shape: BatchShape
     mini_batches: range
     rank: int
@@ -55,7 +57,7 @@ class OperatorRun:
 
     def rows_of(self, mini_batches: range) -> tuple[int, ...]:
         """Return the rows of ``mini_batches`` on this rank."""
-        return self.shape.rows(self.shape.prompts_on(self.model.placed.layout, self.rank, mini_batches, self.attempt))
+        return self.shape.rows(self.shape.prompts_on(self.layout, self.rank, mini_batches, self.attempt))
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -95,7 +97,7 @@ class OperatorRun:
         if is_extra:
             suffix = f".{operator.extra_loss}"
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
-        blocks = self.shape.blocks_on(self.model.placed.layout, self.rank, mini_batches)
+        blocks = self.shape.blocks_on(self.layout, self.rank, mini_batches)
         if operator.is_by_row:
             blocks = tuple(self.shape.rows(block) for block in blocks)
         place = {row // samples: index for index, row in enumerate(rows[::samples])}

@@ -202,9 +202,11 @@ def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> Sa
         return None
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
     whole = [run for run in runs if run.operator.completes_responses]
-    sampling = {run.model for run in whole if not run.operator.turns or {SAMPLED, COMPUTED} & set(run.operator.writes)}
+    kept = [run for run in whole if not run.operator.turns or {SAMPLED, COMPUTED} & set(run.operator.writes)]
+    sampling = {(run.model, run.layout) for run in kept}
     forwards = [run for run in runs if run.operator.kind == "forward"]
-    computing = {run.model for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
-    models = frozenset(sampling & computing)
+    computing = {(run.model, run.layout) for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
+    # a protocol may split the rows of both otherwise
+    models = frozenset(model for model, _ in sampling & computing)
     policy, limit, sent = guards.sampled_logprobs, guards.max_logprob_difference, plan.spec.sync.dtype
     return SampledCheck(policy, limit, plan.temperature, models, decode, sent)

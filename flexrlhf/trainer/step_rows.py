@@ -169,8 +169,7 @@ def rows_with_inputs(plan: Plan, rank: int) -> tuple[int, ...]:
     prompts: set[int] = set()
     for run in plan.schedule.for_rank(rank):
         if isinstance(run, Run) and set(run.operator.reads) & set(plan.graph.inputs):
-            layout = plan.placement[run.model].layout
-            prompts.update(plan.batch.prompts_on(layout, rank, run.mini_batches, run.attempt))
+            prompts.update(plan.batch.prompts_on(run.layout, rank, run.mini_batches, run.attempt))
     return plan.batch.rows(tuple(sorted(prompts)))
 
 

@@ -192,7 +192,8 @@ class Trainer:
         model, rank = self._models[run.model], self._rank.rank
         shape = self.plan.batch
         return OperatorRun(
-            operator, model, shape, run.mini_batches, rank, examples, state, run.attempt, run.turn, run.is_joined
+            *(operator, model, run.layout, shape, run.mini_batches, rank, examples, state),
+            *(run.attempt, run.turn, run.is_joined),
         )
 
     def finish(self, next_step: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +335,8 @@ SHAPES: dict[str, Raw] = {
     "all": {"placement": [1]},
     "half": {"placement": [0.5]},
 }
+SPLIT, SPLITS = ("shares", "lag-chunks"), Path(__file__).parents[1] / "fixtures" / "splits.py"
+"""Shapes in which functions split the rows of some operators over replicas, and their file."""
 ALL, LEFT, RIGHT = ({"ranks": ranks} for ranks in ("0-3", "0-1", "2-3"))
 OPERATORS: dict[str, Raw] = {
     # generation in tensor-parallel replicas, training in ZeRO-3 shards, everything on all ranks
@@ -886,6 +888,8 @@ class Assets:
         compute = {"models": {role: computes[kin] for role in roles if (kin := KIN.get(role, role)) in computes}}
         raw = _merged(_merged(_merged(base, SETTINGS[case.setting]), shape), compute)
         raw["placement"] = placement_of(shape["placement"], roles, TRAINED[algorithm])
+        if case.shape in SPLIT:
+            raw["algorithm"] = {**raw["algorithm"], "protocols": _protocols(algorithm, roles)}
         if case.has_rollout_engine:
             raw = _with_rollout(raw, ROLLOUTS[case.rollout])
         return parse_spec(self._in_place(raw), case.name)
@@ -909,6 +913,13 @@ class Assets:
         if isinstance(raw, list):
             return [self._in_place(value) for value in raw]
         return raw.replace("assets:", f"{self.directory}/") if isinstance(raw, str) else raw
+
+
+def _protocols(algorithm: str, roles: tuple[str, ...]) -> dict[str, str]:
+    """A function that splits the rows of each operator of some roles."""
+    names = {"ref": ("ref_logprobs",), "critic": ("values", "train_critic"), "actor": ("train_actor",)}
+    operators = ["generate"] * (algorithm not in FILES) + [name for role in roles for name in names.get(role, ())]
+    return dict(zip(operators, cycle(f"{SPLITS}:{name}" for name in ("scattered", "round_robin", "last_alone"))))
 
 
 def roles_of(setting: str) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ def reference_of(spec: Spec, before: tuple[int, int] | None = None) -> Result:
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
     run = spec.model_dump(mode="json", include={*OF_RUN, "steps"})
+    del run["algorithm"]["protocols"]
     # values of a shared trunk come from the copy that computes them
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) or spec.num_segments > 1 else None
     models_apart = sorted(spec.placement.models) if isinstance(spec.placement, PlacementMap) else None

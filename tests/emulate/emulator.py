@@ -201,7 +201,8 @@ class Rank:
         """Rows of a step; rows of steps that no instruction works on any more are dropped."""
         if step not in self._rows:
             for old in [each for each in self._rows if each < step - self._plan.num_steps_kept]:
-                self._rows.pop(old).land()
+                self._rows[old].land()
+                del self._rows[old]
             self._rows[step] = Rows()
         return self._rows[step]
 
@@ -313,8 +314,8 @@ class Rank:
 
     def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
         """Digest of this rank's rows of ``mini_batches`` in the columns that the operator reads, carries, continues."""
-        batch, layout = self._plan.batch, self._plan.placement[run.model].layout
-        rows = batch.rows(batch.prompts_on(layout, self.number, mini_batches, run.attempt))
+        batch = self._plan.batch
+        rows = batch.rows(batch.prompts_on(run.layout, self.number, mini_batches, run.attempt))
         moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
         self._rows_of(step).land(moved)
         # as the turn before has left them
@@ -352,7 +353,7 @@ class Rank:
         for column in run.operator.writes:
             value = written(run.operator, column, step, row, read, context)
             self._put(step, column, row, value, run.turn)
-            if not run.goes_on and self._plan.placement[run.model].layout.is_first_of_replica(self.number):
+            if not run.goes_on and run.layout.is_first_of_replica(self.number):
                 self.trace.produced.add((step, column, row))
 
     def _put(self, step: int, column: str, row: int, value: Value, turn: int = 0) -> None:

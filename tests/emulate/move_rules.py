@@ -57,7 +57,7 @@ def all_rows_everywhere(plan: Plan, move: Move) -> bool:
     present: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for run in (x for x in instructions if isinstance(x, Run)):
         for rank in run.ranks:
-            prompts = plan.batch.prompts_on(plan.placement[run.model].layout, rank, run.mini_batches, run.attempt)
+            prompts = plan.batch.prompts_on(run.layout, rank, run.mini_batches, run.attempt)
             present[rank].update(product(run.operator.writes, prompts))
     for earlier in (x for x in instructions[: instructions.index(move) + 1] if isinstance(x, Move)):
         for transfer in earlier.transfers:

@@ -6,6 +6,7 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -35,6 +36,7 @@ SHADOWS = ("actor.shadow", "critic.shadow")
 BESIDE_ROLLOUT = ("actor.rollout", "critic.shadow")
 ROLES = ("actor", "critic", "ref", "reward")
 CLASSES = ("A100-80G", "V100-32G")
+SPLITS = Path(__file__).parents[1] / "fixtures" / "splits.py"
 COMPUTE = (
     *({"engine": "torch", "zero": zero} for zero in (0, 2, 3, 3)),
     *({"engine": "deepspeed", "zero": zero} for zero in (0, 1, 2, 3)),
@@ -72,7 +74,7 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
                 # with syncs after several batches some of these leave tokens out
                 raw["algorithm"]["importance"]["max_staleness"] = raw["schedule"]["lag"]
                 plan = make_plan(parse_spec(raw))
-            raw, plan = in_turns(*in_segments(raw, plan))
+            raw, plan = split_by_protocols(*in_turns(*in_segments(raw, plan)))
             specs.plans.append(plan)
             specs.specs.append(raw)
         except UserError as error:
@@ -280,6 +282,18 @@ def in_turns(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
 
 
+def split_by_protocols(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Split the rows of some operators by functions, in some specs, by a separate generator."""
+    rng = Random(f"protocols {raw}")
+    if not chance(rng, 0.4):
+        return raw, plan
+    names = [operator.name for operator in plan.graph.operators if operator.kind != "interact" and not operator.is_rare]
+    functions = [f"{SPLITS}:{name}" for name in ("round_robin", "last_alone", "scattered")]
+    protocols = {name: rng.choice(functions) for name in rng.sample(names, rng.randint(1, len(names)))}
+    changed = {**deepcopy(raw), "algorithm": {**raw["algorithm"], "protocols": protocols}}
+    return changed, make_plan(parse_spec(changed))
+
+
 def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel) -> None:
     for name in ("lora", "config", "offload_optimizer", "offload_parameters", "liger", "compile", "attention", "dtype"):
         settings.pop(name, None)
@@ -430,6 +444,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "ranks": [str(placement.num_ranks)],
         "nodes": [str(plan.cluster.num_nodes)],
         "device classes": [str(len(classes))],
+        "protocols": ["some" if placement.layouts else "none"],
         "row shares": ["unequal" if any(m.layout.row_shares for m in placement.models) else "equal"],
         "replicas without rows": ["some" if _empty_replicas(plan, placement) else "none"],
         "lag": [str(plan.schedule.lag) if plan.schedule.lag < 2 else "2 or 3"],

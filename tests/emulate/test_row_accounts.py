@@ -224,9 +224,8 @@ class EmulatedRun:
 
     def _rows_of(self, run: Run) -> Sequence[int]:
         """Rows that all replicas of a Run work on."""
-        layout = self.plan.placement[run.model].layout
-        ranks = [rank for rank in run.ranks if layout.is_first_of_replica(rank)]
-        parts = [self.shape.prompts_on(layout, rank, run.mini_batches, run.attempt) for rank in ranks]
+        ranks = [rank for rank in run.ranks if run.layout.is_first_of_replica(rank)]
+        parts = [self.shape.prompts_on(run.layout, rank, run.mini_batches, run.attempt) for rank in ranks]
         rows = [row for prompts in parts for row in self.shape.rows(prompts)]
         assert len(rows) == len(set(rows)), "two replicas have the same row"
         return rows

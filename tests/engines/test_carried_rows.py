@@ -76,7 +76,8 @@ class Rounds:
         carried = tuple(name for name in written if name != "attention_mask")
         operator = replace(GENERATE, writes=written, carries=carried)
         mini_batches = self.shape.mini_batches
-        self.runs = [OperatorRun(operator, loaded, self.shape, mini_batches, rank) for rank in range(num_ranks)]
+        layout = loaded.placed.layout
+        self.runs = [OperatorRun(operator, loaded, layout, self.shape, mini_batches, rank) for rank in range(num_ranks)]
         self.stores: list[RowStore | None] = [None] * num_ranks
 
     def generate(self, step: int, version: int) -> list[SegmentRows]:

@@ -563,7 +563,7 @@ def test_evaluation_takes_no_more_rows_than_a_step() -> None:
 
 
 def evaluated(plan: Plan, item: Eval) -> list[Compute]:
-    works = works_of(item, plan.placement, plan.batch, 0)
+    works = works_of(item, plan.batch, 0)
     return [work for work in works if isinstance(work, Compute)]
 
 

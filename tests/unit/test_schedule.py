@@ -18,7 +18,7 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data import quickstart
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -369,7 +369,8 @@ def test_chunks_change_no_row(placement: list[float], devices: int, whiten: str)
 
 
 SYNC = Sync(ranks=(0,), source="actor", destination="actor.shadow")
-GATE = Run(ranks=(0,), operator=Operator("parity", "combine", "actor", ()), model="actor", mini_batches=range(1))
+PARITY = Operator("parity", "combine", "actor", ())
+GATE = Run(ranks=(0,), operator=PARITY, model="actor", layout=Layout((0,)), mini_batches=range(1))
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_passes_in_flight_are_no_more_than_all_texts() -> None:
 def test_further_texts_of_an_update_are_in_flight_too() -> None:
     plan = plan_of(None, 2, "algorithm.ptx={path: texts.jsonl}")
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.kind == "train"]
-    works = {run.model: works_of(run, plan.placement, plan.batch, 0)[0] for run in runs}
+    works = {run.model: works_of(run, plan.batch, 0)[0] for run in runs}
     assert [getattr(works[name], "texts", None) for name in ("actor", "critic")] == [2, 1]
 
 

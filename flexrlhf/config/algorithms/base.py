@@ -32,6 +32,11 @@ class AlgorithmSpec(StrictModel):
         description="path/to/file.py:function or module:function: takes the trainer of a rank, calls its "
         "generate_experience and train_rlhf for each of its batches; null: that and nothing else",
     )
+    protocols: dict[str, UserPath] = Field(
+        default_factory=dict,
+        description="operator: path/to/file.py:function or module:function, which takes the ranks of each replica and "
+        "a range of prompts and returns the prompts of each replica; or a protocol of HybridFlow, such as dp_proto",
+    )
     settings: dict[str, Any] = Field(
         default_factory=dict, description="of a graph or loop of one's own, for its functions to read"
     )

@@ -257,6 +257,8 @@ def texts_per_row(operator: Operator) -> int:
 
 def replica_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapping[int, tuple[int, ...]]:
     """Return each replica's rows of each of ``mini_batches``."""
+    if layout.protocol is not None:
+        return _counted_rows(batch, layout, mini_batches)
     return _replica_rows(batch, layout.dp, layout.row_shares, mini_batches)
 
 
@@ -264,7 +266,10 @@ def replica_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapp
 def _replica_rows(
     batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...], mini_batches: range
 ) -> Mapping[int, tuple[int, ...]]:
-    layout = Layout(tuple(range(dp)), row_shares=row_shares)
+    return _counted_rows(batch, Layout(tuple(range(dp)), row_shares=row_shares), mini_batches)
+
+
+def _counted_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapping[int, tuple[int, ...]]:
     samples = batch.samples_per_prompt
     return {
         replica: tuple(samples * len(batch.part(layout, replica, m)) for m in mini_batches)

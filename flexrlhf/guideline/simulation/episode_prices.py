@@ -74,9 +74,9 @@ class EpisodePrices:
         prompt = self.lengths.prompt + turn * (sum(parts) / len(parts) + replies)
         return replace(self.lengths, prompt=prompt, responses=parts, prompts=())
 
-    def reply_seconds(self, layout: Layout, run: Run) -> float:
+    def reply_seconds(self, run: Run) -> float:
         """Return the time of the calls to the environments of all rows of ``run``, on the slowest replica."""
-        is_reset, lanes = not run.operator.turns, self.lanes(layout)
+        is_reset, layout, lanes = not run.operator.turns, run.layout, self.lanes(run.layout)
         return self.crowding * max(
             self.times.seconds(
                 sum(rows) if is_reset else self.rows(sum(rows), run.turn),

@@ -232,7 +232,7 @@ def reply_times(
         call = runs[place]
         if call.operator.kind != "interact":
             continue
-        one_by_one = episodes.reply_seconds(plan.placement[call.model].layout, call)
+        one_by_one = episodes.reply_seconds(call)
         for step, rank in product(steps, call.ranks):
             span, after = (spans.get((each.label, each.chunk, step, rank)) for each in (call, reader))
             if span is not None and after is not None:

@@ -115,10 +115,10 @@ class Pricer:
     def _operator(self, operator: Operator, model: PlacedModel, run: Run) -> Cost:
         if operator.kind == "interact":
             assert self.episodes is not None, "replies are of an environment"
-            return Cost({"environments": self.episodes.reply_seconds(model.layout, run)})
+            return Cost({"environments": self.episodes.reply_seconds(run)})
         if operator.call is None:
             batch = self.plan.batch
-            rows_of = replica_rows(attempt_shape(batch, run), model.layout, run.mini_batches)
+            rows_of = replica_rows(attempt_shape(batch, run), run.layout, run.mini_batches)
             most = max(map(sum, rows_of.values()))
             # of places for rows in segments as many have one as a round takes, on the average
             most = -(-most * batch.num_taken // batch.num_rows)
@@ -145,7 +145,7 @@ class Pricer:
     def calls(self, run: Run) -> Iterator[tuple[Call, Mesh]]:
         """Yield the call and mesh of a Run for each device class among the replicas that have rows."""
         model = self.plan.placement[run.model]
-        rows = replica_rows(attempt_shape(self.plan.batch, run), model.layout, run.mini_batches)
+        rows = replica_rows(attempt_shape(self.plan.batch, run), run.layout, run.mini_batches)
         for device, replicas in self.replicas_by_class(model).items():
             class_rows = [rows[replica] for replica in replicas if any(rows[replica])]
             if self.episodes is not None and run.operator.turns:

@@ -59,7 +59,7 @@ class RoundPricer:
         costs = []
         for device, replicas in self.pricer.replicas_by_class(model).items():
             mesh = self.pricer.mesh(model, device)
-            prompts = (chain(*self._blocks(run, model, each)) for each in replicas)
+            prompts = (chain(*self._blocks(run, each)) for each in replicas)
             rows = [rows for parts in prompts if (rows := _of(generated, parts))]
             if rows:
                 fullest = max(rows, key=lambda pieces: sum(piece.tokens for piece in pieces))
@@ -111,7 +111,7 @@ class RoundPricer:
         costs, trains = [], run.operator.call == "train"
         for device, replicas in self.pricer.replicas_by_class(model).items():
             rows = [
-                [[_of(trained, (block,)) for block in blocks] for blocks in self._blocks(run, model, each)]
+                [[_of(trained, (block,)) for block in blocks] for blocks in self._blocks(run, each)]
                 for each in replicas
             ]
             if trains:
@@ -150,12 +150,12 @@ class RoundPricer:
             batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1)
         return replace(maker, batch=batch)
 
-    def _blocks(self, run: Run, model: PlacedModel, replica: int) -> list[list[Sequence[Prompt]]]:
+    def _blocks(self, run: Run, replica: int) -> list[list[Sequence[Prompt]]]:
         """Return the prompts of a replica in each block of each mini-batch of ``run``, by their numbers among those of
         one round."""
-        key = run.mini_batches, run.attempt, model.name, replica
+        key = run.mini_batches, run.attempt, run.layout, replica
         if key not in self._known_blocks:
-            self._known_blocks[key] = self._blocks_of(run, model, replica)
+            self._known_blocks[key] = self._blocks_of(run, replica)
         return self._known_blocks[key]
 
     @cached_property
@@ -163,8 +163,8 @@ class RoundPricer:
         """Blocks found so far, which are the same in every round."""
         return {}
 
-    def _blocks_of(self, run: Run, model: PlacedModel, replica: int) -> list[list[Sequence[Prompt]]]:
-        batch, layout = self.pricer.plan.batch, model.layout
+    def _blocks_of(self, run: Run, replica: int) -> list[list[Sequence[Prompt]]]:
+        batch, layout = self.pricer.plan.batch, run.layout
         rank, places = layout.replica_sets[replica][0], batch.num_rows // batch.num_taken
         every = [batch.blocks_on(layout, rank, range(m, m + 1)) for m in run.mini_batches]
         if run.attempt is not None:

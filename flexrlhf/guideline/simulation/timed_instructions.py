@@ -69,7 +69,7 @@ def _lane(pricer: Pricer, run: Instruction) -> int:
     """Return which of the environments' blocks replies to the chunk of ``run``: chunks share one if their rows share
     processes."""
     assert pricer.episodes is not None and isinstance(run, Run), "replies are of an environment"
-    return (run.chunk or 0) % pricer.episodes.lanes(pricer.plan.placement[run.model].layout)
+    return (run.chunk or 0) % pricer.episodes.lanes(run.layout)
 
 
 def _timed(
