@@ -140,7 +140,7 @@ def advise(
         samples=samples,
         mini_batches=mini_batches,
         engine=engine,
-        rollout="transformers" if rollout is None and per_operator and config is None else rollout,
+        rollout=rollout,
         lora=lora,
     )
     if output is not None:

@@ -1,8 +1,8 @@
 """Settings that a run's numbers depend on, and those in which two specs differ.
 
 All other settings (placement but for roles without a shadow under a lag, cluster, engines, ZeRO stages, chunks,
-micro-batches) change times and bytes. Types of
-numbers (``dtype``) are among those: they change numbers by their rounding alone.
+micro-batches) change times and bytes. Types of numbers (``dtype``) are among those: they change numbers by their
+rounding alone.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ def number_settings(spec: Spec) -> dict[str, Any]:
 def _shadows(spec: Spec) -> dict[str, bool]:
     """Return which trained roles infer with a copy, whose weights are older than the trained ones with a lag or rare
     syncs; empty if all do."""
-    entries = spec.placement.models if isinstance(spec.placement, PlacementMap) else {}
-    copied = {name.partition(".")[0] for name in entries if "." in name}
-    if not copied or (not spec.schedule.lag and spec.sync.every == 1):
+    if not isinstance(spec.placement, PlacementMap) or (not spec.schedule.lag and spec.sync.every == 1):
         return {}
-    return {f"{role}.shadow": False for role in spec.algorithm.step_graph().trained if role not in copied}
+    graph, operators = spec.algorithm.step_graph(), spec.placement.operators or {}
+    copied = {name.partition(".")[0] for name in spec.placement.models if "." in name}
+    copied |= {each.role for each in graph.operators if each.name in operators and operators[each.name].shadow}
+    return {f"{role}.shadow": False for role in graph.trained if copied and role not in copied}
 
 
 def type_changes(first: Spec, second: Spec) -> Iterator[tuple[str, str, str]]:

@@ -146,13 +146,23 @@ Entry = Annotated[PlacementEntry, BeforeValidator(_entry, json_schema_input_type
 
 
 class OperatorPlacement(PlacementEntry):
-    """Ranks of one operator, and settings in which it differs from its role; null: those of the role."""
+    """Ranks of one operator, and settings in which it differs from its role; null: those of the role.
+
+    Where ``rollout.engine`` generates, an operator that generates has ``tp`` and ``pp`` alone, by default as in
+    ``rollout``.
+    """
 
     engine: str | None = Field(None, description=either(MODEL_ENGINES))
     zero: Zero | None = Field(None, description="ZeRO stage")
     shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
+    shadow: bool = Field(
+        False,
+        strict=True,
+        description="whether its copy of a trained model keeps its weights from step to step and is synced after "
+        "training, on ranks that train nothing; schedule.lag and sync.every need it of what generates",
+    )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class PlacedOperator(Protocol):
     def on_trained(self) -> bool: ...
     @property
     def every(self) -> int: ...
+    @property
+    def adapters(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class PlacedModel:
     rollout:      settings of a copy that only generates.
     head:         follows from the columns that its operators compute.
     operator:     the first operator that it computes, where operators are placed; else nothing.
-    is_hybrid:    whether it is filled to generate on the ranks of the trained copy, and freed afterwards.
+    is_hybrid:    whether it is a rollout engine that is filled to generate, and freed afterwards.
+    is_kept:      whether it is a shadow, where operators are placed.
     sharded_over: replicas of a node, over which its state is sharded; 0: all replicas.
     """
 
@@ -89,6 +92,7 @@ class PlacedModel:
     head: Head = "causal"
     operator: str = ""
     is_hybrid: bool = False
+    is_kept: bool = False
     sharded_over: int = 0
 
     @property
@@ -136,7 +140,7 @@ class PlacedModel:
 
     @property
     def is_shadow(self) -> bool:
-        return self.name.is_shadow
+        return self.name.is_shadow or self.is_kept
 
     @property
     def follows(self) -> bool:
@@ -154,12 +158,12 @@ class PlacedModel:
 
         With adapters they stay, because a Sync brings the adapters alone.
         """
-        return self.is_hybrid or (self.is_of_operators and self.settings.lora is None)
+        return self.is_hybrid or (self.is_filled_for_calls and self.rollout is None and self.settings.lora is None)
 
     @property
     def is_filled_for_calls(self) -> bool:
         """Whether a Sync brings its weights before its first call in a step, else after training."""
-        return self.is_of_operators or self.is_hybrid
+        return self.is_hybrid or (self.is_of_operators and not self.is_kept)
 
     @property
     def has_cache(self) -> bool:
@@ -226,13 +230,16 @@ class Placement:
         return next((model for model in self.shadows if model.role == role), self[role])
 
     def copy_for(self, operator: PlacedOperator) -> PlacedModel:
-        """Return the copy that ``operator`` runs on: its own where it has a placement.
+        """Return the copy that ``operator`` runs on: its own where it has a placement, unless it needs the trained
+        weights and that is a shadow or a rollout engine.
 
         Else the trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
         """
         role, generates = operator.role, operator.kind in ("generate", "interact")
         if (name := _name_in_settings(operator)) in self.operators:
-            return self[self.operators[name]]
+            copy = self[self.operators[name]]
+            if not (operator.on_trained and (copy.is_kept or copy.rollout is not None)):
+                return copy
         if operator.kind == "train" or operator.on_trained:
             return self[role]
         engine = ModelName.of(role, ROLLOUT)

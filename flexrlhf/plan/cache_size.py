@@ -42,7 +42,8 @@ def with_residency(bare: Plan) -> Plan:
             return unsized
     plan = _with_tokens(plan, model, _most_tokens(plan, model))
     sized = plan.placement[model.name]
-    return replace(plan, spec=plan.spec.model_copy(update={"rollout": sized.rollout}), cache=_text(plan, sized))
+    rollout = plan.spec.rollout.model_copy(update={"kv_tokens": sized.settings.generate_tokens})
+    return replace(plan, spec=plan.spec.model_copy(update={"rollout": rollout}), cache=_text(plan, sized))
 
 
 def unsized_spec(plan: Plan) -> Spec:

@@ -79,7 +79,7 @@ class ResolvedSpec:
         """Return the placed models. Raises UserError with the nearest placement that works."""
         if not isinstance(self.spec.placement, PlacementMap) or self.spec.placement.operators is None:
             return place(self.spec, self.roles, self.graph.can_shadow, self.cluster)
-        # copies of operators are no shadows, so the graph that runs is that without further copies
+        # what runs does not depend on where operators are placed
         operators = run_graph(self.graph, self.spec, Placement((), 0)).operators
         calls = [operator for operator in operators if operator.call is not None]
         return place_operators(self.spec, calls, self.roles, self.cluster)
@@ -92,14 +92,18 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
     Raises UserError for settings of rollouts that do not go with the algorithm.
     """
     shadowed, spec = {model.role for model in placement.shadows}, with_placed_dtypes(spec, placement)
+    is_late, is_remote = spec.schedule.lag > 0 or spec.sync.every > 1, graph.generated in shadowed
+    if isinstance(spec.placement, PlacementMap) and spec.placement.operators is not None:
+        # without older weights a pass of its own may be anywhere
+        shadowed, is_remote = set(), is_late
     # both copies store the same weights without a lag, and with a sync of unrounded weights after every step
-    if not spec.schedule.lag and spec.sync.every == 1 and spec.sync.dtype is None:
+    if not is_late and spec.sync.dtype is None:
         operators = (
             replace(each, on_trained=each.on_trained or (each.either_copy and each.role in shadowed))
             for each in graph.operators
         )
         graph = replace(graph, operators=tuple(operators))
-    graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
+    graph = with_rollout(graph, spec, is_remote)
     graph = with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
     return behind_training(graph, placement) if spec.schedule.lag and placement.models else graph
 

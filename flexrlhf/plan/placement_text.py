@@ -98,7 +98,7 @@ def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
 def _computed(plan: Plan, model: PlacedModel) -> str:
     """Return the operators of a copy, where operators are placed or it is a hybrid engine's, and how long it exists."""
     names = [name for name, copy in plan.placement.operators.items() if copy == model.name]
-    names += ["generate"] if model.is_hybrid else []
+    names += ["generate"] if model.is_hybrid and not names else []
     return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
 
 

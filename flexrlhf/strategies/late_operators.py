@@ -1,4 +1,5 @@
-"""Operators that run on the ranks of training, so with a lag as many batches behind the newest as training is.
+"""Operators that run on the ranks of training or with its weights, so with a lag as many batches behind the newest as
+training is.
 
 There they are where these ranks would else wait, for rows that have been generated long ago. Generation then waits for
 nothing but weights: combines, which need the results of all other models, are not on its ranks.
@@ -19,8 +20,8 @@ def training_ranks(graph: Graph, placement: Placement) -> frozenset[int]:
 
 
 def is_late(operator: Operator, graph: Graph, placement: Placement) -> bool:
-    """Whether ``operator`` runs on ranks of training."""
-    return not training_ranks(graph, placement).isdisjoint(placement.copy_for(operator).ranks)
+    """Whether ``operator`` runs on ranks of training, or with the weights that training of its batch starts from."""
+    return operator.on_trained or not training_ranks(graph, placement).isdisjoint(placement.copy_for(operator).ranks)
 
 
 def behind_training(graph: Graph, placement: Placement) -> Graph:

@@ -192,9 +192,14 @@ class _Walk:
 
 
 def sleepers(placement: Placement) -> frozenset[ModelName]:
-    """Return the rollout engines on the ranks of their trained copy that sleep whenever they do not generate."""
-    on_trained_ranks = [model for model in placement.followers if model not in placement.shadows]
-    return frozenset(model.name for model in on_trained_ranks if model.rollout is not None and model.rollout.sleep)
+    """Return the rollout engines without ranks of their own that sleep whenever they do not generate, but for those
+    that are freed then."""
+    shadows = placement.shadows
+    return frozenset(
+        model.name
+        for model in placement.models
+        if model.rollout is not None and model.rollout.sleep and not model.is_transient and model not in shadows
+    )
 
 
 def with_residency(

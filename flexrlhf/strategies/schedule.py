@@ -167,7 +167,8 @@ def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
     Such a role infers and trains with the same weights: no chunk may be generated or scored with weights that another
     chunk has trained already. The same holds where the trained copy also forwards.
     """
-    scored = {o.role for o in graph.operators if o.on_trained and o.call is not None}
+    inferring = [o for o in graph.operators if o.call is not None and o.kind != "train"]
+    scored = {o.role for o in inferring if o.on_trained or not placement.copy_for(o).follows}
     scored |= {role for role in graph.roles if not placement.inference_copy(role).follows}
     return graph.after_barrier | {o.name for o in graph.operators if o.kind == "train" and o.role in scored}
 
@@ -383,7 +384,8 @@ def checkpointed_models(placement: Placement, spec: Spec) -> tuple[ModelName, ..
     A copy that is synced after every step has the weights of its trained copy then, which a Sync restores.
     """
     lags = spec.schedule.lag > 0 or spec.sync.every > 1
-    return tuple(model.name for model in placement.models if model.trained or (lags and model.follows))
+    kept = placement.followers if lags else ()
+    return tuple(model.name for model in placement.models if model.trained or model in kept)
 
 
 def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, lag: int) -> list[Instruction]:

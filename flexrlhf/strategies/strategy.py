@@ -49,7 +49,7 @@ def with_shadows(graph: Graph, placement: Placement, shape: BatchShape, spec: Sp
     # before the syncs, which would delay them
     instructions = [*newest, *builder.emit(training), *rows]
     whole = with_syncs(instructions, placement, spec, lag, end=closing(graph, placement, shape, spec, lag))
-    return [*opening(graph, placement, shape, spec), *whole]
+    return with_refills([*opening(graph, placement, shape, spec), *whole], placement)
 
 
 @dataclass(frozen=True)

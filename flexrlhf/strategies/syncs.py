@@ -59,13 +59,13 @@ def syncs_overlap(spec: Spec) -> bool:
 
 
 def with_refills(instructions: Sequence[Instruction], placement: Placement) -> list[Instruction]:
-    """Return ``instructions`` of a step without a lag, with those that fill and free the copies of operators."""
+    """Return ``instructions`` of a step, with those that fill and free the copies of operators."""
     out = list(instructions)
     for copy in placement.models:
         if copy.is_filled_for_calls:
             # from the end, so that positions before it stay
             for start, stop in reversed(list(_uses(out, copy))):
-                before, after = _around(out[start], placement[copy.role], copy)
+                before, after = _around(out[stop - 1], placement[copy.role], copy)
                 out[start:stop] = [before, *out[start:stop], *after]
     return out
 
@@ -84,9 +84,9 @@ def _uses(instructions: Sequence[Instruction], copy: PlacedModel) -> Iterator[tu
             yield index, index + 1
 
 
-def _around(first: Instruction, source: PlacedModel, copy: PlacedModel) -> tuple[Sync, list[Release]]:
-    """Return the Sync before ``first``, the first instruction that uses ``copy``, and the Release after the last."""
-    turns = first.turns if isinstance(first, Eval) else {}
+def _around(last: Instruction, source: PlacedModel, copy: PlacedModel) -> tuple[Sync, list[Release]]:
+    """Return the Sync before the first instruction that uses ``copy``, and the Release after ``last``, which does."""
+    turns = last.turns if isinstance(last, Eval) else {"lag": last.lag}
     sync = Sync(
         ranks=tuple(sorted({*source.ranks, *copy.ranks})),
         **turns,
@@ -95,7 +95,7 @@ def _around(first: Instruction, source: PlacedModel, copy: PlacedModel) -> tuple
         is_in_place=is_in_place(source, copy),
         gathers=adapter_gathers(source, copy),
         refills=copy.is_transient,
-        after_training=isinstance(first, Eval) and not first.at_start,
+        after_training=isinstance(last, Eval) and not last.at_start,
     )
     release = Release(ranks=copy.ranks, **turns, model=copy.name)
     return sync, [release] if copy.is_transient else []

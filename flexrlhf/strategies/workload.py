@@ -49,6 +49,7 @@ def workload(
                 woken -= frozenset(instruction.uses)
             case Sync(refills=True):
                 absent -= {instruction.destination}
+                woken |= {instruction.destination}
         for work in works_of(instruction, batch, rank):
             if isinstance(work, WeightSync) and work.destination in woken:
                 yield replace(work, wakes=placement[work.destination].has_cache), absent

@@ -12,7 +12,6 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, ShardRanks, StageRanks, make_engine
-from flexrlhf.engines.host_offload import HostOffload
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import (
     COPIES,
@@ -39,7 +38,7 @@ class LoadedModel:
     replica:  ranks that store the other parts for the same rows.
     shape:    shapes of its parameters.
     version:  weights version, the number of batches that they have been trained on.
-    released: its weights, while they have no memory.
+    is_released: whether its weights have no memory.
     is_offloaded: whether it is in host memory.
     """
 
@@ -49,7 +48,7 @@ class LoadedModel:
     replica: RankGroup
     shape: ModelShape
     version: int = 0
-    released: HostOffload | None = None
+    is_released: bool = False
     is_offloaded: bool = False
 
     def offload(self, keeps: bool = True) -> None:
@@ -73,21 +72,21 @@ class LoadedModel:
             self.offload()
 
     def release(self) -> None:
-        """Free the weights until ``allocate``."""
-        assert self.released is None, f"{self.placed.name} is released already"
-        weights = list(self.engine.weights().values())
-        self.released = HostOffload(weights[0].device)
-        self.released.offload(weights, keeps=False)
+        """Free the weights, and the cache of an engine that has one, until ``allocate``."""
+        assert not self.is_released, f"{self.placed.name} is released already"
+        self.engine.offload(keeps=False)
+        self.is_released = True
 
     def allocate(self) -> None:
         """Allocate the weights that ``release`` has freed; a Sync then fills them."""
-        assert self.released is not None, f"{self.placed.name} is allocated already"
-        self.released.reload()
-        self.released = None
+        assert self.is_released, f"{self.placed.name} is allocated already"
+        self.engine.reload()
+        self.is_released = False
 
     def memory_usage(self) -> MemoryUsage:
         """Return the bytes of the engine's tensors on this rank."""
-        return MemoryUsage(0, 0, 0) if self.released is not None else self.engine.memory_usage()
+        usage = self.engine.memory_usage()
+        return MemoryUsage(0, 0, 0, unmapped=usage.unmapped) if self.is_released else usage
 
 
 def load_models(

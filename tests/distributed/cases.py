@@ -398,6 +398,29 @@ OPERATORS["operators-stages"] = {
 }
 """Placements of PPO's operators, on four ranks."""
 SHAPES |= {name: {"placement": {"operators": entries}} for name, entries in OPERATORS.items()}
+FIRST, SECOND = ({"ranks": [rank]} for rank in (0, 1))
+SHADOW = {**SECOND, "shadow": True}
+TRAINED_FIRST: Raw = {"ref_logprobs": SECOND, "scores": SECOND, "train_actor": FIRST, "train_critic": FIRST}
+ON_TWO: dict[str, Raw] = {
+    # ReaL's searched plan of 7B models, with a rank for each of its nodes
+    "operators-two": {
+        "generate": {"ranks": [0, 1]},
+        "ref_logprobs": FIRST,
+        "values": {"ranks": [0, 1]},
+        "scores": SECOND,
+        "train_actor": FIRST,
+        "train_critic": SECOND,
+    },
+    "operators-lag": {"generate": SHADOW, "values": SHADOW, **TRAINED_FIRST},
+    # values come with training, from a copy that exists for them
+    "operators-lag-alone": {"generate": SHADOW, "values": {**FIRST, "zero": 3}, **TRAINED_FIRST, "ref_logprobs": FIRST},
+    "operators-every-3": {"generate": SHADOW, "values": SHADOW, **TRAINED_FIRST},
+}
+"""Placements of PPO's operators, on two ranks."""
+SHAPES |= {name: {"placement": {"operators": entries}} for name, entries in ON_TWO.items()}
+SHAPES["operators-lag"] |= {"schedule": {"lag": 1}, "steps": 5}
+SHAPES["operators-lag-alone"] |= {"schedule": {"lag": 2}, "steps": 6}
+SHAPES["operators-every-3"] |= {"sync": {"every": 3}, "steps": 5}
 # copies that DeepSpeed shards anew in every step: the second one shows it
 SHAPES["operators-engines"]["steps"] = 2
 SHAPES["operators-nodes"]["cluster"] = {"nodes": [{"count": 2, "devices": 2}]}
@@ -615,10 +638,10 @@ DEFAULT = [
     Case("ends", "co-located", 2, rollout="torch"),
     Case("segments", "co-located", 1),
     Case("segments", "lag-2", 2),
-    Case("two", "lag-2-alone", 2),
+    Case("two", "operators-lag-alone", 2),
     Case("grpo-as-ended", "lag-2-alone", 2),
     Case("grpo-as-ended", "co-located", 2),
-    Case("grpo-segments", "lag", 2, rollout="vllm"),
+    Case("grpo-segments", "operators-lag", 2, rollout="vllm"),
     Case("segments-corrected", "lag-2-alone", 2),
     Case("segments-corrected", "halves", 2),
     Case("grpo-segments", "lag-4-every-2", 2),
@@ -628,7 +651,7 @@ DEFAULT = [
     Case("episodes", "lag-chunks", 2),
     Case("episodes", "co-located", 2, "tp", "torch"),
     Case("grpo-episodes", "halves", 2, "deepspeed-3"),
-    Case("grpo-episodes", "co-located", 2, rollout="vllm"),
+    Case("grpo-episodes", "operators-two", 2, rollout="vllm"),
     Case("sft", "half", 2),
     Case("reward", "all", 2),
     Case("reward-ends", "all", 2),
@@ -646,7 +669,7 @@ DEFAULT = [
     Case("tokens-mixed", "halves", 2),
     Case("steps-models", "co-located", 2),
     Case("two-rewards", "co-located", 2),
-    Case("rule", "every-3", 2),
+    Case("rule", "operators-every-3", 2),
     Case("retokenized", "six-chunks", 2),
     Case("retokenized-second", "co-located", 2),
     Case("one-trunk", "co-located", 2, rollout="torch"),
@@ -761,6 +784,12 @@ def every_case() -> list[Case]:
         for setting in ("two", "uneven", "samples", "epochs", "scheduled", "greedy", "corrected", "grpo-alone")
         for shape in (*OPERATORS, "operators-chunks", *REAL)
         if _chunks_divide(setting, shape)
+    ]
+    placed += [
+        Case(setting, shape, ranks, rollout=rollout)
+        for setting in ("two", "uneven", "corrected", "four-samples")
+        for ranks, shapes, rollout in ((2, ON_TWO, "transformers"), (2, ON_TWO, "vllm"), (4, REAL, "vllm"))
+        for shape in shapes
     ]
     return list(
         dict.fromkeys([*_every_shape(), *engines, *placed, *_every_rollout(), *_every_hybrid(), *_every_megatron()])
@@ -887,7 +916,7 @@ class Assets:
         computes = (COMPUTE | PRECISION)[case.compute]
         compute = {"models": {role: computes[kin] for role in roles if (kin := KIN.get(role, role)) in computes}}
         raw = _merged(_merged(_merged(base, SETTINGS[case.setting]), shape), compute)
-        raw["placement"] = placement_of(shape["placement"], roles, TRAINED[algorithm])
+        raw["placement"] = placement_of(shape["placement"], roles, TRAINED[algorithm], raw.get("reward"))
         if case.shape in SPLIT:
             raw["algorithm"] = {**raw["algorithm"], "protocols": _protocols(algorithm, roles)}
         if case.has_rollout_engine:
@@ -938,13 +967,19 @@ def roles_of(setting: str) -> tuple[str, ...]:
     return tuple(roles)
 
 
-def placement_of(placement: Any, roles: tuple[str, ...], trained: tuple[str, ...]) -> Any:
-    """``placement`` of PPO's models for ``roles``, in the same form; other roles are placed like their kin."""
+def placement_of(placement: Any, roles: tuple[str, ...], trained: tuple[str, ...], sources: Any = None) -> Any:
+    """``placement`` of PPO's models for ``roles``, in the same form; other roles are placed like their kin.
+
+    ``sources``: of the reward, whose models have an operator each.
+    """
     if isinstance(placement, list) and len(placement) == 1:
         return placement
     if "operators" in placement:
-        left_out = () if "critic" in roles else ("values", "train_critic")
-        return {"operators": {name: at for name, at in placement["operators"].items() if name not in left_out}}
+        placed = {name: at for name, at in placement["operators"].items() if ROLE_OF[name] in roles}
+        if sources is not None and "scores" in placed:
+            at = placed.pop("scores")
+            placed |= {f"scores_{source['model']}": at for source in sources if "model" in source}
+        return {"operators": placed}
     is_vector = isinstance(placement, list)
     given = dict(zip(_names({"placement": placement}), placement, strict=True)) if is_vector else placement
     has_shadows = "actor.shadow" in given
@@ -972,6 +1007,9 @@ def _with_rollout(raw: Raw, rollout: Raw) -> Raw:
         placement = {name.replace("actor.shadow", "actor.rollout"): entry for name, entry in placement.items()}
     if not {"top_p", "top_k", "min_response_tokens"}.isdisjoint(algorithm):
         rollout = rollout | {"parity": None}
+    if "operators" in placement and "importance" not in algorithm:
+        # without a pass of their own, for which the shapes have no place
+        rollout = {"logprobs": "reuse"} | rollout
     return {**raw, "placement": placement, "rollout": raw.get("rollout", {}) | rollout}
 
 

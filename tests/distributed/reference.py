@@ -42,6 +42,13 @@ Forced = dict[str, Tensor]
 """The columns ``tokens`` (rows, P + R) of sampled and greedy responses in a step."""
 
 
+def _shadowed(placement: object) -> set[str]:
+    """Return the roles that infer with shadows, where operators are placed."""
+    entries = placement.operators if isinstance(placement, PlacementMap) else None
+    names = {name for name, entry in (entries or {}).items() if entry.shadow}
+    return {role for role, operator in (("actor", "generate"), ("critic", "values")) if operator in names}
+
+
 class Reference:
     """One run. ``forced``: tokens of every step to take instead of the sampled ones, at ties only.
 
@@ -298,14 +305,16 @@ class Reference:
     def _is_apart(self, role: str) -> bool:
         """Whether inference with ``role`` has a copy on other ranks, if generation has."""
         placement = self.spec.placement
-        if not isinstance(placement, PlacementMap) or "actor.shadow" not in placement.models:
-            return True
-        return f"{role}.shadow" in placement.models
+        names = placement.models if isinstance(placement, PlacementMap) else {}
+        copied = {name.partition(".")[0] for name in names if "." in name} | _shadowed(placement)
+        return not copied or role in copied
 
     @property
     def _has_engine_apart(self) -> bool:
         """Whether a rollout engine is on other ranks than the trained actor."""
         placement, roles = self.spec.placement, [role for role, model in self.spec.models if model is not None]
+        if isinstance(placement, PlacementMap) and placement.operators is not None:
+            return self.spec.rollout.engine == "vllm" and self.spec.rollout.logprobs == "reuse"
         entries = placement.models if isinstance(placement, PlacementMap) else placement or ()
         return self.spec.rollout.engine == "vllm" and len(entries) > len(roles)
 

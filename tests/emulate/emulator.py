@@ -531,7 +531,7 @@ class Rank:
     def _store(self, models: Iterable[str]) -> None:
         """Await received weights of copies."""
         for model in models:
-            if ".shadow" in model or ".rollout" in model:
+            if self._plan.placement[model].follows:
                 self.trace.calls += self._unawaited.pop(model, ())
 
     def _pass(self, key: tuple[object, ...], model: PlacedModel, instruction: Run, reads: object = None) -> Value:

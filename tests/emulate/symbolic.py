@@ -95,8 +95,12 @@ def version_used(spec: Spec, operator: Operator, batch: int) -> int:
 
 def has_copy(spec: Spec, role: str) -> bool:
     """Whether inference with ``role`` has a copy on its own devices, where generation has."""
-    names = spec.placement.models if isinstance(spec.placement, PlacementMap) else {}
-    return not any("." in name for name in names) or any(name.startswith(f"{role}.") for name in names)
+    if not isinstance(spec.placement, PlacementMap):
+        return True
+    copied = {name.partition(".")[0] for name in spec.placement.models if "." in name}
+    entries = spec.placement.operators or {}
+    copied |= {each.role for each in make_graph(spec).operators if each.name in entries and entries[each.name].shadow}
+    return not copied or role in copied
 
 
 def is_compared(spec: Spec, batch: int) -> bool:
@@ -125,8 +129,10 @@ def is_evaluated(spec: Spec, batch: int) -> bool:
 
 
 def has_shadows(spec: Spec, num_roles: int) -> bool:
-    """Whether inference has its own devices in the user's spec."""
+    """Whether inference has its own devices in the user's spec; if operators have places, whether that matters."""
     if isinstance(spec.placement, PlacementMap):
+        if spec.placement.operators is not None:
+            return spec.schedule.lag > 0 or spec.sync.every > 1
         return any("." in name for name in spec.placement.models)
     return spec.placement is not None and len(spec.placement) > num_roles
 

@@ -12,7 +12,7 @@ import yaml
 from emulator import EmulationError, emulate
 from random_specs import INIT
 from residency_rules import check_residency, least_and_most
-from test_emulation import PAIR, RECOMPUTE, STREAM, check_plan, ppo_plan, without
+from test_emulation import PAIR, RECOMPUTE, STREAM, VLLM, check_plan, ppo_plan, without
 
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import RolloutSpec
@@ -33,11 +33,21 @@ CALLS = ("generate", "ref_logprobs", "values", "scores", "train_actor", "train_c
 
 def operators(**entries: Any) -> dict[str, Any]:
     """A placement of PPO's operators: those that are not given are on all four ranks, with the settings of the role."""
-    return {"operators": {name: {"ranks": "0-3"} for name in CALLS} | entries}
+    placed = {name: {"ranks": "0-3"} for name in CALLS} | entries
+    return {"operators": {name: entry for name, entry in placed.items() if entry is not None}}
 
 
 TP = {"ranks": "0-3", "tp": 2}
 LEFT, RIGHT = {"ranks": "0-1"}, {"ranks": "2-3"}
+SHADOW = {**RIGHT, "shadow": True}
+
+
+def shadowed(**entries: Any) -> dict[str, Any]:
+    """A placement of PPO's operators with shadows of both trained models on the ranks that train nothing."""
+    apart = {"generate": SHADOW, "values": SHADOW, "ref_logprobs": RIGHT, "scores": RIGHT}
+    return operators(**apart | {"train_actor": LEFT, "train_critic": LEFT} | entries)
+
+
 PER_OPERATOR = {
     "one-copy-each": (operators(), {}),
     "resharded": (operators(generate=TP, train_critic={"ranks": "0-3", "zero": 3}), {}),
@@ -48,6 +58,25 @@ PER_OPERATOR = {
     "recomputed": (operators(generate=TP, logprobs={"ranks": "0-3", "zero": 3}), {"rollout": RECOMPUTE}),
     "importance": (operators(generate=TP), {"importance": {}}),
     "adapters": (operators(generate=RIGHT), {"models": {"actor": {"lora": {}}, "ref": {"share": "actor"}}}),
+    "vllm": (operators(generate=TP, logprobs=RIGHT), {"rollout": VLLM}),
+    "vllm-stages": (
+        operators(generate=RIGHT, train_actor=LEFT, logprobs=LEFT),
+        {"rollout": VLLM | {"pp": 2}, "models": {"actor": {"init": {**INIT, "num_hidden_layers": 2}}}},
+    ),
+    "vllm-awake": (operators(generate=LEFT, logprobs=TP), {"rollout": VLLM | {"sleep": False}, "evaluation": PAIR}),
+    "vllm-merged": (operators(generate=TP, logprobs=RIGHT), {"rollout": VLLM, "models": {"actor": {"lora": {}}}}),
+    "vllm-child": (shadowed(), {"rollout": VLLM | {"process": "child"}, "schedule": {"lag": 1}}),
+    "shadows": (shadowed(logprobs=SHADOW), {"schedule": STREAM, "rollout": RECOMPUTE, "whiten": "mini_batch"}),
+    "shadow-resharded": (shadowed(generate={**SHADOW, "tp": 2}, values=LEFT), {"sync_every": 2, "evaluation": PAIR}),
+    "lag": (shadowed(), {"schedule": {"lag": 1, "num_chunks": 2}}),
+    "lag-vllm": (shadowed(values=LEFT, ref_logprobs=LEFT), {"schedule": {"lag": 2}, "rollout": VLLM, "sync_every": 2}),
+    "lag-importance": (shadowed(logprobs={**LEFT, "tp": 2}), {"schedule": {"lag": 1}, "importance": {}}),
+    "lag-importance-apart": (shadowed(logprobs=RIGHT), {"schedule": {"lag": 2}, "importance": {}}),
+    "lag-reallocated": (shadowed(values={**LEFT, "zero": 3}, ref_logprobs=LEFT), {"schedule": {"lag": 2}}),
+    "lag-adapters": (
+        shadowed(ref_logprobs=None),
+        {"schedule": {"lag": 1}, "models": {"actor": {"lora": {}}}, "rollout": VLLM, "kl": None},
+    ),
     "whitened": (operators(generate=TP, values=LEFT), {"schedule": {"num_chunks": 2}, "whiten": "mini_batch"}),
 }
 

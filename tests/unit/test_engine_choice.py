@@ -35,6 +35,7 @@ SIX = [0.5] * 6
 HALVES = dict.fromkeys(("critic.shadow", "actor", "critic", "ref", "reward"), 0.5)
 OPERATORS = ("generate", "logprobs", "ref_logprobs", "values", "scores", "train_actor", "train_critic")
 ON_ALL = {"operators": dict.fromkeys(OPERATORS, 1)}
+BY_TORCH = {"operators": ON_ALL["operators"] | {"generate": {"ratio": 1, "engine": "torch"}}}
 TWO_CLASSES = MIXED.replace("V100-32G", "H100-80G")
 GPT2 = "models.actor.init={model_type: gpt2}"
 SHADOW = "models.actor.shadow={zero: 2}"
@@ -72,7 +73,8 @@ SERVED = "all devices are A100-80G, and it serves llama models"
         (None, (A100, *SHARED), "transformers", "the actor also computes values"),
         (SIX, (A100, SHADOW), "transformers", "models.actor.shadow is the copy that generates"),
         (HALVES | {"actor.shadow": 0.5}, (A100,), "transformers", "placement has actor.shadow"),
-        (ON_ALL, (A100,), "transformers", "placement.operators has a place for generation"),
+        (ON_ALL, (A100,), "vllm", SERVED),
+        (BY_TORCH, (A100,), "transformers", "an operator of placement.operators generates with an engine of its own"),
         (None, (A100, COLD), "transformers", "vllm samples at a temperature of at least 0.01"),
         (
             None,
@@ -220,8 +222,6 @@ def test_a_placement_that_a_run_chooses_has_the_choice() -> None:
     assert choice_of(plan) == f"vllm, since {SERVED}"
 
 
-def test_advice_for_operators_generates_with_transformers() -> None:
+def test_advice_for_operators_generates_with_the_choice() -> None:
     found = advise_operators(spec_of(None, 2, A100), AnalyticCosts(), seconds_limit=2.0)
-    assert found.plan.spec.rollout.engine == "transformers"
-    with pytest.raises(UserError, match=r"rollout.tp: has no effect, .* here \(operators are placed\); remove tp, or"):
-        advise_operators(spec_of(None, 2, A100, "rollout.tp=2"), AnalyticCosts())
+    assert found.plan.spec.rollout.engine == "vllm" == found.plan.placement["actor.generate"].engine

@@ -43,16 +43,37 @@ def large_spec(*overrides: str) -> Spec:
     return spec_of(None, 8, *SETTINGS, *overrides)
 
 
+TRANSFORMERS, LAG = "rollout.engine=transformers", "schedule.lag=1"
+
+
 @cache
 def found(*overrides: str) -> OperatorAdvice:
-    return advise_operators(large_spec(*overrides), AnalyticCosts(), None, 30.0)
+    return advise_operators(large_spec(TRANSFORMERS, *overrides), AnalyticCosts(), None, 30.0)
 
 
+@pytest.mark.parametrize("rollout", ["transformers", "vllm"])
 @pytest.mark.parametrize("engine", ["torch", "megatron"])
-def test_the_search_predicts_the_seconds_of_the_plan(engine: str) -> None:
-    advice = found(*(f"models.{role}.engine={engine}" for role in ("actor", "critic")))
+def test_the_search_predicts_the_seconds_of_the_plan(engine: str, rollout: str) -> None:
+    engines = (f"models.{role}.engine={engine}" for role in ("actor", "critic"))
+    advice = found(*engines, *(["rollout.engine=vllm"] if rollout == "vllm" else []))
     assert advice.result.is_feasible
     assert advice.simulation.seconds == pytest.approx(advice.result.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("late", [(LAG,), ("sync.every=2",), (LAG, "algorithm.importance={}", "rollout.engine=vllm")])
+def test_with_older_weights_shadows_are_searched_on_devices_that_train_nothing(late: tuple[str, ...]) -> None:
+    advice = found(*late)
+    plan, entries = advice.plan, advice.spec.placement
+    assert isinstance(entries, PlacementMap) and entries.operators is not None
+    shadows = {"generate", "values"} | ({"logprobs"} if len(late) == 1 else set())
+    assert {name for name, entry in entries.operators.items() if entry.shadow} == shadows
+    trained = {*plan.placement["actor"].ranks, *plan.placement["critic"].ranks}
+    assert trained.isdisjoint(plan.placement["actor.generate"].ranks) and plan.strategy == "disaggregated"
+    assert advice.simulation.seconds == pytest.approx(advice.result.seconds, rel=0.02)
+
+
+def test_vllm_generates_faster_than_transformers() -> None:
+    assert found("rollout.engine=vllm").simulation.seconds < 0.9 * found().simulation.seconds
 
 
 def test_no_placement_of_models_is_faster() -> None:
@@ -60,7 +81,7 @@ def test_no_placement_of_models_is_faster() -> None:
     there."""
     sizes = [f"models.{role}.{name}" for role in ("actor", "critic", "ref", "reward") for name in SIZES]
     fixed = [f"{key}={SIZES[key.rpartition('.')[2]]}" for key in sizes]
-    best = advise(large_spec(*fixed, "schedule.lag=0", "rollout.engine=transformers"), AnalyticCosts(), None, 30.0)
+    best = advise(large_spec(*fixed, "schedule.lag=0", TRANSFORMERS), AnalyticCosts(), None, 30.0)
     models = min(item.seconds for item in best.feasible if not item.candidate.space.has_shadows)
     assert found(*fixed).simulation.seconds <= models * 1.02
 
@@ -91,7 +112,7 @@ def test_another_engine_generates_where_that_of_the_role_does_not() -> None:
 
 
 def test_a_copy_that_trains_is_not_filled() -> None:
-    space = make_operator_space(large_spec(), AnalyticCosts(), None)
+    space = make_operator_space(large_spec(TRANSFORMERS), AnalyticCosts(), None)
     problem = space.problem
     sync = next(call for call in problem.calls if isinstance(call, SearchSync) and call.to == "generate")
     shape = problem.shape_of(0, 8)
@@ -103,7 +124,7 @@ def test_a_copy_that_trains_is_not_filled() -> None:
 
 
 def test_operators_that_share_a_layout_share_a_copy_in_the_plan() -> None:
-    space = make_operator_space(large_spec(), AnalyticCosts(), None)
+    space = make_operator_space(large_spec(TRANSFORMERS), AnalyticCosts(), None)
     result = found().result
     chosen = {choice.part: choice for choice in result.assignment}
     alike = replace(chosen["train_actor"], part="generate")
@@ -121,9 +142,9 @@ def test_operators_that_share_a_layout_share_a_copy_in_the_plan() -> None:
     assert evaluate(space.problem, assignment) >= result.bound * (1 - 1e-9)
 
 
-def test_a_rollout_engine_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout.engine: vllm is placed with its model, not as an operator"):
-        advise_operators(large_spec("rollout.engine=vllm"), AnalyticCosts())
+def test_a_hybrid_engine_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rollout.engine: torch generates on the ranks that train the actor, so its"):
+        advise_operators(large_spec("rollout.engine=torch"), AnalyticCosts())
 
 
 def test_models_that_fit_nowhere_are_refused() -> None:

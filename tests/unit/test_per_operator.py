@@ -18,12 +18,19 @@ from flexrlhf.strategies.instructions import Eval, Instruction, Release, Run, Sy
 ALL, LEFT, RIGHT = {"ranks": "0-3"}, {"ranks": "0-1"}, {"ranks": "2-3"}
 CALLS = ("generate", "ref_logprobs", "values", "scores", "train_actor", "train_critic")
 TP = {"ranks": "0-3", "tp": 2}
+SHADOW = {**RIGHT, "shadow": True}
 
 
 def operators(**entries: Any) -> dict[str, Any]:
     """Every operator of PPO on all four ranks, except for ``entries``; None leaves one out."""
     given = dict.fromkeys(CALLS, ALL) | entries
     return {"operators": {name: entry for name, entry in given.items() if entry is not None}}
+
+
+def apart(**entries: Any) -> dict[str, Any]:
+    """Training on the left ranks and all else on the right ones, with shadows of both trained models."""
+    inference = {"generate": SHADOW, "values": SHADOW, "ref_logprobs": RIGHT, "scores": RIGHT}
+    return operators(**inference | {"train_actor": LEFT, "train_critic": LEFT} | entries)
 
 
 def planned(*overrides: str, **entries: Any) -> Plan:
@@ -273,13 +280,105 @@ def test_bad_placements_of_operators_are_refused_in_one_sentence(placement: obje
     assert sentence in refused(placement)
 
 
+NEEDS = "generate needs a copy with older weights than are trained; give it ranks that train nothing and shadow: true"
+
+
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("placement", "override", "sentence"),
     [
-        ("rollout.engine=vllm", "placement.operators: rollout.engine vllm is placed with its model; use transformers"),
-        ("schedule.lag=1", "schedule.lag: 1 needs shadow models"),
-        ("sync.every=2", "sync.every: 2 needs shadow models"),
+        (operators(generate=TP), "schedule.lag=1", f"schedule.lag: 1: {NEEDS} in placement.operators.generate"),
+        (operators(generate=TP), "sync.every=2", f"sync.every: 2: {NEEDS} in placement.operators.generate"),
+        (
+            apart(generate=RIGHT),
+            "schedule.lag=1",
+            f"schedule.lag: 1: {NEEDS} in placement.operators.generate",
+        ),
+        (
+            operators(generate=SHADOW),
+            "steps=3",
+            "placement.operators.generate.shadow: rank 2 trains (train_actor), and a shadow would take its memory and",
+        ),
+        (
+            apart(scores=SHADOW),
+            "steps=3",
+            "placement.operators.scores.shadow: reward is not trained, so no copy of it is synced; remove it",
+        ),
+        (
+            apart(train_actor={**LEFT, "shadow": True}),
+            "steps=3",
+            "placement.operators.train_actor.shadow: train_actor needs the weights that are trained; remove it",
+        ),
+        (
+            apart(logprobs=SHADOW),
+            "algorithm={name: ppo, prompts_per_step: 8, num_mini_batches: 2, importance: {}}",
+            "placement.operators.logprobs.shadow: logprobs needs the weights that are trained; remove it",
+        ),
+        (
+            operators(generate=TP, logprobs=ALL),
+            "rollout.engine=torch",
+            "rollout.engine: torch generates on the ranks that train the actor, and placement.operators.generate has a",
+        ),
+        (
+            operators(generate={**ALL, "engine": "torch"}, logprobs=ALL),
+            "rollout.engine=vllm",
+            "placement.operators.generate.engine: torch contradicts rollout.engine vllm; remove one of them",
+        ),
+        (
+            operators(generate={**ALL, "zero": 3}, logprobs=ALL),
+            "rollout.engine=vllm",
+            "placement.operators.generate.zero: vllm is sharded by tp and pp alone, found 3; remove it",
+        ),
+        (
+            operators(logprobs=ALL),
+            "rollout={engine: vllm, process: child}",
+            "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement",
+        ),
     ],
 )
-def test_settings_of_other_copies_do_not_go_with_operators(override: str, sentence: str) -> None:
-    assert sentence in refused(operators(generate=TP), override)
+def test_settings_that_a_copy_of_an_operator_cannot_have_are_refused(
+    placement: object, override: str, sentence: str
+) -> None:
+    assert sentence in refused(placement, override)
+
+
+# --- copies that a rollout engine generates with, and shadows
+
+
+def test_a_rollout_engine_is_filled_for_its_calls_and_freed_with_its_cache() -> None:
+    plan = planned("rollout={engine: vllm, logprobs: reuse, tp: 4}", generate=TP)
+    copy = plan.placement["actor.generate"]
+    assert (copy.engine, copy.layout.tp, copy.is_transient) == ("vllm", 2, True)
+    assert names(plan)[:3] == ["fill actor.generate", "generate", "free actor.generate"]
+    state, phases = plan.state(copy, 0), {phase.label: phase.states for phase in plan.memory(0).phases}
+    assert state is not None and state.cache and phases["forward on ref"] == phases["forward on reward"]
+    cached = phases["generate on actor.generate"] - phases["sync to actor.generate"]
+    assert cached == state.cache, "a cache is allocated before it is used"
+    assert phases["generate on actor.generate"] == phases["forward on ref"] + state.resting
+
+
+def test_two_generations_share_a_rollout_engine_or_have_ranks_of_their_own() -> None:
+    settings = ("algorithm={name: remax, prompts_per_step: 8}", "rollout={engine: vllm, logprobs: reuse}")
+    calls = ("generate", "greedy", "ref_logprobs", "scores", "greedy_scores", "train_actor")
+    entries: dict[str, Any] = dict.fromkeys(calls, ALL)
+    assert copies(plan_of({"operators": entries}, 4, *settings))["actor.generate"] == ["generate", "greedy"]
+    apart = plan_of({"operators": entries | {"generate": LEFT, "greedy": RIGHT}}, 4, *settings)
+    assert copies(apart)["actor.generate"] == ["generate"] and copies(apart)["actor.greedy"] == ["greedy"]
+    assert "generate with greedy" in format_plan(apart)
+    message = refused({"operators": entries | {"greedy": RIGHT}}, *settings)
+    assert "placement.operators.greedy: rank 2 has the vllm of generate, and a process can have one; give" in message
+
+
+@pytest.mark.parametrize("schedule", ["schedule.lag=1", "sync.every=2", "schedule={num_chunks: 2}"])
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_operators_placed_as_six_models_have_their_schedule(schedule: str, engine: str) -> None:
+    """But for the names of copies, and the order in which instructions of other ranks stand."""
+    algorithm = ("algorithm.num_mini_batches=2", "algorithm.whiten=mini_batch")
+    settings = (*algorithm, f"rollout={{engine: {engine}, logprobs: reuse}}", schedule)
+    plan, six = plan_of(apart(), 4, *settings), plan_of([0.5] * 6, 4, *settings)
+    assert plan.strategy == six.strategy == "disaggregated"
+    for rank in range(4):
+        found, expected = (
+            [(x.kind, x.ranks, x.lag, x.chunk) for x in each.schedule.for_rank(rank)] for each in (plan, six)
+        )
+        assert found == expected
+    assert [each.peak_bytes for each in plan.memories] == [each.peak_bytes for each in six.memories]

@@ -3,7 +3,8 @@
 Every model call of a step is a part of the search problem, with a mesh, degrees and a ZeRO stage of its own. The copy
 that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is the copy
 that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low. Batch
-sizes and recomputation are as in the YAML.
+sizes and recomputation are as in the YAML. With ``schedule.lag`` or ``sync.every`` further copies of trained models are
+shadows, which keep their memory, on devices that train nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
+from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.pipeline import make_plan, run_graph
 from flexrlhf.plan.plan import Plan
@@ -56,7 +58,6 @@ class OperatorSketch(Sketch):
     @cached_property
     def operators(self) -> dict[str, Operator]:
         """Model calls of a step by name, trainings first."""
-        # copies of operators are no shadows, so the graph that runs is that without further copies
         graph = run_graph(self.graph, self.spec, Placement((), 0))
         calls = [each for each in graph.operators if each.call is not None and not each.is_rare]
         return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
@@ -68,6 +69,30 @@ class OperatorSketch(Sketch):
     def part_of(self, model: ModelName) -> str:
         """Return the operator whose copy a model is."""
         return model.copy or self.own_part(model.role)
+
+    def is_of_rollout(self, part: str) -> bool:
+        """Whether a rollout engine computes a part."""
+        operator = self.operators[part]
+        return operator.kind == "generate" and operator.role == self.roles.rollout
+
+    def is_kept(self, part: str) -> bool:
+        """Whether a part is computed by a shadow."""
+        operator = self.operators[part]
+        return (
+            self.has_shadows
+            and operator.role in self.roles.trained
+            and operator.kind != "train"
+            and not operator.on_trained
+        )
+
+    def must_be_disjoint(self, first: ModelName, second: ModelName) -> bool:
+        """Whether two models must not share a device: with shadows, one that computes with trained weights and one for
+        inference."""
+        return self.has_shadows and self._is_late(first) != self._is_late(second)
+
+    def _is_late(self, model: ModelName) -> bool:
+        operator = self.operators[self.part_of(model)]
+        return operator.kind == "train" or operator.on_trained
 
     @cached_property
     def placement(self) -> Placement:
@@ -82,17 +107,32 @@ class OperatorSketch(Sketch):
     def _sketched_copy(self, name: ModelName, rank: int) -> PlacedModel:
         settings, trained = self.spec.models.of(name.role), not name.copy and name.role in self.roles.trained
         assert settings is not None, f"{name.role} is resolved"
-        head = self.roles.heads[name.role]
-        return PlacedModel(name, Layout((rank,)), trained, settings, head=head, operator=name.copy)
+        part = self.part_of(name)
+        is_rollout, is_kept = self.is_of_rollout(part), self.is_kept(part)
+        rollout = self.spec.rollout if is_rollout else None
+        if rollout is not None:
+            lora = own_adapters(settings, rollout)
+            settings = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype, lora=lora)
+        return PlacedModel(
+            name,
+            Layout((rank,)),
+            trained,
+            settings,
+            rollout,
+            "causal" if is_rollout else self.roles.heads[name.role],
+            operator=name.copy,
+            is_hybrid=is_rollout and not is_kept,
+            is_kept=is_kept,
+        )
 
 
 @dataclass(frozen=True)
 class OperatorSpace(Space):
-    """Placements of the operators of ``spec``, in one chunk and without a lag."""
+    """Placements of the operators of ``spec``, in one chunk."""
 
     @cached_property
     def sketch(self) -> OperatorSketch:
-        return OperatorSketch(self.spec, self.graph, self.roles, has_shadows=False)
+        return OperatorSketch(self.spec, self.graph, self.roles, self.has_shadows)
 
     @property
     def placed_operators(self) -> dict[str, Operator]:
@@ -110,20 +150,27 @@ class OperatorSpace(Space):
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
         for run in self.sketch.runs:
             calls[self.sketch.part_of(run.model)].append(PlacedCall.of(run))
+        syncs = [each for each in self.sketch.instructions if isinstance(each, Sync)]
+        travelling = {self.sketch.part_of(name) for each in syncs if each.overlaps for name in each.touches}
         return {
             name: SearchModel(
-                ModelName(each.role), each.kind == "train", tuple(calls[name]), self.roles.heads[each.role]
+                ModelName.of(each.role, ROLLOUT if self.sketch.is_of_rollout(name) else ""),
+                each.kind == "train",
+                tuple(calls[name]),
+                "causal" if self.sketch.is_of_rollout(name) else self.roles.heads[each.role],
+                is_apart=name in travelling,
             )
             for name, each in self.placed_operators.items()
         }
 
     def _options_of(self, part: str, shape: MeshShape) -> tuple[Option, ...]:
-        """Return the options of an operator on a mesh; the memory of a further copy is that of its calls."""
+        """Return the options of an operator on a mesh; the memory of a further copy is that of its calls, unless it is
+        a shadow."""
         if len(shape.kinds) > 1:
             return ()
         model, mesh = self._models_by_part[part], self._mesh(shape)
         options = [each for variant in self._variants_of(part) for each in variant.options(model, mesh)]
-        if part == self.sketch.own_part(model.role):
+        if part == self.sketch.own_part(model.role) or self.sketch.is_kept(part):
             return tuple(options)
         return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)
 
@@ -135,10 +182,11 @@ class OperatorSpace(Space):
         settings = self.spec.models.of(operator.role)
         assert settings is not None, f"{operator.role} is resolved"
         serves = operator.kind in facts_of(settings.engine).kinds
-        engine = settings.engine if serves else FULL_ENGINES[0]
+        is_of_rollout = self.sketch.is_of_rollout(part)
+        engine = settings.engine if serves or is_of_rollout else FULL_ENGINES[0]
         yield self._variant(engine, None)
         follows = operator.kind != "train" and operator.role in self.roles.trained
-        if serves and follows and "zero" not in settings.model_fields_set:
+        if serves and follows and not is_of_rollout and "zero" not in settings.model_fields_set:
             yield from (self._variant(engine, zero) for zero in (1, 2) if zero in facts_of(engine).zero)
 
     def _variant(self, engine: str, zero: int | None) -> OptionEnumerator:
@@ -161,17 +209,21 @@ class OperatorSpace(Space):
         for each in sketch.instructions:
             match each:
                 case Run():
-                    reads = tuple(map(name_of, sketch.writers(each)))
-                    yield SearchTask(name_of(each), sketch.part_of(each.model), reads)
+                    reads = tuple(map(name_of, (*sketch.writers(each), *sketch.separate(each))))
+                    yield SearchTask(name_of(each), sketch.part_of(each.model), reads, each.lag)
                 case Sync():
-                    part, seconds = sketch.part_of(each.destination), partial(self._refill_seconds, each.destination)
-                    yield SearchSync(sketch.own_part(each.source.role), part, seconds)
+                    part, task = sketch.part_of(each.destination), sketch.own_part(each.source.role)
+                    if sketch.is_kept(part):
+                        yield SearchSync(task, part, partial(self._sync_seconds, each), each.every, each.overlaps)
+                    else:
+                        yield SearchSync(task, part, partial(self._refill_seconds, each.destination))
 
     def _refill_seconds(self, name: ModelName, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         """Return the time of filling a copy; 0 where it is the copy that trains."""
-        if relation == "same" and source.layout == to.layout:
+        copy = self.sketch.placement[name]
+        if relation == "same" and source.layout == to.layout and copy.rollout is None:
             return 0.0
-        weights = self._weights(self.sketch.placement[name], to)
+        weights = self._weights(copy, to)
         return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
     def spec_of(self, assignment: Assignment) -> Spec:
@@ -179,18 +231,28 @@ class OperatorSpace(Space):
         entries = {choice.part: self._entry(choice) for choice in assignment}
         names = [operator.name for operator in self.sketch.whole_graph.operators if operator.name in entries]
         placement = PlacementMap.model_validate({"operators": {name: entries[name] for name in names}})
-        return self.spec.model_copy(update={"placement": placement})
+        caches = [
+            choice.option.settings.generate_tokens
+            for choice in assignment
+            if self.sketch.is_of_rollout(choice.part) and isinstance(choice.option.settings, ModelSpec)
+        ]
+        rollout = self.spec.rollout.model_copy(update={"kv_tokens": min(caches)}) if caches else self.spec.rollout
+        return self.spec.model_copy(update={"placement": placement, "rollout": rollout})
 
     def _entry(self, choice: Choice) -> OperatorPlacement:
         settings, model = choice.option.settings, self.spec.models.of(self.placed_operators[choice.part].role)
         assert isinstance(settings, ModelSpec) and model is not None, "options of a Space have settings"
+        ranks, is_kept = tuple(range(choice.start, choice.start + choice.size)), self.sketch.is_kept(choice.part)
+        if self.sketch.is_of_rollout(choice.part):
+            return OperatorPlacement(ranks=ranks, tp=settings.tp, shadow=is_kept)
         return OperatorPlacement(
-            ranks=tuple(range(choice.start, choice.start + choice.size)),
+            ranks=ranks,
             engine=None if settings.engine == model.engine else settings.engine,
             zero=settings.zero,
             shard=None if settings.shard == model.shard else settings.shard,
             tp=settings.tp,
             pp=settings.pp if facts_of(settings.engine).pp else None,
+            shadow=is_kept,
         )
 
 
@@ -215,11 +277,12 @@ def advise_operators(
 ) -> OperatorAdvice:
     """Find the fastest placement of every operator of ``spec``, whose own placement is ignored.
 
-    Raises UserError for a rollout engine, which has a place of its own, and where nothing fits.
+    Raises UserError for a hybrid engine, which has no place of its own, and where nothing fits.
     """
-    if spec.rollout.has_copy and spec.rollout.engine != "auto":
+    if spec.rollout.is_hybrid:
         raise UserError(
-            f"rollout.engine: {spec.rollout.engine} is placed with its model, not as an operator; use transformers"
+            f"rollout.engine: {spec.rollout.engine} generates on the ranks that train the actor, so its operator has "
+            f"no place of its own; use transformers or vllm"
         )
     space = make_operator_space(spec, costs, lengths)
     result = search(space.problem, seconds_limit, GAP)
@@ -235,14 +298,14 @@ def advise_operators(
 
 def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> OperatorSpace:
     """Return the space of ``spec``. Raises UserError for models or devices that no plan could have."""
-    schedule = spec.schedule.model_copy(update={"num_chunks": 1, "lag": 0})
+    schedule = spec.schedule.model_copy(update={"num_chunks": 1})
     plain = spec.model_copy(update={"placement": None, "schedule": schedule})
-    base = make_space(plain, costs, lengths, obstacle="operators are placed", of_operators=True)
+    base = make_space(plain, costs, lengths, of_operators=True)
     models = {role: _with_shared_settings(base.spec.models.of(role)) for role in base.roles.all}
     whole = base.spec.with_models(models)
     enumerator = replace(base.enumerator, spec=whole, _options={}, _cache={})
     kept = {each.name: getattr(base, each.name) for each in fields(base)}
-    return OperatorSpace(**{**kept, "spec": whole, "enumerator": enumerator})
+    return OperatorSpace(**{**kept, "spec": whole, "enumerator": enumerator, "has_shadows": base.must_have_shadows})
 
 
 def _on_engine(model: ModelSpec | None, engine: str, changes: dict[str, int]) -> ModelSpec:

@@ -317,8 +317,7 @@ def make_space(
     lengths:       tokens of prompts and responses; None: the longest.
     pending:       as of ``make_plan``.
     obstacle:      as of ``make_plan``.
-    of_operators:  whether operators will be placed, so that a role may generate with another engine than its own, and
-                   no rollout engine does.
+    of_operators:  whether operators will be placed, so that a role may generate with another engine than its own.
     """
     resolved = resolve(spec, pending, obstacle)
     graph, longest = resolved.graph, spec.lengths
