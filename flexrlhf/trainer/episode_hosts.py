@@ -56,7 +56,7 @@ def open_episodes(plan: Plan, world: World, closing: ExitStack) -> Episodes | No
     if mine:
         # behind the end of the processes that this rank calls
         closing.callback(_store(plan, world).set, f"closed/{world.rank}", "")
-    return Episodes(settings, len(own) - len(elsewhere), elsewhere)
+    return Episodes(settings, len(own) - len(elsewhere), elsewhere, plan.batch.num_chunks)
 
 
 def _processes_apart(plan: Plan, world: World) -> dict[Place, int]:

@@ -110,13 +110,18 @@ def test_an_episode_is_resumed_by_its_turns(play: Play) -> None:
     assert (reply.messages, reply.reward, reply.is_done, reply.failure) == ((("", "right at 3"),), 1.0, True, None)
 
 
-def test_async_episodes_of_a_process_wait_together() -> None:
-    episodes = Episodes(EnvironmentSpec(path=own("Together")), 1)
+def test_async_episodes_of_a_chunk_wait_together_and_for_no_other_chunk() -> None:
+    """From the second step on: whether they are async is known with the first reply."""
+    episodes = Episodes(EnvironmentSpec(path=own("Together")), 2, chunks=2)
+
+    def replied(step: int, *turns: str) -> list[str]:
+        chunks = ([EpisodeCall((step, row), {}, 0, turns) for row in rows] for rows in (range(4), range(4, 9)))
+        replies = (said(episodes.replies(chunk, Deadline.after(60))) for chunk in chunks)
+        return [text for chunk in replies for messages in chunk for _, text in messages]
+
     try:
-        for turns in ((), ("go",)):
-            calls = [EpisodeCall((0, row), {}, 0, turns) for row in range(5)]
-            replies = episodes.replies(calls, Deadline.after(60))
-        assert [reply.messages[0][1] for reply in replies] == ["5"] * 5
+        assert not replied(0) and not replied(1)
+        assert replied(1, "go") == ["4"] * 4 + ["5"] * 5
     finally:
         episodes.close()
 

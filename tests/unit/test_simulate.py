@@ -607,6 +607,14 @@ def test_chunks_that_share_processes_wait_for_each_other() -> None:
         assert simulate(plan, costs).reply_seconds == 2 * 4
 
 
+def test_chunks_of_async_episodes_have_processes_of_their_own() -> None:
+    costs = Fixed(replies=replies_of(1, is_concurrent=True))
+    for processes in (1, 2, 4):
+        plan = plan_of(None, 1, *GAME, f"environment.processes={processes}", "schedule.num_chunks=4")
+        simulation = simulate(plan, costs)
+        assert simulation.num_walked - len(simulation.blocks) == processes
+
+
 def test_processes_share_the_cores_of_their_machine() -> None:
     """Replies that compute half of their time take twice as long in 8 processes on 2 cores, on 4 machines no longer."""
     costs = Fixed(replies=replies_of(1, computing=0.5))

@@ -87,6 +87,7 @@ class EpisodePrices:
         )
 
     def lanes(self, layout: Layout) -> int:
-        """Return how many chunks have processes of their own, since there are as many as the rows of several."""
+        """Return how many chunks have processes of their own: of ``async`` episodes, or of few rows."""
         rows = -(-self.batch.num_rows // layout.dp // self.batch.num_chunks)
-        return max(1, min(self.batch.num_chunks, self.settings.processes // layout.dp // max(1, rows)))
+        full = 1 if self.times.is_concurrent else max(1, rows)
+        return max(1, min(self.batch.num_chunks, self.settings.processes // layout.dp // full))
