@@ -1,4 +1,4 @@
-"""Predicted and measured step time with slow environments, with and without alternating half-batches.
+"""Predicted and measured step time with slow environments, with and without chunks that alternate.
 
     flexrlhf run                                # once: trains the quick start's model
     python benchmarks/environment_latency.py    # in the same directory; about ten minutes
@@ -32,11 +32,11 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import table
 
-TURNS, TOKENS = 8, 4
-CHUNKS = (1, 2)
+TURNS, TOKENS = 12, 2
+CHUNKS = (1, 2, 4)
 CONFIG = f"""
 name: waiting
-algorithm: {{name: grpo, prompts_per_step: 32, samples_per_prompt: 4, num_mini_batches: 4, kl: null}}
+algorithm: {{name: grpo, prompts_per_step: 128, samples_per_prompt: 4, num_mini_batches: 4, kl: null}}
 models:
   actor: {{path: runs/quickstart-sft/actor, optimizer: {{learning_rate: 1.0e-6}}}}
 environment:
@@ -95,32 +95,32 @@ def advised(spec: Spec, costs: MeasuredCosts, lengths: TextLengths) -> str:
 
 
 def measured_seconds(name: str) -> float:
-    """Return the median time of a step, but for the first, in which processes start."""
+    """Return the median time of a step, but for the first, in which processes start, and the last, which waits to show
+    its samples."""
     rows: list[dict[str, float]] = [
         json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
     ]
-    return median(row["seconds"] for row in rows[1:])
+    return median(row["seconds"] for row in rows[1:-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, nargs="*", default=[0.0, 0.05, 0.2, 1.0], help="of a reply")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--slow-steps", type=int, default=3, help="where a reply takes half a second or more")
+    parser.add_argument("--seconds", type=float, nargs="*", default=[0.0, 0.01, 0.03], help="of a reply")
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--service", action="store_true", help="two processes await all replies at once, as of a server"
+        "--service", action="store_true", help="four processes await all replies at once, as of a server"
     )
     options = parser.parse_args()
     config, profile = Path("runs/waiting.yaml"), Path("runs/waiting-profile.json")
-    name, processes = ("SlowService", "2") if options.service else ("Slow", "32")
+    name, processes = ("SlowService", "4") if options.service else ("Slow", "32")
     config.write_text(CONFIG.replace("CLASS", name).replace("PROCESSES", processes))
     command("profile", str(config), *settings("environment.options={seconds: 0}"), "-o", str(profile))
-    report(config, read_measurements(profile), options.seconds, options.steps, options.slow_steps)
+    report(config, read_measurements(profile), options.seconds, options.steps)
 
 
-def report(config: Path, measured: Measurements, latencies: Sequence[float], steps: int, slow_steps: int) -> None:
-    rows = [("a reply", "waits", *(f"{name} {chunks}" for chunks in CHUNKS for name in ("predicted", "measured")))]
-    rows[0] += ("faster: predicted", "measured", "advise: chunks")
+def report(config: Path, measured: Measurements, latencies: Sequence[float], steps: int) -> None:
+    columns = (f"{name} {chunks}" for chunks in CHUNKS for name in ("predicted", "measured"))
+    rows = [("a reply", "waits", *columns, "faster", "advise: chunks")]
     predicted: dict[float, tuple[list[Simulation], str]] = {}
     for seconds in latencies:
         specs = [load_spec(config, changes(seconds, chunks, steps)) for chunks in CHUNKS]
@@ -131,14 +131,13 @@ def report(config: Path, measured: Measurements, latencies: Sequence[float], ste
     for seconds, (simulations, advice) in predicted.items():
         found = []
         for chunks in CHUNKS:
-            changed = changes(seconds, chunks, steps if seconds < 0.5 else slow_steps)
+            changed = changes(seconds, chunks, steps)
             command("run", str(config), *settings(*changed))
             found.append(measured_seconds(changed[0].partition("=")[2]))
-        first, last = simulations[0], simulations[-1]
         pairs = zip((each.seconds for each in simulations), found, strict=True)
         cells = (f"{value:.2f}" for pair in pairs for value in pair)
-        ratios = (f"{first.seconds / last.seconds:.2f}", f"{found[0] / found[-1]:.2f}")
-        rows.append((f"{seconds:g} s", f"{first.reply_waits / first.seconds:.0%}", *cells, *ratios, advice))
+        waits = simulations[0].reply_waits / simulations[0].seconds
+        rows.append((f"{seconds:g} s", f"{waits:.0%}", *cells, f"{found[0] / min(found):.2f} x", advice))
         print("\n".join(table(rows, ">" * len(rows[0]))), flush=True)
 
 

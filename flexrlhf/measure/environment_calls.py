@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from statistics import median
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
+from flexrlhf.plan.environment_places import episodes_of_process
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import first_rows
 from flexrlhf.user_code.call_failures import CallFailure
@@ -27,7 +29,8 @@ MOST_EPISODES, MOST_TIMES = 64, 256
 EXAMPLES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 """Arguments of tools by type; of other types a text."""
 PER_PROCESS = 4
-"""Episodes of a process at the same time."""
+"""Episodes of a process that runs one after the other. One with ``async`` episodes has as many as in the run, since all
+share what an exchange with their process takes."""
 
 
 def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[EnvironmentTimes, ...]:
@@ -42,16 +45,17 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
             calls = [example_call(tool["function"], environment.tool_format) for tool in tool_schemas(environment)]
             if calls and environment.tool_format in get_args(ToolFormat):
                 rows = [(example, calls[place % len(calls)]) for place, (example, _) in enumerate(rows)]
-            found[environment.name] = _measured(environment, rows, plan.spec.seed, seconds)
+            together = episodes_of_process(plan)
+            found[environment.name] = _measured(environment, rows, together, plan.spec.seed, seconds)
     return tuple(found.values())
 
 
 def _measured(
-    environment: EnvironmentSpec, rows: Sequence[tuple[Example, str]], seed: int, seconds: float
+    environment: EnvironmentSpec, rows: Sequence[tuple[Example, str]], together: int, seed: int, seconds: float
 ) -> EnvironmentTimes:
-    """Run episodes, one after the other, until the time is over."""
+    """Run episodes of ``rows`` until the time is over. ``together``: ``async`` ones of a process at the same time."""
     episodes, end = Episodes(environment, environment.processes), time.monotonic() + seconds
-    rows = rows[: PER_PROCESS * environment.processes]
+    all_rows, rows = rows, rows[: PER_PROCESS * environment.processes]
     times: dict[bool, list[float]] = {True: [], False: []}
     around: list[float] = []
     failures: list[CallFailure] = []
@@ -71,6 +75,8 @@ def _measured(
     try:
         # processes load the environment's code in their first call
         episodes.replies(_resets(rows, 0, seed), Deadline.after(seconds + environment.timeout_seconds * len(rows)))
+        if episodes.are_concurrent:
+            rows = [*islice(cycle(all_rows), together * environment.processes)]
         step, began = 0, episodes.cpu_seconds
         while time.monotonic() < end or not (times[False] or failures or step):
             step += 1

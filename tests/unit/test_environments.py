@@ -29,6 +29,7 @@ from flexrlhf.environments.tool_calls import ToolCall, parse_calls
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.measure.environment_calls import example_call, measure_environments
+from flexrlhf.plan.environment_places import episodes_of_process
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.user_code import worker_process
 from flexrlhf.user_code.deadline import Deadline
@@ -431,6 +432,11 @@ def test_profile_measures_replies_in_processes(tmp_path: Path, monkeypatch: pyte
     assert (found.name, found.is_concurrent, found.failures) == ("slow.py:Slow", False, 0)
     assert max(found.resets) < 0.05 <= min(found.replies) < 0.15 <= max(found.replies)
     assert 0 < found.around < 0.1 and found.computing < 0.3
+    (tmp_path / "slow.py").write_text(SLOW.replace("def step", "async def step"))
+    alone = make_plan(parse_spec(raw | {"environment": raw["environment"] | {"processes": 1}}))
+    (found,) = measure_environments([alone], seconds=0.1)
+    # as many at the same time as in the run
+    assert found.is_concurrent and len(found.resets) == episodes_of_process(alone) == 8
     (tmp_path / "slow.py").write_text(SLOW.replace("time.sleep", "time.sleeps"))
     with pytest.raises(UserError, match="no reply could be measured: .*sleeps"):
         measure_environments([plan], seconds=0.1)
