@@ -275,8 +275,8 @@ class TrainingState:
 class Engine(Protocol):
     """One placed model on this rank.
 
-    All ranks of the model call ``generate``, ``forward``, ``train`` and ``close`` in the same order, also those with an
-    empty batch: these may communicate. The other methods concern this rank alone and do not.
+    All ranks of the model call ``generate``, ``forward``, ``train``, ``losses`` and ``close`` in the same order, also
+    those with an empty batch: these may communicate. The other methods concern this rank alone and do not.
     """
 
     config: Any
@@ -318,6 +318,14 @@ class Engine(Protocol):
         Returns the statistics of the losses over this rank's rows, the learning rate, and the norm of the gradient
         before clipping. For a loss or gradient that no loss scale makes finite it changes neither weights nor the
         optimizer's state nor the schedule, and raises NonFiniteStep (engines/non_finite.py) on all ranks alike.
+        """
+        ...
+
+    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        """Compute the losses, each over its own mini-batch, in forward passes without gradients.
+
+        Returns their statistics over this rank's rows, and ``loss``: this rank's part of their sum, with the weight 1
+        on the first data-parallel rank.
         """
         ...
 

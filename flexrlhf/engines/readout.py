@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head
-from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Totals
+from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch
-from flexrlhf.engines.non_finite import forbid_update
+from flexrlhf.engines.non_finite import TrainingPass, forbid_update
 from flexrlhf.engines.scalar_head import ScoreRule
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 
@@ -153,10 +153,23 @@ def outputs_of(computed: Mapping[str, Tensor], loss: Loss) -> Outputs:
 
 
 def without_gradient(loss: Loss) -> PassRequest:
-    """Return the request of a pass of ``loss`` that searches for values that are not finite."""
+    """Return the request of a pass of ``loss`` without gradients."""
     quantities: set[Quantity] = {loss.quantity, "values"} if loss.with_values else {loss.quantity}
     entropy: EntropyUse = "none" if loss.entropy == "none" else "value"
     return PassRequest(frozenset(quantities), entropy, loss.temperature)
+
+
+def losses_of(passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]], dp: RankGroup) -> Moments:
+    """Return the statistics of the losses of ``parts``, and their sum, as ``Engine.losses``."""
+    device = parts[0][0].rows.device
+    names = dict.fromkeys(name for _, loss in parts for name in loss.statistics)
+    statistics: Moments = {name: torch.zeros(3, dtype=torch.float64, device=device) for name in names}
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for each in passes:
+        value, part = parts[each.part][1].function(each.outputs, each.batch, each.totals)
+        add_moments(statistics, part)
+        total = total + value
+    return statistics | {"loss": torch.stack([torch.full_like(total, float(dp.is_first)), total, total * total])}
 
 
 def quantity_of(column: Column) -> Quantity:

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import Preempted, RankFailure, UserError
 from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
+from flexrlhf.placement.protocols import Parts, Split, TransferProtocol
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
@@ -154,15 +156,31 @@ class Session:
         self._new_step().operator(OperatorCall(name, self.plan.batch.mini_batches))
         return partial(self.call, name)
 
-    def call(self, operator: str, batch: CalledBatch, loss: str = "") -> CalledBatch | Metrics:
+    def call(
+        self, operator: str, batch: CalledBatch, loss: str = "", protocol: Split | None = None
+    ) -> CalledBatch | Metrics:
         """Call an operator on a batch, or a training on mini-batches of it, with an optimizer step for each.
 
-        ``loss``: of a training, in place of the graph's: a name of the package, or ``path/to/file.py:name``.
+        loss:      of a training, in place of the graph's: a name of the package, or ``path/to/file.py:name``.
+        protocol:  takes the ranks of each replica and a range of prompts, returns the prompts of each replica; it may
+                   depend on columns that the program has read. None: as planned.
 
         Returns the batch, with the columns that the operator writes; of a training its metrics. Raises UserError for a
         call whose columns are not there, for a batch of an earlier step, and as ``errors`` has it if ranks have ended.
         """
-        return self._call(OperatorCall(operator, batch.parts, loss), batch)
+        parts = () if protocol is None else self._parts(operator, batch, protocol)
+        return self._call(OperatorCall(operator, batch.parts, loss, parts=parts), batch)
+
+    def compute_loss(self, operator: str, batch: CalledBatch, loss: str = "") -> Metrics:
+        """Compute the loss of a training on mini-batches in a forward pass, without an optimizer step.
+
+        ``loss``: as of ``call``; ``ptx`` is that of the step's pretraining texts (``algorithm.ptx``).
+
+        Returns the metrics of the loss, and ``loss``, its mean over the mini-batches. Raises UserError as ``call``.
+        """
+        metrics = self._call(OperatorCall(operator, batch.parts, loss, is_forward=True), batch)
+        assert isinstance(metrics, Metrics), "a loss has metrics"
+        return metrics
 
     def forward_backward(self, operator: str, batch: CalledBatch, loss: str = "") -> None:
         """Add the loss of a training on mini-batches to the next optimizer step of ``optim_step``, which computes all
@@ -191,10 +209,19 @@ class Session:
         self._check_current(batch)
         run = batch.called.add(call)[-1]
         assert isinstance(run, Run), "a call ends with its run"
-        numbers = [call.mini_batches.start, call.mini_batches.stop]
-        self._send({**vars(call), "do": "call", "mini_batches": numbers})
+        self._send({**call.message, "do": "call"})
         number = sum(isinstance(each, Run) for each in batch.called.instructions) - 1
-        return Metrics(self, batch, number) if run.operator.kind == "train" else batch
+        return Metrics(self, batch, number) if run.operator.kind in ("train", "loss") else batch
+
+    def _parts(self, operator: str, batch: CalledBatch, protocol: Split) -> Parts:
+        """Return the prompts of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""
+        called = batch.called.operator(OperatorCall(operator, batch.parts))
+        replicas, split = (
+            self.plan.placement.layout_of(called).replica_sets,
+            TransferProtocol(f"of {operator}", protocol),
+        )
+        each = [split.parts(replicas, self.plan.batch.prompts(number)) for number in batch.parts]
+        return tuple(tuple(chain.from_iterable(parts)) for parts in zip(*each, strict=True))
 
     def save(self) -> None:
         """Write a checkpoint at the end of this step, which ``Session(resume="auto")`` goes on from."""

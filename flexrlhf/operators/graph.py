@@ -25,7 +25,7 @@ COMBINES = frozenset(
     + ("reinforce_advantages", "rejection", "remax_advantages", "reward", "safe_advantages")
 )
 """Combines there."""
-OperatorKind = CallKind | Literal["interact", "score", "retokenize", "combine"]
+OperatorKind = CallKind | Literal["loss", "interact", "score", "retokenize", "combine"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Operator:
     """One step of an algorithm: a model call, or a computation next to a model.
 
     A combine is mathematics on columns; a score calls functions and services; a retokenize encodes texts for a model
-    with another tokenizer; an interact calls the environments of the rows.
+    with another tokenizer; an interact calls the environments of the rows; a loss is that of a train in a forward pass,
+    for a program (strategies/calls.py).
 
     name:         unique in the graph.
-    kind:         generate, forward, train, interact, score, retokenize or combine.
+    kind:         generate, forward, train, loss, interact, score, retokenize or combine.
     role:         the role whose model computes it, or on whose ranks it runs.
     reads:        columns that it reads.
     writes:       columns that it writes; none for a train and for statistics.
@@ -97,6 +98,8 @@ class Operator:
         match self.kind:
             case "generate" | "forward" | "train":
                 return self.kind
+            case "loss":
+                return "forward"
         return None
 
     @property
@@ -105,7 +108,7 @@ class Operator:
 
         A loss of a user's own may, unless its operator says otherwise.
         """
-        if self.kind != "train":
+        if self.kind not in ("train", "loss"):
             return bool(self.compares)
         return LOSSES.get(self.function, is_own(self.function)) if self.compares is None else self.compares
 

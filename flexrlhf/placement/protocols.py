@@ -21,6 +21,8 @@ from flexrlhf.text import ranks_text, span_of
 
 Replicas = tuple[tuple[int, ...], ...]
 """Ranks of each replica."""
+Split = Callable[[Replicas, range], Sequence[Sequence[int]]]
+"""Ranks of each replica and prompts → prompts of each replica."""
 Parts = tuple[tuple[int, ...], ...]
 """Prompts of each replica, ascending."""
 
@@ -30,7 +32,7 @@ class TransferProtocol:
     """A function of (replicas, prompts) that returns the prompts of each replica, with its ``name`` for messages."""
 
     name: str
-    function: Callable[[Replicas, range], Sequence[Sequence[int]]]
+    function: Split
 
     def parts(self, replicas: Replicas, prompts: range) -> Parts:
         """Return the prompts of each replica, the same ones every time.

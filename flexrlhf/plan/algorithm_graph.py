@@ -25,7 +25,7 @@ from flexrlhf.plan.score_sources import with_retokenized, with_sources
 KEY = "algorithm.graph"
 ENTRY_POINTS = "flexrlhf.graphs"
 """Group of the entry points by which an installed package offers graphs."""
-_KINDS = tuple(kind for choice in get_args(OperatorKind) for kind in get_args(choice) or (choice,))
+_KINDS = tuple(kind for choice in get_args(OperatorKind) for kind in get_args(choice) or (choice,) if kind != "loss")
 
 
 def make_graph(spec: Spec) -> Graph:

@@ -6,13 +6,16 @@ What the program calls is known only step by step, so rows move when they are fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.operators.columns import PTX
 from flexrlhf.operators.graph import LOSSES, Graph, Operator, is_own
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.protocols import Parts, TransferProtocol
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync
 from flexrlhf.strategies.schedule import Builder, OperatorTask, Schedule
 
@@ -25,12 +28,27 @@ class OperatorCall:
     mini_batches:  those that a training works on; other operators work on the whole step.
     loss:          of a training, in place of the graph's; empty: that.
     is_joined:     whether a training makes one optimizer step on all of its mini-batches.
+    is_forward:    whether the loss of a training is computed in a forward pass, without an optimizer step.
+    parts:         prompts of each replica of the operator's model; empty: as planned.
     """
 
     operator: str
     mini_batches: range
     loss: str = ""
     is_joined: bool = False
+    is_forward: bool = False
+    parts: Parts = ()
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> OperatorCall:
+        """Return the call that ``message`` has."""
+        numbers, parts = range(*message["mini_batches"]), tuple(map(tuple, message["parts"]))
+        return cls(message["operator"], numbers, message["loss"], message["is_joined"], message["is_forward"], parts)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Fields for JSON."""
+        return {**vars(self), "mini_batches": [self.mini_batches.start, self.mini_batches.stop]}
 
 
 @dataclass
@@ -60,21 +78,40 @@ class CalledStep:
             writer = self.graph.producers.get(missing[0])
             first = "no operator of the graph writes it" if writer is None else f"call {writer.name} first"
             raise UserError(f"session: {operator.name} reads {missing[0]}, which this batch does not have; {first}")
-        if operator.kind != "train" and call.mini_batches != shape.mini_batches:
+        if operator.kind not in ("train", "loss") and call.mini_batches != shape.mini_batches:
             raise UserError(
                 f"session: {operator.name} works on whole batches, found mini-batches {call.mini_batches.start} to "
                 f"{call.mini_batches.stop - 1}; a training takes mini-batches"
             )
         if again := [name for name in operator.writes if name in self.written]:
             raise UserError(f"session: {operator.name} has written {again[0]} of this batch; use it")
-        task = OperatorTask(operator, self.graph.waves[operator.name], None, 0)
+        task = OperatorTask(operator, self.graph.waves[call.operator], None, 0)
         writers = dict.fromkeys(self.written[name] for name in operator.reads if name in self.written)
+        planned = self.builder.placement
+        if call.parts:
+            self.builder.placement = self._with_parts(operator, call)
         moves = self.builder.moves(writers, [task])
         run = replace(self.builder.run(task), mini_batches=call.mini_batches, is_joined=call.is_joined)
+        self.builder.placement = planned
         self.written |= dict.fromkeys(operator.writes, task)
         added = [*moves, run]
         self.instructions += added
         return added
+
+    def _with_parts(self, operator: Operator, call: OperatorCall) -> Placement:
+        """Return the placement with the prompts that a program gives each replica; of other mini-batches the planned
+        ones."""
+        placement, shape = self.builder.placement, self.builder.shape
+        layout, others = placement.layout_of(operator), set(shape.mini_batches).difference(call.mini_batches)
+        whole = [
+            {*part, *(prompt for m in others for prompt in shape.part(layout, replica, m))}
+            for replica, part in enumerate(call.parts)
+        ]
+        protocol = TransferProtocol(
+            f"of {operator.name}", lambda _, prompts: [sorted(part.intersection(prompts)) for part in whole]
+        )
+        layouts = {**placement.layouts, operator.name: replace(layout, protocol=protocol)}
+        return replace(placement, layouts=layouts)
 
     def operator(self, call: OperatorCall) -> Operator:
         """Return the operator of a call, with the loss that it names. Raises UserError."""
@@ -83,10 +120,15 @@ class CalledStep:
             named = f"{nearest(call.operator, known)}; there are {', '.join(known)}"
             raise UserError(f"session: the graph has no operator {call.operator!r}{named}")
         operator = known[call.operator]
+        if operator.kind != "train" and (call.loss or call.is_forward):
+            found = f", found {call.loss!r}" if call.loss else ""
+            raise UserError(f"session: {operator.name} has no loss{found}; a training has one")
+        if call.is_forward:
+            operator = replace(operator, name=f"{operator.name}_loss", kind="loss", on_trained=True)
         if not call.loss:
             return operator
-        if operator.kind != "train":
-            raise UserError(f"session: {operator.name} has no loss, found {call.loss!r}; a training has one")
+        if call.loss == PTX:
+            return _of_texts(operator)
         if call.loss not in LOSSES and not is_own(call.loss):
             raise UserError(
                 f"session: no loss {call.loss!r}{nearest(call.loss, LOSSES)}; there are {', '.join(LOSSES)}, and "
@@ -116,6 +158,15 @@ class CalledStep:
         layout = self.builder.layout_of(next(each for each in self.graph.operators if column in each.reads))
         shape = self.builder.shape
         return {rank: set(shape.prompts_on(layout, rank, shape.mini_batches)) for rank in layout.ranks}
+
+
+def _of_texts(operator: Operator) -> Operator:
+    """Return the loss of ``operator`` on pretraining texts alone. Raises UserError if it has none, or is a training."""
+    if operator.extra_loss != PTX:
+        raise UserError(f"session: {operator.name} has no pretraining texts; set algorithm.ptx")
+    if operator.kind == "train":
+        raise UserError(f"session: {operator.name} adds the loss ptx to its own; compute_loss computes it alone")
+    return replace(operator, function=PTX, reads=operator.extra_reads)
 
 
 def around_calls(instructions: Sequence[Instruction], step: int, steps: int, before: bool) -> Iterator[Instruction]:

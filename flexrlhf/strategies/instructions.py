@@ -390,7 +390,14 @@ TITLES: Mapping[Work, str] = {
 """Kind of work that ranks spend their time on → its name in metrics, figures and tables, in their order."""
 _WORK: Mapping[str, Work] = {
     **{work: work for work in TITLES},
-    **{"retokenize": "score", "eval": "evaluate", "checkpoint": "save", "reload": "offload", "release": "offload"},
+    **{
+        "loss": "forward",
+        "retokenize": "score",
+        "eval": "evaluate",
+        "checkpoint": "save",
+        "reload": "offload",
+        "release": "offload",
+    },
 }
 
 

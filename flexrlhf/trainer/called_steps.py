@@ -78,8 +78,7 @@ class CalledTrainer:
                     self._trainer.begin_round(self._next_step)
                     self._around(before=True)
                 case "call":
-                    numbers = range(*message["mini_batches"])
-                    self._call(OperatorCall(message["operator"], numbers, message["loss"], message["is_joined"]))
+                    self._call(OperatorCall.of(message))
                 case "column":
                     self._send_column(message["name"], message["number"])
                 case "statistics":
@@ -99,6 +98,8 @@ class CalledTrainer:
             if isinstance(instruction, Move):
                 group = Group("move", instruction.ranks)
                 self._rank.world.add_group(self._rank.groups, group, self._plan.spec.timeout_seconds)
+            if call.parts and isinstance(instruction, Run) and self._rank.rank in instruction.ranks:
+                self._trainer.rows.put_inputs_of(instruction, self._next_step)
             position = self._execute(instruction)
             if isinstance(instruction, Run):
                 self._runs.append((position, instruction))
@@ -167,8 +168,10 @@ class CalledTrainer:
         """Send the metrics of a call of this step to the program, once its model's first rank has published them."""
         if self._rank.rank == 0:
             position, run = self._runs[number]
-            statistics = self._trainer.results.recorder.read(self._next_step, position, run)
-            self._feed.reply([json.dumps(evaluate(statistics)).encode()])
+            found = self._trainer.results.recorder.read(self._next_step, position, run)
+            if run.operator.kind == "loss":
+                found = {name.removeprefix(f"{run.operator.name}/"): value for name, value in found.items()}
+            self._feed.reply([json.dumps(evaluate(found)).encode()])
 
 
 def _cut(data: bytes) -> Sequence[bytes]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
+from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Run, Save
 from flexrlhf.strategies.schedule import RunStart
@@ -94,7 +95,7 @@ class Recorder(Observer):
         All ranks of the group have statistics of the same names, and the first one has the samples of all.
         """
         work = execution.work
-        named = {statistic_name(work.operator.name, name): value for name, value in execution.moments.items()}
+        named = {_statistic(work.operator, name): value for name, value in execution.moments.items()}
         names = sorted(named)
         # one collective for all of them
         table = work.model.dp.sum(torch.stack([named[name] for name in names])).tolist() if names else []
@@ -205,6 +206,11 @@ class Recorder(Observer):
     def wait(self, keys: Mapping[str, str], what: str) -> None:
         """Wait until ``keys`` are published. Raises DeadlineError, which names who has not published."""
         self.world.wait_for(self.store, keys, what, self.plan.spec.timeout_seconds)
+
+
+def _statistic(operator: Operator, name: str) -> str:
+    """Return the name of a statistic of ``operator``: that of a loss without its update is not the training's."""
+    return f"{operator.name}/{name}" if operator.kind == "loss" else statistic_name(operator.name, name)
 
 
 def _publisher(run: Run) -> str:

@@ -122,6 +122,8 @@ def run_operator(
     """
     if run.operator.kind == "train":
         return _train(run, store, context)
+    if run.operator.kind == "loss":
+        return _losses(run, store, context)
     batch = run.batch(store, context.device)
     if run.operator.kind == "interact":
         _interact(run, batch, store, context)
@@ -287,8 +289,6 @@ def _combine(
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
     """Make one optimizer step per mini-batch, in order, ``epochs`` times over. Outcomes of rows go into ``store``."""
     operator, algorithm, device = run.operator, context.spec.algorithm, context.device
-    loss = make_loss(operator.function, algorithm)
-    extra_loss = make_loss(operator.extra_loss, algorithm) if operator.extra_loss else None
     if context.check is not None and context.sampling.step == 0:
         context.check.before_training(run.model, run.batch(store, device))
     statistics: Moments = {}
@@ -302,9 +302,7 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
             first = mini_batches.start
             if PRESENT in operator.reads and not _has_rows(run, batches[first]):
                 continue
-            parts: list[tuple[Batch, Loss]] = [(batch, loss) for batch in batches.values()]
-            if extra_loss is not None:
-                parts.append((run.batch(store, device, mini_batches, is_extra=True), extra_loss))
+            parts = _loss_parts(run, batches, store, context)
             name = f"mini-batch {first}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
             of_step = _optimizer_step(run, parts, name, context)
             add_moments(statistics, of_step)
@@ -316,6 +314,32 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
     ]
     store.put(FINAL_OUTCOME, run.present_rows(store, run.mini_batches), torch.cat(final))
     return statistics
+
+
+def _losses(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
+    """Compute the losses of a training on each of its mini-batches, without an optimizer step."""
+    statistics: Moments = {}
+    for number in run.mini_batches:
+        batches = {number: run.batch(store, context.device, range(number, number + 1))}
+        add_moments(statistics, run.model.engine.losses(_loss_parts(run, batches, store, context)))
+    return statistics
+
+
+def _loss_parts(
+    run: OperatorRun, batches: Mapping[int, Batch], store: RowStore, context: OperatorContext
+) -> list[tuple[Batch, Loss]]:
+    """Return each of ``batches``, by mini-batch, with the loss, and further texts with the extra loss; these alone if
+    that is the operator's loss."""
+    operator, algorithm = run.operator, context.spec.algorithm
+    parts: list[tuple[Batch, Loss]] = []
+    if operator.function != operator.extra_loss:
+        loss = make_loss(operator.function, algorithm)
+        parts = [(batch, loss) for batch in batches.values()]
+    if operator.extra_loss:
+        mini_batches = range(min(batches), max(batches) + 1)
+        extra = run.batch(store, context.device, mini_batches, is_extra=True)
+        parts.append((extra, make_loss(operator.extra_loss, algorithm)))
+    return parts
 
 
 def _outcomes(batch: Batch) -> Tensor:

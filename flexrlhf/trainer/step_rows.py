@@ -27,7 +27,7 @@ class StepRows:
     """Row stores of the steps under way on this rank, and the moves to and from other ranks."""
 
     def __init__(self, rank: RankContext, start: RunStart) -> None:
-        self._plan, self._data, self._groups = rank.plan, rank.data, rank.groups
+        self._plan, self._data, self._groups, self._rank = rank.plan, rank.data, rank.groups, rank.rank
         # more than planned while the batches of a larger lag are trained on
         self._num_kept = max(rank.plan.num_steps_kept, start.generated - start.next_step)
         self._start = start
@@ -44,7 +44,7 @@ class StepRows:
             for old in [s for s in self._stores if s < step - self._num_kept]:
                 self._stores.pop(old).finish()
             store = self._stores[step] = RowStore(self._plan.lengths, self.device)
-            self._put_inputs(step, store)
+            self._put_inputs(step, store, self._input_rows)
         return self._stores[step]
 
     def steps_in_flight(self, next_step: int) -> range:
@@ -100,29 +100,35 @@ class StepRows:
     def _number(self, position: int) -> int:
         return prompt_at(self._plan, self._data, position)
 
-    def _put_inputs(self, step: int, store: RowStore) -> None:
-        """Put the input columns of a step into ``store``: prompts or whole rows, mismatched rows, pretraining texts."""
+    def put_inputs_of(self, run: Run, step: int) -> None:
+        """Put the input columns of the rows of a ``run`` that is not in the plan."""
+        if set(run.operator.reads) & set(self._plan.graph.inputs):
+            rows = self._plan.batch.rows(self._plan.batch.prompts_on(run.layout, self._rank, run.mini_batches))
+            self._put_inputs(step, self.at(step), tuple(sorted(set(rows).difference(self._input_rows))))
+
+    def _put_inputs(self, step: int, store: RowStore, rows: Sequence[int]) -> None:
+        """Put the input columns of ``rows`` of a step into ``store``: prompts or whole rows, mismatched rows,
+        pretraining texts."""
         shape, examples = self._plan.batch, self.examples(step)
         if examples:
-            self._put(store, self._columns(examples, shape.samples_per_prompt))
+            self._put(store, rows, self._columns(examples, rows, shape.samples_per_prompt))
         if MISMATCHED_TOKENS in self._plan.graph.inputs:
             parts = [shape.prompts(number) for number in shape.mini_batches]
-            mismatched = self._columns(mismatched_examples(examples, parts), shape.samples_per_prompt)
-            self._put(store, {name: mismatched[plain(name)] for name in qualified(mismatched, MISMATCHED)})
+            mismatched = self._columns(mismatched_examples(examples, parts), rows, shape.samples_per_prompt)
+            self._put(store, rows, {name: mismatched[plain(name)] for name in qualified(mismatched, MISMATCHED)})
         if further := self._data.texts:
             indices = step_indices(self._plan.spec.seed, step, shape.num_rows, len(further))
-            texts = self._columns([further[i] for i in indices], 1)
-            self._put(store, {name: texts[plain(name)] for name in qualified(texts, PTX)})
+            texts = self._columns([further[i] for i in indices], rows, 1)
+            self._put(store, rows, {name: texts[plain(name)] for name in qualified(texts, PTX)})
 
-    def _columns(self, examples: Sequence[Example], samples_per_prompt: int) -> dict[str, Tensor]:
-        pad = self._data.pad_token_id
-        return input_columns(examples, self._input_rows, samples_per_prompt, self._plan.lengths, pad)
+    def _columns(self, examples: Sequence[Example], rows: Sequence[int], samples_per_prompt: int) -> dict[str, Tensor]:
+        return input_columns(examples, rows, samples_per_prompt, self._plan.lengths, self._data.pad_token_id)
 
-    def _put(self, store: RowStore, columns: Mapping[str, Tensor]) -> None:
+    def _put(self, store: RowStore, rows: Sequence[int], columns: Mapping[str, Tensor]) -> None:
         """Put the ``columns`` that the graph reads."""
         for name in self._plan.graph.inputs:
             if name in columns:
-                store.put(name, self._input_rows, columns[name].to(self.device))
+                store.put(name, rows, columns[name].to(self.device))
 
 
 def prompt_numbers(

@@ -3,7 +3,8 @@
     python called.py CONFIG [WAY]
 
 WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: ends itself by SIGKILL in the third step;
-``chooses``: trains on steps whose mean score is not above that of the step before.
+``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
+step before, with the rows of the reference's log-probs split by their lengths.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from flexrlhf import Session
+from flexrlhf.config.code_loading import load_function
 from flexrlhf.launch.session import CalledBatch
+from flexrlhf.placement.protocols import Split
+
+PRIMITIVES = Path(__file__).parents[2] / "configs" / "primitives.py"
 
 
 def main(config: str, way: str = "", resume: str | None = None) -> None:
@@ -22,10 +29,15 @@ def main(config: str, way: str = "", resume: str | None = None) -> None:
         for batch in run.prompts():
             if way == "stops" and batch.step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if way == "primitives":
+                load_function(f"{PRIMITIVES}:train")(run, batch)
+                run.save()
+                continue
             due = [each for each in run.plan.graph.operators if batch.step % each.every == 0]
             for operator in due:
                 if operator.kind != "train":
-                    run.call(operator.name, batch)
+                    is_split = way == "chooses" and operator.name == "ref_logprobs"
+                    run.call(operator.name, batch, protocol=by_length(run, batch) if is_split else None)
             mean = float(batch["scores"].mean()) if way == "chooses" else 0.0
             if before is None or mean <= before:
                 for operator in due:
@@ -35,8 +47,25 @@ def main(config: str, way: str = "", resume: str | None = None) -> None:
             run.save()
 
 
+def by_length(run: Session, batch: CalledBatch) -> Split:
+    """Split prompts so that each replica has about as many tokens of responses."""
+    lengths = batch["response_mask"].sum(1).view(-1, run.plan.batch.samples_per_prompt).sum(1).tolist()
+
+    def split(replicas: Sequence[Sequence[int]], prompts: range) -> list[list[int]]:
+        parts: list[list[int]] = [[] for _ in replicas]
+        for prompt in sorted(prompts, key=lambda each: -lengths[each]):
+            min(parts, key=lambda part: sum(lengths[each] for each in part)).append(prompt)
+        return parts
+
+    return split
+
+
 def train(run: Session, operator: str, batch: CalledBatch, way: str) -> None:
-    for part in batch.mini_batches(run.plan.batch.num_mini_batches):
+    # further epochs begin once all mini-batches are trained on
+    count = run.plan.batch.num_mini_batches if run.plan.spec.algorithm.epochs == 1 else 1
+    for part in batch.mini_batches(count):
+        if way == "chooses":
+            run.compute_loss(operator, part)
         if way == "joined":
             run.forward_backward(operator, part)
             metrics = run.optim_step(operator)

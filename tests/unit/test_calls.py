@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 
+PRETRAINED = "algorithm.ptx={path: texts.jsonl, coefficient: 0.5}"
 PLACEMENTS = [([1, 1, 1, 1], 2), ([0.5] * 4, 2), ([1, 1, 0.5, 0.5], 4), ([0.5] * 6, 4)]
 
 
@@ -85,6 +87,8 @@ def test_wrong_calls_are_refused() -> None:
             OperatorCall("train_actor", everything, "policy_los"),
             r"no loss 'policy_los' \(did you mean 'policy_loss'\?\)",
         ),
+        (OperatorCall("values", everything, is_forward=True), "values has no loss; a training has one"),
+        (OperatorCall("train_actor", everything, "ptx"), "train_actor has no pretraining texts; set algorithm.ptx"),
     ):
         with pytest.raises(UserError, match=sentence):
             step.add(call)
@@ -93,6 +97,35 @@ def test_wrong_calls_are_refused() -> None:
         step.add(OperatorCall("generate", everything))
     with pytest.raises(UserError, match=r"no column 'score' \(did you mean|no column 'score'; it has prompts"):
         step.owners("score")
+
+
+def test_a_loss_is_computed_on_the_ranks_that_train_and_leaves_rows_to_be_trained_on() -> None:
+    plan = whole_plan_of([0.5] * 6, 4, "algorithm.num_mini_batches=2", PRETRAINED)
+    step = begin(plan)
+    for name in ("generate", "logprobs", "values", "ref_logprobs", "scores", "advantages"):
+        step.add(OperatorCall(name, plan.batch.mini_batches))
+    for loss, is_read in (("", True), ("ptx", False)):
+        *moves, run = step.add(OperatorCall("train_actor", range(1, 2), loss, is_forward=True))
+        assert isinstance(run, Run) and (run.operator.kind, run.operator.call) == ("loss", "forward")
+        assert run.ranks == plan.placement["actor"].ranks and run.mini_batches == range(1, 2)
+        assert ("advantages" in run.operator.reads) == is_read and "tokens.ptx" in run.operator.reads
+    assert not moves
+    *_, train = step.add(OperatorCall("train_actor", range(1, 2)))
+    assert isinstance(train, Run) and train.operator in plan.graph.operators
+
+
+def test_rows_of_a_call_are_where_a_program_puts_them() -> None:
+    """Those of its mini-batches; the next call has the planned ones."""
+    plan = whole_plan_of([1, 1, 1, 1], 2, "algorithm.num_mini_batches=2", PRETRAINED)
+    step, everything = begin(plan), plan.batch.mini_batches
+    step.add(OperatorCall("generate", everything))
+    *moves, run = step.add(OperatorCall("values", everything, parts=((0, 2, 4, 6), (1, 3, 5, 7))))
+    assert isinstance(run, Run) and plan.batch.prompts_on(run.layout, 1, everything) == (1, 3, 5, 7)
+    assert traffic(moves)["tokens", 0, 1] == traffic(moves)["tokens", 1, 0] == 2
+    assert not step.add(OperatorCall("scores", everything))[:-1]
+    *_, run = step.add(OperatorCall("train_actor", range(1), "ptx", is_forward=True, parts=((3,), (0, 1, 2))))
+    assert isinstance(run, Run) and plan.batch.prompts_on(run.layout, 0, everything) == (3, 4, 5)
+    assert OperatorCall.of(json.loads(json.dumps(OperatorCall("values", everything, parts=((1,), ())).message))).parts
 
 
 def test_every_row_of_a_column_has_one_owner() -> None:

@@ -349,7 +349,7 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
         "__enter__": lambda session: session,
         "__exit__": lambda session, *error: None,
         "_send": lambda session, message: None,
-        "column": lambda session, batch, name: torch.zeros(1),
+        "column": lambda session, batch, name: torch.zeros(len(batch), 1),
         "statistics": lambda session, batch, number: {},
     }
     for name, function in unsent.items():

@@ -229,6 +229,10 @@ class DeepSpeedEngine(Engine):
                     error.first = self._passes.first_non_finite(parts)
                 raise
 
+    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        with self._as_world(), self._gathering():
+            return self._passes.losses(parts)
+
     def _backward(self, value: Tensor, is_last: bool) -> None:
         """Run backward of one contribution to the loss. DeepSpeed averages over ranks, and contributions add up."""
         self._engine.set_gradient_accumulation_boundary(is_last)

@@ -111,6 +111,9 @@ class MegatronEngine(Engine):
         finally:
             update.release()
 
+    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        return self._passes.losses(parts)
+
     def weights(self) -> dict[str, Tensor]:
         return {name: rows.live for name, rows in self._named.items()}
 

@@ -26,6 +26,7 @@ from flexrlhf.engines.readout import (
     Computed,
     PassRequest,
     Readout,
+    losses_of,
     outputs_of,
     quantity_of,
     totals_of,
@@ -95,6 +96,11 @@ class StagePasses:
     def first_non_finite(self, parts: Sequence[tuple[Batch, Loss]]) -> NonFinite | None:
         """Return the first row with a number that is not finite, over all data-parallel ranks, which call alike."""
         return first_in_training(self._training_passes(parts), parts, self.dp)
+
+    @torch.no_grad()
+    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        """Compute the losses, each of its own mini-batch, as ``Engine.losses``."""
+        return losses_of(self._training_passes(parts), parts, self.dp)
 
     def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
         for part, (batch, loss) in enumerate(parts):

@@ -111,6 +111,10 @@ class TorchEngine(Engine):
                 error.first = self._passes.first_non_finite(parts)
             raise
 
+    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        with self._gathering():
+            return self._passes.losses(parts)
+
     def weights(self) -> dict[str, Tensor]:
         live = {name: local(parameter) for name, parameter in self._model.named_parameters()}
         return live | {name: local(master) for name, master in self._masters.items()}

@@ -184,6 +184,9 @@ class VllmEngine(Engine):
     def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         raise AssertionError("planning gives a rollout engine only generate")
 
+    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        raise AssertionError("planning gives a rollout engine only generate")
+
     def training_state(self) -> TrainingState:
         raise AssertionError("planning gives a rollout engine only generate")
 
