@@ -324,8 +324,8 @@ class Engine(Protocol):
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         """Compute the losses, each over its own mini-batch, in forward passes without gradients.
 
-        Returns their statistics over this rank's rows, and ``loss``: this rank's part of their sum, with the weight 1
-        on the first data-parallel rank.
+        Returns their statistics over this rank's rows, and ``total_loss``: this rank's part of their sum, with the
+        weight 1 on the first data-parallel rank.
         """
         ...
 

@@ -169,7 +169,7 @@ def losses_of(passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]
         value, part = parts[each.part][1].function(each.outputs, each.batch, each.totals)
         add_moments(statistics, part)
         total = total + value
-    return statistics | {"loss": torch.stack([torch.full_like(total, float(dp.is_first)), total, total * total])}
+    return statistics | {"total_loss": torch.stack([torch.full_like(total, float(dp.is_first)), total, total * total])}
 
 
 def quantity_of(column: Column) -> Quantity:

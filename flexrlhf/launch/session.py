@@ -176,7 +176,8 @@ class Session:
 
         ``loss``: as of ``call``; ``ptx`` is that of the step's pretraining texts (``algorithm.ptx``).
 
-        Returns the metrics of the loss, and ``loss``, its mean over the mini-batches. Raises UserError as ``call``.
+        Returns the metrics of the loss, and ``total_loss``, its mean over the mini-batches. Raises UserError as
+        ``call``.
         """
         metrics = self._call(OperatorCall(operator, batch.parts, loss, is_forward=True), batch)
         assert isinstance(metrics, Metrics), "a loss has metrics"

@@ -70,7 +70,7 @@ def test_a_program_that_is_killed_goes_on_with_the_bits_of_the_graph(
     # of the texts that the step then trains on, before its first update
     nll, settings = found.metrics[2]["train_actor_loss/ptx_nll"], found.plan.spec.algorithm.ptx
     assert nll == pytest.approx(planned.metrics[2]["ptx_nll"], rel=0.1)
-    assert found.metrics[2]["train_actor_loss/loss"] == pytest.approx(settings.coefficient * nll, rel=0.1)
+    assert found.metrics[2]["train_actor_loss/total_loss"] == pytest.approx(settings.coefficient * nll, rel=0.1)
 
 
 @pytest.mark.parametrize("case", params([SPLIT]))
@@ -87,7 +87,7 @@ def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, ca
         assert sum(row[name] for name in row if name.startswith("rows_")) == found.plan.batch.num_rows
     # before each update
     first = found.metrics[0]
-    assert first["train_actor_loss/policy_loss"] == first["policy_loss"] and first["train_actor_loss/loss"]
+    assert first["train_actor_loss/policy_loss"] == first["policy_loss"] and first["train_actor_loss/total_loss"]
     mine, planned = found.columns(0), launches.outcome(case).columns(0)
     assert torch.equal(mine["tokens"], planned["tokens"])
     torch.testing.assert_close(mine["ref_logprobs"], planned["ref_logprobs"], rtol=1e-5, atol=1e-6)

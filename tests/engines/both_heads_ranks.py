@@ -61,9 +61,10 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
     planned = {each: part.num_elements for each, part in parts_on(model, shape, world.rank).items()}
     assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, name
     share = slice(None) if spec.tp > 1 else rows_of(world.rank)
+    losses = engine.losses(parts_of(0, None if spec.tp > 1 else world.rank))
     for step in range(UPDATES):
         engine.train(parts_of(step, None if spec.tp > 1 else world.rank))
-    found = engine.forward(prompts().select(share), COLUMNS_OF_BOTH)
+    found = engine.forward(prompts().select(share), COLUMNS_OF_BOTH) | {"losses": torch.stack([*losses.values()])}
     found |= {
         f"response {each}": column for each, column in engine.generate(prompts().select(share), sampling()).items()
     }

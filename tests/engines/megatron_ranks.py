@@ -70,6 +70,7 @@ def run_case(model: PlacedModel, case: Case, world: World, groups: Groups) -> di
     batch = mini_batch(20, rows=7).select(rows)
     found = {f"first {each}": tensor.clone() for each, tensor in engine.weights().items()}
     found["before"] = engine.forward(batch, [case.column])[case.column.name]
+    found["losses"] = torch.stack([*engine.losses(parts_of(case, 0, rows)).values()])
     for step in range(UPDATES):
         found[f"norm {step}"] = engine.train(parts_of(case, step, rows))["grad_norm"][1]
         if step == 1:

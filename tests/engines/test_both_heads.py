@@ -388,13 +388,17 @@ def test_two_ranks_compute_the_same_as_one(case: str, of_two_ranks: tuple[dict[s
     """Rows are shared unevenly, and of the second loss one rank has none."""
     settings = {name: value for name, value in CASES[case].items() if name not in ("zero", "tp", "engine")}
     engine = trunk_of(INIT, **settings)
-    before = snapshot(engine)
+    before, losses = snapshot(engine), engine.losses(parts_of(0, None))
     for step in range(UPDATES):
-        engine.train(parts_of(step, None))
+        statistics = engine.train(parts_of(step, None))
+        assert step or all(torch.equal(statistics[name], losses[name]) for name in losses.keys() - {"total_loss"})
     expected = engine.forward(prompts(), BOTH)
     responses = engine.generate(prompts(), sampling())
     first, second = (found[case] for found in of_two_ranks)
     tolerance = 0.1 if "dtype" in settings else 1e-4
+    # without the sum of squares, which is none of parts of a sum
+    both = first["losses"] if CASES[case].get("tp") else first["losses"] + second["losses"]
+    assert torch.allclose(both[:, :2], torch.stack([*losses.values()])[:, :2], rtol=tolerance, atol=tolerance)
     for name, column in expected.items():
         found = first[name] if CASES[case].get("tp") else torch.cat([first[name], second[name]])
         assert torch.allclose(found, column, rtol=tolerance, atol=tolerance), name

@@ -48,6 +48,9 @@ def test_ranks_compute_the_same_as_one(name: str, of_four_ranks: Found, model_fi
     for rank in layout.ranks:
         check_weights(case, rank, found[rank], "first", engine.weights(), exact=True)
     expected = {"before": engine.forward(batch, [case.column])[column]}
+    losses = torch.stack([*engine.losses(parts_of(case, 0, slice(None))).values()])[:, :2]
+    summed = sum(found[ranks[0]]["losses"][:, :2] for ranks in layout.replica_sets)
+    close(summed, losses, (0.05 if "dtype" in case.settings else 1e-5) * float(losses.max()), "losses")
     for step in range(UPDATES):
         expected[f"norm {step}"] = engine.train(parts_of(case, step, slice(None)))["grad_norm"][1]
     expected["after"] = engine.forward(batch, [case.column])[column]
