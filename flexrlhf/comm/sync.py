@@ -45,6 +45,7 @@ class SyncChannel:
     group:     of senders and receivers; None if nothing crosses between ranks.
     gather:    collective that makes adapters whole before they are merged; None: none are merged here.
     overlaps:  whether it overlaps the computation of its ranks.
+    reused:    weights that the copy has from its source on this rank without a transfer.
     """
 
     plan: SyncPlan
@@ -53,6 +54,7 @@ class SyncChannel:
     group: dist.ProcessGroup | None
     gather: WeightGather | None = None
     overlaps: bool = False
+    reused: frozenset[str] = frozenset()
 
 
 class BufferPool:
@@ -189,9 +191,9 @@ class _Exchange:
         arriving: deque[_Arriving | None] = deque()
         for bucket in buckets:
             arriving.append(self._begin(bucket, *next(vectors), copy))
-            if bucket.stays:
+            if stays := tuple(each for each in bucket.stays if each.name not in self._channel.reused):
                 assert values is not None and copy is not None, "both models are on this rank"
-                self._copy(bucket.stays, values, copy)
+                self._copy(stays, values, copy)
             # a bucket is stored while the next one arrives, so that the one after can send it on
             if len(arriving) == NUM_BUCKETS - 1:
                 self._store(arriving.popleft(), copy)

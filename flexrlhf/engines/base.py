@@ -338,6 +338,21 @@ class Engine(Protocol):
         """
         ...
 
+    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return this rank's part of the named parameters as passes read them, for a copy to use until ``take_back``.
+
+        They stay on the device if the model is offloaded. A copy that frees one restores it before it is taken back.
+        """
+        raise AssertionError(f"{type(self).__name__} lends no weights (weights/reuse.py)")
+
+    def take_back(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """End the use of ``tensors`` by a copy; None: of all that are lent."""
+        raise AssertionError(f"{type(self).__name__} lends no weights (weights/reuse.py)")
+
+    def point_to(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use ``tensors`` as the named parameters of a model that is not trained, in place of memory of its own."""
+        raise AssertionError(f"{type(self).__name__} uses no weights of others (weights/reuse.py)")
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part of the named parameters with tensors of as many elements, in any shape."""
         ...

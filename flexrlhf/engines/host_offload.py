@@ -40,6 +40,8 @@ class HostOffload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._offloaded: list[_OffloadedStorage] = []
+        self._is_offloaded, self._keeps = False, True
+        self._lent: dict[int, torch.UntypedStorage] = {}
         self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)  # host memory by size
 
     @property
@@ -50,18 +52,36 @@ class HostOffload:
     def offload(self, tensors: Iterable[Tensor], keeps: bool = True) -> None:
         """Copy the storages of ``tensors`` to host memory and free them; without ``keeps`` free them alone.
 
-        May not be called twice without ``reload``.
+        Storages that are lent stay until ``take_back``. May not be called twice without ``reload``.
         """
-        assert not self._offloaded, "already offloaded"
-        for storage in storages_of(tensors):
+        assert not self._is_offloaded, "already offloaded"
+        self._is_offloaded, self._keeps = True, keeps
+        self._offload(each for each in storages_of(tensors) if each._cdata not in self._lent)
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of ``tensors`` to others, until ``take_back``."""
+        self._lent |= {storage._cdata: storage for storage in storages_of(tensors)}
+
+    def take_back(self, tensors: Iterable[Tensor] | None) -> None:
+        """Take back the storages of ``tensors``, which have their values; None: all that are lent."""
+        storages = list(self._lent.values()) if tensors is None else storages_of(tensors)
+        for storage in storages:
+            del self._lent[storage._cdata]
+        if self._is_offloaded:
+            self._offload(storages)
+
+    def _offload(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        freed = []
+        for storage in storages:
             if storage.device.type != self._device.type:
                 continue  # in host memory already
-            copy = self._copy_of(storage) if keeps else None
-            self._offloaded.append(_OffloadedStorage(storage, storage.nbytes(), copy))
-        if keeps and self._device.type != "cpu":
+            copy = self._copy_of(storage) if self._keeps else None
+            freed.append(_OffloadedStorage(storage, storage.nbytes(), copy))
+        if self._keeps and self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        for item in self._offloaded:
+        for item in freed:
             item.storage.resize_(0)
+        self._offloaded += freed
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, or while it is offloaded its copy in host memory."""
@@ -80,6 +100,7 @@ class HostOffload:
                 item.storage.copy_(item.copy.untyped_storage(), non_blocking=True)
                 self._unused[item.num_bytes].append(item.copy)
         self._offloaded.clear()
+        self._is_offloaded = False
 
     def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
         """Begin to copy a storage; on a CPU too, where that saves nothing but runs the same way."""

@@ -18,7 +18,7 @@ from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
 from flexrlhf.memory.packed_rows import PassSize, largest_pass, packs_texts, shares_prompts
-from flexrlhf.memory.states import State, item_bytes
+from flexrlhf.memory.states import State, item_bytes, reused_bytes
 from flexrlhf.memory.transfer_bytes import (
     UNDER_WAY,
     WeightSync,
@@ -32,8 +32,9 @@ from flexrlhf.memory.transfer_bytes import (
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
+from flexrlhf.weights.reuse import Reuse, bytes_of, obstacle, reuse_on
 from flexrlhf.weights.shapes import ModelShape, Sizes
-from flexrlhf.weights.shards import position_of
+from flexrlhf.weights.shards import part_elements, position_of
 from flexrlhf.weights.transfers import NodeOf
 
 
@@ -72,10 +73,17 @@ class Copying:
     models: tuple[ModelName, ...]
 
 
-Work = Compute | WeightSync | Saving | Copying
+@dataclass(frozen=True)
+class Releasing:
+    """A Release of a copy, which returns weights that its source has lent."""
+
+    model: ModelName
+
+
+Work = Compute | WeightSync | Saving | Copying | Releasing
 ROWS = "rows in flight"
 """Part of every phase with a lag or episodes."""
-PhaseKind = CallKind | Literal["load", "resume", "update", "sync", "save", "checkpoint"]
+PhaseKind = CallKind | Literal["load", "resume", "update", "sync", "save", "checkpoint", "release"]
 NamedBytes = Mapping[str, int | None]
 """Bytes by name; None where they are known only once the model is loaded."""
 
@@ -112,7 +120,7 @@ class Phase:
 
     @property
     def label(self) -> str:
-        words = {"sync": "to"} | dict.fromkeys(("load", "resume", "save", "checkpoint"), "of")
+        words = {"sync": "to"} | dict.fromkeys(("load", "resume", "save", "checkpoint", "release"), "of")
         return f"{self.kind} {words.get(self.kind, 'on')} {self.model}"
 
 
@@ -146,6 +154,7 @@ class Sizing:
     sync:       settings of weight syncs.
     own_texts:  lengths by role, for models with a tokenizer of their own.
     node_of:    node of a rank; None: all are on one.
+    reusing:    copies that exist only during their calls, as of ``copies_that_reuse`` (strategies/syncs.py).
     """
 
     placement: Placement
@@ -154,6 +163,7 @@ class Sizing:
     sync: SyncSpec
     own_texts: Mapping[str, SequenceLengths] = field(default_factory=dict)
     node_of: NodeOf | None = None
+    reusing: Mapping[ModelName, str] = field(default_factory=dict)
 
     def texts_of(self, role: str) -> SequenceLengths:
         """Return the lengths of the rows that the models of ``role`` read."""
@@ -161,10 +171,25 @@ class Sizing:
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the state of ``model`` on ``rank``; None before an unknown architecture is loaded."""
-        shape, key = self.shapes.get(model.role), (model.name, position_of(model, rank))
+        shape, reuse = self.shapes.get(model.role), self.reuse(model, rank)
+        key = model.name, position_of(model, rank), id(reuse)
         if key not in self._states:
-            self._states[key] = None if shape is None else model_state(model, shape, rank)
+            state = None if shape is None else model_state(model, shape, rank)
+            self._states[key] = state if state is None or reuse is None else _reusing(state, model, reuse)
         return self._states[key]
+
+    def reuse(self, model: PlacedModel, rank: int) -> Reuse | None:
+        """Return the weights of a copy on ``rank`` that are stored once; None if it stores all by itself."""
+        shape = self.shapes.get(model.role)
+        if model.name not in self.reusing or shape is None:
+            return None
+        source = self.placement[model.role]
+        if rank not in source.ranks or obstacle(source, model, self.sync.dtype):
+            return None
+        key = model.name, position_of(model, rank), position_of(source, rank)
+        if key not in self._reused:
+            self._reused[key] = reuse_on(source, model, shape, rank, lends=not self.reusing[model.name])
+        return self._reused[key]
 
     def kv_bytes(self, model: PlacedModel) -> int:
         """Return the bytes of a rollout engine's KV cache on each of its ranks; other engines allocate theirs per
@@ -188,6 +213,10 @@ class Sizing:
         return {}
 
     @cached_property
+    def _reused(self) -> dict[object, Reuse]:
+        return {}
+
+    @cached_property
     def _phases(self) -> dict[object, tuple[Phase, ...]]:
         return {}
 
@@ -201,11 +230,22 @@ class Sizing:
                 if source.role in self.shapes:
                     shape = self.shapes[source.role]
                     parts = sync_parts(source, destination, shape, self.sync, rank, work.overlaps, self.node_of)
-                return (Phase("sync", destination.name, parts),)
+                return (Phase("sync", destination.name, {**parts, **self._lending(destination, rank, parts)}),)
+            case Releasing():
+                copy = self.placement[work.model]
+                return (Phase("release", copy.name, self._lending(copy, rank, {})),)
             case Saving():
                 return (self._save(work, self.placement[work.model], rank),)
             case Copying():
                 return (self._copy(work, rank),)
+
+    def _lending(self, copy: PlacedModel, rank: int, parts: NamedBytes) -> NamedBytes:
+        """Return the bytes of the largest tensor that moves between ``copy`` and its source, beyond ``parts``, which
+        exist later."""
+        reuse = self.reuse(copy, rank) if rank in copy.ranks else None
+        largest = 0 if reuse is None else bytes_of(copy, reuse.largest_lent)
+        known = sum(size or 0 for size in parts.values())
+        return {"lent": largest - known} if largest > known else {}
 
     def loading_bytes(self, rank: int) -> int:
         """Return the host memory while models are loaded, one by one."""
@@ -290,6 +330,14 @@ class Sizing:
             if shape is not None and rank in model.ranks:
                 sizes.append(copied_bytes(model, shape, rank))
         return Phase("checkpoint", ", ".join(work.models), {}, host=sum(sizes))
+
+
+def _reusing(state: State, copy: PlacedModel, reuse: Reuse) -> State:
+    """Return the state of ``copy``, whose own one is ``state``, without views, which it has memory for as it is
+    loaded."""
+    views = bytes_of(copy, part_elements(reuse.parts, sorted(reuse.views)))
+    lent, viewed = (bytes_of(copy, reuse.source_elements(names)) for names in (reuse.lent, reuse.views))
+    return replace(state, weights=state.weights - views, at_load=views, lent=lent, viewed=viewed)
 
 
 def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
@@ -445,7 +493,7 @@ def _with_states(
     absent: frozenset[ModelName],
     kept: frozenset[ModelName],
 ) -> Phase:
-    device = host = 0
+    device, host = reused_bytes(states, absent), 0
     for name, state in states.items():
         if state is None:
             continue

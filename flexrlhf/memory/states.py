@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -53,6 +54,8 @@ class State:
     at_load:          in addition while it is loaded.
     stays:            nothing of it can be offloaded.
     transient:        it is released instead of offloaded, and nothing of it is copied to host memory.
+    lent:             weights of its source that it stores for it, whose memory is freed while it exists.
+    viewed:           weights of its source that it has views of, which stay on the device while it exists.
     """
 
     weights: int
@@ -66,6 +69,8 @@ class State:
     at_load: int = 0
     stays: bool = False
     transient: bool = False
+    lent: int = 0
+    viewed: int = 0
 
     @property
     def resting(self) -> int:
@@ -92,6 +97,19 @@ class State:
     def training(self) -> int:
         """Bytes on the device while the model trains."""
         return self.weights + self.optimizer + self.buffers + self.gradients
+
+
+def reused_bytes(states: Mapping[ModelName, State | None], absent: Collection[str]) -> int:
+    """Return the bytes that are on the device in addition to the ``resting`` ones of models there, and to the ones that
+    are not ``freed`` of others: below 0, if copies store weights for their sources.
+
+    absent:  models that are offloaded or released.
+    """
+    found = 0
+    for name, state in states.items():
+        if state is not None and name not in absent and (state.lent or state.viewed):
+            found += state.viewed if name.role in absent else -state.lent
+    return found
 
 
 def num_moments(optimizer: OptimizerSpec) -> int:

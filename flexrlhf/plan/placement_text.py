@@ -12,6 +12,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.environment_places import episodes_of_process, processes_by_machine, processes_by_rank
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text, span_of
+from flexrlhf.weights.reuse import Reuse, obstacle
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import layer_of, of_stage
 
@@ -30,6 +31,7 @@ def placement_lines(plan: Plan) -> list[str]:
         head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
         lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
+        lines += [f"{'':<{width}}{line}" for line in _reused(plan, model)]
     shared = {role: model.share for role, model in plan.spec.models if model is not None and model.share is not None}
     lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in shared.items()]
     for count, machines in _by_value(processes_by_machine(plan)).items():
@@ -93,6 +95,46 @@ def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
         others = sorted({name.removesuffix(".weight") for name in names if layer_of(name) is None})
         shown = f", {', '.join(others)}" if others else ""
         yield f"stage {stage} on {ranks_text(ranks)}: layers {layers[0]}-{layers[-1]}{shown}"
+
+
+def _reused(plan: Plan, copy: PlacedModel) -> Iterator[str]:
+    """Yield lines on the weights that a copy and its source store once on ranks that both have, and why others are
+    stored twice.
+    """
+    source, reusing = plan.placement[copy.role], plan.sizing.reusing
+    common = [rank for rank in copy.ranks if rank in source.ranks]
+    if not (copy.follows and common and copy.role in plan.shapes):
+        return
+    if reason := obstacle(source, copy, plan.spec.sync.dtype):
+        yield f"next to the weights of {source.name}: {reason}"
+        return
+    texts = {rank: _reused_text(plan.sizing.reuse(copy, rank), source) for rank in common}
+    for text, ranks in sorted((text, ranks) for text, ranks in _by_text(texts).items()):
+        yield text if len(ranks) == len(copy.ranks) else f"on {ranks_text(ranks)} {text}"
+    if user := reusing.get(copy.name, "its training"):
+        yield f"next to shards of {source.name}, because of {user} meanwhile"
+
+
+def _reused_text(reuse: Reuse | None, source: PlacedModel) -> str:
+    """Return which weights a copy and its source store once on a rank."""
+    if reuse is None or not (reuse.views or reuse.lent):
+        return f"next to the weights of {source.name}: none is inside another"
+    if len(reuse.views) == len(reuse.parts):
+        return f"views of the weights of {source.name}"
+    stored, once = (reuse.source_elements(names) for names in (reuse.source_parts, reuse.views | reuse.lent))
+    if stored == once:
+        return f"contains the weights of {source.name}, which have no memory of their own meanwhile"
+    return (
+        f"next to {100 * (stored - once) / stored:.3g} % of the weights of {source.name}, which are not inside its own"
+    )
+
+
+def _by_text(texts: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each text."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, text in texts.items():
+        ranks[text].append(rank)
+    return {text: tuple(sorted(found)) for text, found in ranks.items()}
 
 
 def _computed(plan: Plan, model: PlacedModel) -> str:

@@ -22,6 +22,7 @@ from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
 from flexrlhf.strategies.schedule import Schedule, checkpointed_models, later_chunks
+from flexrlhf.strategies.syncs import copies_that_reuse
 from flexrlhf.strategies.workload import first_alike, rows_in_flight_bytes, workload
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.sync_plan import sync_bytes, sync_links
@@ -172,9 +173,10 @@ class Plan:
 
     def loaded_on(self, rank: int) -> list[PlacedModel]:
         """Return the models of ``rank`` as they are loaded, all ranks in one order: first models that start in host
-        memory anywhere, and need a device for a moment.
+        memory anywhere, or released, and need a device for a moment.
         """
         away = {name for names in self.offloaded.values() for name in names}
+        away |= {model.name for model in self.placement.models if model.is_transient}
         return sorted(self.placement.on_rank(rank), key=lambda model: model.name not in away)
 
     @cached_property
@@ -182,7 +184,9 @@ class Plan:
         """Inputs of the memory plan."""
         texts = SequenceLengths(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
         node_of = self.cluster.node_of if self.cluster.num_nodes > 1 else None
-        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own_texts(self.lengths, texts), node_of)
+        reusing = copies_that_reuse(self.schedule.instructions, self.placement)
+        own = own_texts(self.lengths, texts)
+        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own, node_of, reusing)
 
     def memory(self, rank: int, sizing: Sizing | None = None) -> RankMemory:
         """Return the memory of ``rank`` by model and phase. ``sizing``: in place of that of the plan."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexrlhf.memory.budget import Phase, Sizing
+from flexrlhf.memory.states import reused_bytes
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, Placement
@@ -53,6 +54,15 @@ class DeviceMemory:
         """Return the bytes of a model between instructions that offloading frees."""
         state = self.sizing.state(self.sizing.placement[model], rank)
         return 0 if state is None else state.freed
+
+    def states(self, rank: int, on_device: Collection[ModelName]) -> int:
+        """Return the bytes of models on the device that offloading frees, and of weights of others that their copies
+        keep there."""
+        total = sum(self.state(rank, name) for name in on_device)
+        if not self.sizing.reusing:
+            return total
+        known = {model.name: self.sizing.state(model, rank) for model in self.sizing.placement.on_rank(rank)}
+        return total + reused_bytes(known, known.keys() - set(on_device))
 
     def needed_for(self, rank: int, instruction: Instruction, missing: Collection[ModelName] = ()) -> int:
         """Return the bytes of an instruction in addition to the models on the device.
@@ -149,16 +159,15 @@ class _Walk:
         self, index: int, needed: Sequence[ModelName], missing: Sequence[ModelName], room: int
     ) -> list[ModelName]:
         """Return the models to evict so that those needed fit, farthest next use first."""
-        total = sum(self.memory.state(self.rank, name) for name in self.on_device.union(missing))
-        if total <= room:
+        present = self.on_device.union(missing)
+        if self.memory.states(self.rank, present) <= room:
             return []
         others = self.on_device - set(needed) - self.transient
         movable = (name for name in others if self.memory.state(self.rank, name))
         idle = sorted(movable, key=lambda name: (-self._next_use(index, name), name))
         victims: list[ModelName] = []
-        while total > room and idle:
+        while idle and self.memory.states(self.rank, present.difference(victims)) > room:
             victims.append(idle.pop(0))
-            total -= self.memory.state(self.rank, victims[-1])
         return victims
 
     def _next_use(self, index: int, name: ModelName) -> int:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from flexrlhf.memory.budget import Compute, Copying, Saving, Work
+from flexrlhf.memory.budget import Compute, Copying, Releasing, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
 from flexrlhf.operators.columns import FINAL_OUTCOME, Lengths
 from flexrlhf.placement.cluster import Cluster
@@ -24,6 +24,8 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
+from flexrlhf.weights.reuse import obstacle
+from flexrlhf.weights.shards import position_of
 
 
 def workload(
@@ -40,7 +42,7 @@ def workload(
     absent, woken = _absent_at_start(instructions), frozenset[ModelName]()
     for instruction in instructions:
         match instruction:
-            case Offload() | Release():
+            case Offload():
                 absent |= {instruction.model}
             case Reload():
                 absent -= {instruction.model}
@@ -55,6 +57,8 @@ def workload(
                 yield replace(work, wakes=placement[work.destination].has_cache), absent
             else:
                 yield work, absent
+        if isinstance(instruction, Release):
+            absent |= {instruction.model}
 
 
 def works_of(instruction: Instruction, batch: BatchShape, rank: int) -> tuple[Work, ...]:
@@ -71,6 +75,8 @@ def works_of(instruction: Instruction, batch: BatchShape, rank: int) -> tuple[Wo
             return (Saving(instruction.model, instruction.ranks),)
         case Checkpoint():
             return (Copying(instruction.models),)
+        case Release():
+            return (Releasing(instruction.model),)
     return ()
 
 
@@ -155,10 +161,13 @@ def first_alike(
         model.name: [_rows(layouts[model.name], shapes, each) for each in range(model.layout.dp)]
         for model in placement.models
     }
+    # what a copy reuses depends on the shard of its source
+    copies = [model for model in placement.models if model.is_transient]
+    shared = {copy.role for copy in copies if not obstacle(placement[copy.role], copy, None)}
 
     def work_of(rank: int) -> object:
         placed = [
-            (model.name, *_position(model, rank), rows[model.name][model.layout.replica(rank)])
+            (model.name, _position(model, rank, model.role in shared), rows[model.name][model.layout.replica(rank)])
             for model in placement.on_rank(rank)
         ]
         parts = [(index, rank in each) for index, each in enumerate(writers) if rank in named[index]]
@@ -168,9 +177,10 @@ def first_alike(
     return {rank: firsts.setdefault(work_of(rank), rank) for rank in range(placement.num_ranks)}
 
 
-def _position(model: PlacedModel, rank: int) -> tuple[int, int]:
-    """Return the tensor-parallel part and the pipeline stage on ``rank``."""
-    return model.layout.tp_index(rank), model.layout.stage(rank)
+def _position(model: PlacedModel, rank: int, with_shard: bool) -> tuple[int, ...]:
+    """Return the tensor-parallel part and the pipeline stage on ``rank``, and its shard if that matters."""
+    stage, tp_index, shard = position_of(model, rank)
+    return (stage, tp_index, shard) if with_shard else (stage, tp_index)
 
 
 def _rows(layouts: Iterable[Layout], shapes: Iterable[BatchShape], replica: int) -> tuple[object, ...]:

@@ -24,6 +24,7 @@ from flexrlhf.placement.groups import (
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.plan import Plan
+from flexrlhf.trainer.reused_weights import ReusedWeights
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import parts_on
 
@@ -38,6 +39,7 @@ class LoadedModel:
     replica:  ranks that store the other parts for the same rows.
     shape:    shapes of its parameters.
     version:  weights version, the number of batches that they have been trained on.
+    reused:   weights that it has in common with its source here while they exist; None: it stores all by itself.
     is_released: whether its weights have no memory.
     is_offloaded: whether it is in host memory.
     """
@@ -48,6 +50,7 @@ class LoadedModel:
     replica: RankGroup
     shape: ModelShape
     version: int = 0
+    reused: ReusedWeights | None = None
     is_released: bool = False
     is_offloaded: bool = False
 
@@ -74,14 +77,22 @@ class LoadedModel:
     def release(self) -> None:
         """Free the weights, and the cache of an engine that has one, until ``allocate``."""
         assert not self.is_released, f"{self.placed.name} is released already"
+        if self.reused is not None:
+            self.reused.give_back()
         self.engine.offload(keeps=False)
         self.is_released = True
 
-    def allocate(self) -> None:
-        """Allocate the weights that ``release`` has freed; a Sync then fills them."""
+    def allocate(self, source: Engine | None) -> None:
+        """Allocate the weights that ``release`` has freed; a Sync then fills those that are not reused.
+
+        source:  the model that it follows; None if it is not on this rank.
+        """
         assert self.is_released, f"{self.placed.name} is allocated already"
         self.engine.reload()
         self.is_released = False
+        if self.reused is not None:
+            assert source is not None, "weights are reused where their source is"
+            self.reused.take(source)
 
     def memory_usage(self) -> MemoryUsage:
         """Return the bytes of the engine's tensors on this rank."""
@@ -101,6 +112,8 @@ def load_models(
     for placed in plan.loaded_on(world.rank):
         model = models[placed.name] = load_model_on_rank(plan, placed, world, groups, wait, pad_token_id)
         if placed.is_transient:
+            if (reuse := plan.sizing.reuse(placed, world.rank)) is not None:
+                model.reused = ReusedWeights(model.engine, reuse)
             model.release()
         elif placed.name in plan.offloaded.get(world.rank, ()):
             model.offload()

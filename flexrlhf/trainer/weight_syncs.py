@@ -59,7 +59,9 @@ class WeightSyncs:
             self._unstored[sync.destination] = step + sync.after_training
             return channel.plan.bytes_sent_on
         if copy is not None and sync.refills:
-            copy.allocate()
+            copy.allocate(None if source is None else source.engine)
+        if copy is not None and copy.reused is not None:
+            weights = weights and {**weights, **copy.reused.lent}
         num_bytes = self._mover.run(channel, weights, None if copy is None else copy.engine.weights())
         if copy is not None:
             copy.engine.weights_changed()
@@ -116,7 +118,9 @@ def make_channel(context: RankContext, sync: Sync) -> SyncChannel:
         ranks = plan.adapters.ranks
         handle = context.groups.get(f"gather {sync.source}", ranks)
         gather = WeightGather(handle, ranks, plan.adapters.shards, context.wait)
-    return SyncChannel(plan, DTYPES[plan.dtype], context.world.device, group, gather, sync.overlaps)
+    reuse = context.plan.sizing.reuse(context.plan.placement[sync.destination], context.rank) if plan.parts else None
+    reused = frozenset[str]() if reuse is None else reuse.views | reuse.lent
+    return SyncChannel(plan, DTYPES[plan.dtype], context.world.device, group, gather, sync.overlaps, reused)
 
 
 def _plan(context: RankContext, sync: Sync) -> SyncPlan:

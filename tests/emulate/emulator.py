@@ -245,6 +245,9 @@ class Rank:
         self.trace.calls.append(Await())
 
     def _train(self, position: Position, step: int, run: Run, model: PlacedModel) -> None:
+        assert not self._borrowers(run.model, "views"), (
+            f"{run.model} trains under {self._borrowers(run.model, 'views')}"
+        )
         for epoch in range(self._plan.spec.algorithm.epochs):
             for mini_batch in run.mini_batches:
                 key = (position, epoch, mini_batch)
@@ -526,7 +529,14 @@ class Rank:
             self._store([model])
         assert model in self.trace.weights, f"{model} has no weights on rank {self.number}"
         assert model not in self._offloaded, f"{model} waits in host memory on rank {self.number}"
+        assert not self._borrowers(model, "lent"), f"{model} has lent weights to {self._borrowers(model, 'lent')}"
         return self.trace.weights[model]
+
+    def _borrowers(self, model: str, kind: Literal["views", "lent"]) -> list[str]:
+        """Copies of ``model`` that exist, and store weights for it or have views of its own."""
+        copies = [self._plan.placement[name] for name in self.trace.weights if name != model]
+        reused = {copy.name: self._plan.sizing.reuse(copy, self.number) for copy in copies if copy.role == model}
+        return [name for name, reuse in reused.items() if reuse is not None and getattr(reuse, kind)]
 
     def _store(self, models: Iterable[str]) -> None:
         """Await received weights of copies."""

@@ -53,9 +53,20 @@ def check_residency(plan: Plan) -> None:
             place = f"rank {rank}, step {step}: {instruction.kind} {instruction.label}"
             assert used <= here, f"{place} without {sorted(used - here)}"
             if used and capacity is not None:
-                total = sum(states[name] for name in here) + needed[id(instruction)]
+                total = sum(states[name] for name in here) + stored_once(plan, rank, here) + needed[id(instruction)]
                 idle = {name for name in here - used - transient if states[name]}
                 assert total <= capacity or not idle, f"{place}: {total} of {capacity} bytes, with {sorted(here)}"
+
+
+def stored_once(plan: Plan, rank: int, here: set[str]) -> int:
+    """Bytes beyond the models ``here``: less, where a copy contains weights of its source; more, where it has views of
+    a source that is in host memory."""
+    found = 0
+    for copy in (plan.placement[name] for name in here if name in plan.sizing.reusing):
+        state = plan.state(copy, rank)
+        assert state is not None
+        found += -state.lent if copy.role in here else state.viewed
+    return found
 
 
 def check_sleep(plan: Plan) -> None:
@@ -94,6 +105,6 @@ def least_and_most(plan: Plan) -> tuple[int, int]:
         states = {model.name: memory.state(rank, model.name) for model in plan.placement.on_rank(rank)}
         for instruction in plan.schedule.for_rank(rank):
             used, needed = models_used(plan, rank, instruction), memory.needed_for(rank, instruction)
-            least = max(least, needed + sum(states[name] for name in used))
+            least = max(least, needed + sum(states[name] for name in used) + stored_once(plan, rank, used))
             most = max(most, needed + sum(states.values()))
     return least, most

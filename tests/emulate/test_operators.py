@@ -90,7 +90,7 @@ def test_operators_with_placements_of_their_own_reach_the_right_result(name: str
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Release, r"sync weights actor -> actor.generate.*: actor.generate has not been released"),
+        (Release, r"run train_actor on actor.*: actor trains under \['actor.generate'\]"),
         (Sync, r"run generate on actor.generate.*: actor.generate has no weights on rank \d"),
     ],
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import (
@@ -118,6 +119,24 @@ class TorchEngine(Engine):
     def weights(self) -> dict[str, Tensor]:
         live = {name: local(parameter) for name, parameter in self._model.named_parameters()}
         return live | {name: local(master) for name, master in self._masters.items()}
+
+    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
+        live = dict(self._model.named_parameters())
+        lent = {name: local(live[name]) for name in names}
+        self._host_offload.lend(lent.values())
+        return lent
+
+    def take_back(self, tensors: Sequence[Tensor] | None = None) -> None:
+        self._host_offload.take_back(tensors)
+
+    def point_to(self, tensors: Mapping[str, Tensor]) -> None:
+        own = dict(self._model.named_parameters())
+        for name, values in tensors.items():
+            parameter = own[name]
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = values
+            else:
+                parameter.data = values
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

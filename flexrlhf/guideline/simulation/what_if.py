@@ -128,7 +128,8 @@ def _outcome(name: str, plan: Plan, costs: CostModel, lengths: TextLengths, chan
     eight = frozenset(name for each in changes for name in each.eight)
     if eight:
         inputs = {each.name: getattr(plan.sizing, each.name) for each in fields(Sizing)}
-        memories = plan.memories_by(EightBitSizing(**inputs, eight=eight))
+        # copies of fewer bits contain no weights of another type
+        memories = plan.memories_by(EightBitSizing(**inputs | {"reusing": {}}, eight=eight))
     fullest = max(memories, key=lambda each: each.peak_bytes - (plan.device_bytes(each.rank) or 0))
     note = "; ".join(each.note for each in changes)
     simulation = simulate(plan, costs, lengths)
