@@ -230,10 +230,10 @@ def measure(rounds: int, steps: int) -> dict[str, Result]:
             for name, config in write_inputs(Path(directory), 1 + steps).items():
                 found[name].append(run(config))
                 print(f"round {number + 1}: {name} ended", file=sys.stderr, flush=True)
-    return {name: _together(results) for name, results in found.items()}
+    return {name: together(results) for name, results in found.items()}
 
 
-def _together(results: Sequence[Result]) -> Result:
+def together(results: Sequence[Result]) -> Result:
     steps = [step for result in results for step in result.steps]
     peaks = [max(each) for each in zip(*(result.peaks for result in results), strict=True)]
     return Result(steps, peaks, fmean(result.loss for result in results), results[0].plan)

@@ -94,7 +94,7 @@ def _shadows(spec: Spec) -> dict[str, bool]:
     syncs; empty if all do."""
     if not isinstance(spec.placement, PlacementMap) or (not spec.schedule.lag and spec.sync.every == 1):
         return {}
-    graph, operators = spec.algorithm.step_graph(), spec.placement.operators or {}
+    graph, operators = spec.algorithm.step_graph(), spec.operators
     copied = {name.partition(".")[0] for name in spec.placement.models if "." in name}
     copied |= {each.role for each in graph.operators if each.name in operators and operators[each.name].shadow}
     return {f"{role}.shadow": False for role in graph.trained if copied and role not in copied}

@@ -17,7 +17,7 @@ from flexrlhf.config.engines import ENGINES, facts_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ModelsSpec
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
-from flexrlhf.config.placement_settings import ClusterSpec, EnvironmentPlacement, PlacementMap
+from flexrlhf.config.placement_settings import ClusterSpec, EnvironmentPlacement, OperatorPlacement, PlacementMap
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
@@ -407,6 +407,11 @@ class Spec(StrictModel):
     def directory(self) -> Path:
         """Directory of the run's results."""
         return Path(self.runs) / self.name
+
+    @property
+    def operators(self) -> Mapping[str, OperatorPlacement]:
+        """Placements of operators by name; none where models are placed."""
+        return (self.placement.operators if isinstance(self.placement, PlacementMap) else None) or {}
 
     @property
     def most_stale(self) -> int:

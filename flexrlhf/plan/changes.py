@@ -97,11 +97,11 @@ def _changed(section: StrictModel, path: Sequence[str], value: Any) -> StrictMod
 def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
     """Yield changes of the models on a rank and of syncs: engines and devices may refuse them."""
     for model in plan.placement.on_rank(rank):
-        if model.is_of_operators:
-            continue  # it has the settings of its role
         if model.rollout is not None:
             yield from _of_rollout(plan, model)
             continue
+        if model.is_of_operators:
+            continue  # it has the settings of its role
         changes = {**_of_any_copy(model), **_smaller_batches(plan, model, rank)}
         if not model.is_shadow:
             changes |= _of_role(model, has_shape=model.role in plan.shapes)

@@ -7,7 +7,7 @@ All of it is pure: the same spec gives the same plan on every rank, and no plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,33 +79,38 @@ class ResolvedSpec:
         """Return the placed models. Raises UserError with the nearest placement that works."""
         if not isinstance(self.spec.placement, PlacementMap) or self.spec.placement.operators is None:
             return place(self.spec, self.roles, self.graph.can_shadow, self.cluster)
-        # what runs does not depend on where operators are placed
-        operators = run_graph(self.graph, self.spec, Placement((), 0)).operators
+        entries = self.spec.operators
+        shadowed = {each.role for each in self.graph.operators if each.name in entries and entries[each.name].shadow}
+        operators = placeable_graph(self.graph, self.spec, shadowed).operators
         calls = [operator for operator in operators if operator.call is not None]
         return place_operators(self.spec, calls, self.roles, self.cluster)
 
 
 def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
     """Return the algorithm's ``graph`` as it runs under ``placement``: changed for shared weights, copies and rollout
-    engines. Every rewrite of a graph is a line here or in ``make_graph``, which makes the graph that is placed.
+    engines. Every rewrite of a graph is a line here, in ``placeable_graph`` or in ``make_graph``, which makes the graph
+    whose models are placed.
 
     Raises UserError for settings of rollouts that do not go with the algorithm.
     """
-    shadowed, spec = {model.role for model in placement.shadows}, with_placed_dtypes(spec, placement)
-    is_late, is_remote = spec.schedule.lag > 0 or spec.sync.every > 1, graph.generated in shadowed
-    if isinstance(spec.placement, PlacementMap) and spec.placement.operators is not None:
-        # without older weights a pass of its own may be anywhere
-        shadowed, is_remote = set(), is_late
+    spec = with_placed_dtypes(spec, placement)
+    graph = placeable_graph(graph, spec, {model.role for model in placement.shadows})
+    return behind_training(graph, placement) if spec.schedule.lag else graph
+
+
+def placeable_graph(graph: Graph, spec: Spec, shadowed: Collection[str]) -> Graph:
+    """Return the algorithm's ``graph`` with all operators that run, which may be placed one by one.
+
+    ``shadowed``: roles that infer with shadows.
+    """
     # both copies store the same weights without a lag, and with a sync of unrounded weights after every step
-    if not is_late and spec.sync.dtype is None:
-        operators = (
-            replace(each, on_trained=each.on_trained or (each.either_copy and each.role in shadowed))
-            for each in graph.operators
-        )
+    if not spec.schedule.lag and spec.sync.every == 1 and spec.sync.dtype is None:
+        of_either = {each.name for each in graph.operators if each.either_copy and each.role in shadowed}
+        trained = of_either - spec.operators.keys()
+        operators = (replace(each, on_trained=each.on_trained or each.name in trained) for each in graph.operators)
         graph = replace(graph, operators=tuple(operators))
-    graph = with_rollout(graph, spec, is_remote)
-    graph = with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
-    return behind_training(graph, placement) if spec.schedule.lag and placement.models else graph
+    graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
+    return with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
 
 
 def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:

@@ -68,7 +68,6 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
     """Return why vLLM cannot generate, or is not chosen; empty for no reason."""
     model, placement = spec.models.of(role), spec.placement
     entries = placement.models if isinstance(placement, PlacementMap) else {}
-    placed = (placement.operators if isinstance(placement, PlacementMap) else None) or {}
     has_copies = spec.schedule.lag > 0 or spec.sync.every > 1 or any(ModelName(name).copy for name in entries)
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
     obstacles = {
@@ -77,9 +76,9 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
         f"placement has {role}.{SHADOW}": ModelName.of(role, SHADOW) in entries,
         "an operator of placement.operators generates with an engine of its own": any(
-            placed[each.name].engine not in (None, VLLM.name)
+            spec.operators[each.name].engine not in (None, VLLM.name)
             for each in graph.operators
-            if each.kind == "generate" and each.name in placed
+            if each.kind == "generate" and each.name in spec.operators
         ),
         f"vllm samples at a temperature of at least {VLLM.least_temperature}": (
             getattr(spec.algorithm, "temperature", 1.0) < VLLM.least_temperature

@@ -21,7 +21,9 @@ def training_ranks(graph: Graph, placement: Placement) -> frozenset[int]:
 
 def is_late(operator: Operator, graph: Graph, placement: Placement) -> bool:
     """Whether ``operator`` runs on ranks of training, or with the weights that training of its batch starts from."""
-    return operator.on_trained or not training_ranks(graph, placement).isdisjoint(placement.copy_for(operator).ranks)
+    copy = placement.copy_for(operator)
+    is_filled = copy.role in graph.trained and copy.is_filled_for_calls
+    return operator.on_trained or is_filled or not training_ranks(graph, placement).isdisjoint(copy.ranks)
 
 
 def behind_training(graph: Graph, placement: Placement) -> Graph:

@@ -21,6 +21,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, data_digest
 from flexrlhf.runs.manifest import Manifest, damage, first_generated, read_manifest
@@ -142,9 +143,12 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     for name in movable:
         if not context.models[name].is_offloaded:
             context.models[name].offload()
+    contained = checkpointed_models(plan.placement, plan.spec)
     for name, model in context.models.items():
-        _restore(model, context, start)
-        model.version = progress.versions.get(name, model.version)
+        stored = _stored_name(name, start) if name in contained else name
+        if model.placed.trained or name in contained:
+            _restore(model, context, start, stored)
+        model.version = progress.versions.get(stored, model.version)
     _sync_others(state, syncs, progress.next_step)
     for name in movable.difference(plan.offloaded.get(context.rank, ())):
         context.models[name].reload()
@@ -154,16 +158,25 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step, BatchShape.of(start.spec))
 
 
-def _restore(model: LoadedModel, context: RankContext, start: StartingPoint) -> None:
-    plan, name = context.plan, model.placed.name
-    reader, size = PieceReader(start.checkpoint, name), plan.spec.sync.bucket_bytes
+def _stored_name(name: ModelName, start: StartingPoint) -> str:
+    """Return the name under which a checkpoint has the weights of a model: its own, or where a copy is called otherwise
+    under the placement that wrote it, the name of another copy of its role, which lags alike."""
+    others = [each for each in map(ModelName, start.manifest.progress.versions) if each.role == name.role and each.copy]
+    copies = others if name.copy else []
+    return next((each for each in (name, *copies) if PieceReader(start.checkpoint, each).pieces), name)
+
+
+def _restore(model: LoadedModel, context: RankContext, start: StartingPoint, stored: str) -> None:
+    """Load a model from the files of ``stored``."""
+    name = model.placed.name
+    reader, size = PieceReader(start.checkpoint, stored), context.plan.spec.sync.bucket_bytes
     if model.placed.trained:
         numbers = start.manifest.progress.numbers
         if name not in numbers:
             raise UserError(f"checkpoint {start.checkpoint}: it has no {name}; it has {', '.join(numbers)}")
         with model.on_device():
             restore_trained(model, reader, numbers[name], context.rank, size)
-    elif model.placed.follows and name in checkpointed_models(plan.placement, plan.spec):
+    else:
         with model.on_device():
             _load_weights(model, reader, trained_parts(model.placed, model.shape, context.rank), size)
 

@@ -129,10 +129,10 @@ def is_evaluated(spec: Spec, batch: int) -> bool:
 
 
 def has_shadows(spec: Spec, num_roles: int) -> bool:
-    """Whether inference has its own devices in the user's spec; if operators have places, whether that matters."""
+    """Whether generation has its own devices in the user's spec."""
     if isinstance(spec.placement, PlacementMap):
         if spec.placement.operators is not None:
-            return spec.schedule.lag > 0 or spec.sync.every > 1
+            return spec.placement.operators["generate"].shadow
         return any("." in name for name in spec.placement.models)
     return spec.placement is not None and len(spec.placement) > num_roles
 

@@ -114,7 +114,8 @@ def test_a_copy_that_is_refilled_too_early_is_reported() -> None:
         emulate(early, "asynchronous")
 
 
-NUM_RANDOM = 40
+NUM_RANDOM, BY_DEFAULT = 100, 20
+SEEDS = [pytest.param(seed, marks=[pytest.mark.full] * (seed >= BY_DEFAULT)) for seed in range(NUM_RANDOM)]
 
 
 def random_entry(rng: Random, call: str) -> dict[str, Any]:
@@ -128,7 +129,58 @@ def random_entry(rng: Random, call: str) -> dict[str, Any]:
     return {"ranks": ranks, "engine": engine, "zero": rng.choice(stages), "tp": tp, "pp": pp}
 
 
-@pytest.mark.parametrize("seed", range(NUM_RANDOM))
+def random_shadows(rng: Random) -> dict[str, Any]:
+    """Entries of a placement with shadows: training on the left ranks, generation on the right ones, others on either
+    side; values with or without a shadow."""
+    sides: dict[str, list[Any]] = {"left": ["0-1", [0], [1]], "right": ["2-3", [2], [3]]}
+
+    def entry(side: str, *engines: str, **settings: Any) -> dict[str, Any]:
+        return {"ranks": rng.choice(sides[side]), "engine": rng.choice(engines), "zero": rng.choice((0, 3)), **settings}
+
+    engines = ("torch", "deepspeed")
+    # an operator of the newest batch may not wait for the ranks of training
+    either = rng.choice(("left", "right"))
+    return {
+        "generate": entry("right", *engines, shadow=True),
+        "ref_logprobs": entry(either, *engines),
+        "values": entry("right", *engines, shadow=True) if rng.random() < 0.6 else entry("left", *engines),
+        "scores": entry(either, *engines),
+        "train_actor": entry("left", *engines),
+        "train_critic": entry("left", *engines),
+    }
+
+
+def with_vllm(entries: dict[str, Any], rng: Random) -> dict[str, Any]:
+    """``entries`` with vLLM generating, in parts where the ranks allow."""
+    own = {name: value for name, value in entries["generate"].items() if name in ("ranks", "shadow")}
+    if isinstance(own["ranks"], str):
+        own |= rng.choice(({}, {"tp": 2}, {"pp": 2}))
+    return {**entries, "generate": own}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_placements_with_vllm_and_shadows_reach_the_right_result(seed: int) -> None:
+    rng = Random(1000 + seed)
+    models = {role: {"init": {**INIT, "num_hidden_layers": 4}} for role in ("actor", "reward")}
+    is_shadowed, has_vllm = rng.random() < 0.7, rng.random() < 0.6
+    entries = random_shadows(rng) if is_shadowed else {call: random_entry(rng, call) for call in CALLS}
+    settings: dict[str, Any] = {"models": models, "whiten": rng.choice(("batch", "mini_batch", "none"))}
+    if rng.random() < 0.3 and entries["train_actor"]["engine"] != "megatron":
+        settings["evaluation"] = {"every": rng.choice((1, 2))}
+    schedule: dict[str, Any] = {"num_chunks": rng.choice((1, 1, 2, 4))}
+    if is_shadowed:
+        schedule["lag"], settings["sync_every"] = rng.choice((0, 1, 2)), rng.choice((1, 2))
+    if has_vllm:
+        entries = with_vllm(entries, rng)
+        settings["rollout"] = VLLM | {"logprobs": "reuse", "sleep": rng.random() < 0.7}
+    if rng.random() < 0.3:
+        settings["importance"] = {}
+        settings["rollout"] = {key: value for key, value in settings.get("rollout", {}).items() if key != "logprobs"}
+        entries["logprobs"] = {"ranks": rng.choice(("0-1", "2-3", [0])), "zero": rng.choice((0, 3))}
+    check_plan(ppo_plan({"operators": entries}, 4, schedule, epochs=rng.choice((1, 2)), **settings))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_placements_of_operators_reach_the_right_result(seed: int) -> None:
     rng = Random(seed)
     layers = {role: {"init": {**INIT, "num_hidden_layers": 4}} for role in ("actor", "reward")}

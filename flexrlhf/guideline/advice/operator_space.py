@@ -43,7 +43,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.placement.routes import Relation
-from flexrlhf.plan.pipeline import make_plan, run_graph
+from flexrlhf.plan.pipeline import make_plan, placeable_graph
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 
@@ -58,7 +58,7 @@ class OperatorSketch(Sketch):
     @cached_property
     def operators(self) -> dict[str, Operator]:
         """Model calls of a step by name, trainings first."""
-        graph = run_graph(self.graph, self.spec, Placement((), 0))
+        graph = placeable_graph(self.graph, self.spec, self.roles.trained if self.has_shadows else ())
         calls = [each for each in graph.operators if each.call is not None and not each.is_rare]
         return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
 

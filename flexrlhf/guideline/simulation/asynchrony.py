@@ -82,10 +82,12 @@ def _check(plan: Plan, most_lag: int) -> None:
         )
     if most_lag and plan.strategy != DISAGGREGATED:
         copy = f"{generated}.{'rollout' if plan.spec.rollout.has_copy else 'shadow'}"
+        apart = f"give {copy} devices of its own, such as --set 'placement={{{copy}: 0.5, {generated}: 0.5, ...}}'"
+        if plan.placement.operators:
+            apart = "give generate ranks that train nothing, and shadow: true"
         raise UserError(
             f"{name} is {plan.strategy}, and schedule.lag {most_lag} needs generation on other ranks than training; "
-            f"compare --lags 0 alone, or give {copy} devices of its own, such as --set "
-            f"'placement={{{copy}: 0.5, {generated}: 0.5, ...}}'"
+            f"compare --lags 0 alone, or {apart}"
         )
 
 
