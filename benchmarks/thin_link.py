@@ -1,10 +1,13 @@
 """PPO on two hosts with a thin link between them: samples a second, bytes and times of placements, next to the plan's.
 
-    sudo python -m benchmarks.thin_link [--mbit 200] [--ranks 1] [--ways NAME ...] [--json FILE]
+    sudo python -m benchmarks.thin_link [--mbit 200] [--ranks 1] [--ways NAME ...] [--hidden] [--json FILE]
 
 Two network namespaces on this machine represent two hosts of a few ranks; the kernel limits the link. The model has
 19 million parameters. Each way is planned, predicted with a profile of this machine and the link's speed, and run; the
 first step is a warm-up. Bytes are those that the interface of each host counts, so with headers. One thread a rank.
+
+With ``--hidden`` each way also runs on a link without a limit: what its step takes longer on the thin one is not hidden
+behind computation, out of the time that the host which sends more has bytes on the link.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ WAYS: dict[str, Raw] = {
     "ZeRO-3, DeepSpeed": {"placement": [1, 1, 1, 1], "model": {"zero": 3, "engine": "deepspeed"}},
     "interleaving": {"placement": [1, 1, 0.5, 0.5]},
     "split": {"placement": [0.5, 0.5, 0.5, 0.5]},
+    "split, 4 chunks": {"placement": [0.5] * 4, "schedule": {"num_chunks": 4}},
     "split, ref on both": {"placement": [0.5, 0.5, 1, 0.5]},
     "actor and ref, critic and reward": {"placement": {"actor": 0, "ref": 0, "critic": 1, "reward": 1}},
     "six models": {"placement": SIX},
@@ -66,6 +70,8 @@ WAYS: dict[str, Raw] = {
     "six models, 4 chunks": {"placement": SIX, "schedule": {"num_chunks": 4}},
 }
 ROLES = ("actor", "critic", "ref", "reward")
+NO_LIMIT = 10_000.0
+"""Speed in megabits per second that stands for a link without a limit."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ class Result:
     sent_mb:    MB that each host sends in a step, by its interface.
     planned_mb: MB of rows, weights and gradients that each host sends in a step by the plan; shards that ZeRO-3 gathers
                 for a pass are not counted.
+    link_s:     time of the bytes of the host that sends more on the link.
+    free:       measured and predicted step time on a link without a limit; None: not measured.
     """
 
     samples_s: float
@@ -85,6 +93,19 @@ class Result:
     predicted: float
     sent_mb: tuple[float, float]
     planned_mb: tuple[float, float]
+    link_s: float
+    free: tuple[float, float] | None = None
+
+    @property
+    def hidden(self) -> tuple[float, float] | None:
+        """Share of the time on the link that is hidden behind computation: measured, and predicted."""
+        if self.free is None:
+            return None
+        measured, predicted = (
+            1 - (thin - free) / self.link_s
+            for thin, free in zip((self.seconds, self.predicted), self.free, strict=True)
+        )
+        return measured, predicted
 
 
 def write_inputs(directory: Path) -> None:
@@ -95,15 +116,15 @@ def write_inputs(directory: Path) -> None:
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
 
 
-def write_config(directory: Path, name: str, mbit_s: float, ranks: int, steps: int) -> Path:
-    """Write the YAML of a way and return its path. ``ranks``: of a host."""
+def write_config(directory: Path, name: str, mbit_s: float, ranks: int, steps: int, suffix: str = "") -> Path:
+    """Write the YAML of a way and return its path. ``ranks``: of a host. ``suffix``: of the run's name."""
     way = dict(WAYS[name])
     if isinstance(way["placement"], dict):
         hosts = [{"ranks": [*range(first, first + ranks)]} for first in (0, ranks)]
         way["placement"] = {role: hosts[host] for role, host in way["placement"].items()}
     model = {"init": dict(MODEL), **way.get("model", {})}
-    raw = {
-        "name": name.replace(", ", "-").replace(" ", "-"),
+    raw: Raw = {
+        "name": name.replace(", ", "-").replace(" ", "-") + suffix,
         "algorithm": {"name": "ppo", "prompts_per_step": ROWS, "num_mini_batches": 4},
         "models": {role: dict(model) for role in ROLES},
         "data": {
@@ -165,14 +186,21 @@ def run(link: Link, config: Path, steps: int) -> tuple[list[Span], tuple[float, 
     return read_trace(load_spec(config).directory / "timeline.json"), (sent[0], sent[1])
 
 
-def measure(link: Link, config: Path, profile: Path, steps: int) -> Result:
-    """Predict and run the way of ``config``."""
+def measure(link: Link, config: Path, profile: Path, steps: int, mbit_s: float, free: Path | None) -> Result:
+    """Predict and run the way of ``config``, and as ``free`` on a link without a limit."""
     simulation = _simulated(config, profile)
+    link.limit(mbit_s)
     spans, sent = run(link, config, steps)
     seconds = step_seconds(spans, range(WARM_UP_STEPS, 1 + steps))
+    without = None
+    if free is not None:
+        link.limit(NO_LIMIT)
+        spans, _ = run(link, free, steps)
+        without = step_seconds(spans, range(WARM_UP_STEPS, 1 + steps)), _simulated(free, profile).seconds
     sent_by = sent_bytes(simulation.plan)
     planned = [(sent_by[node].rows + sent_by[node].weights + sent_by[node].gradients) / 1e6 for node in (0, 1)]
-    return Result(ROWS / seconds, seconds, simulation.seconds, sent, (planned[0], planned[1]))
+    on_link = 8 * max(sent) / mbit_s
+    return Result(ROWS / seconds, seconds, simulation.seconds, sent, (planned[0], planned[1]), on_link, without)
 
 
 def _simulated(config: Path, profile: Path) -> Simulation:
@@ -181,14 +209,19 @@ def _simulated(config: Path, profile: Path) -> Simulation:
 
 def table(results: Mapping[str, Sequence[Result]]) -> list[str]:
     """Return the lines of the table: a row for each way, with each run."""
-    head = "| placement | samples/s | step, s | predicted, s | MB sent, by host | planned |"
-    lines = [head, "|---" * 6 + "|"]
+    head = "| placement | samples/s | step, s | predicted, s | MB sent, by host | planned | on the link, s | hidden "
+    head += "| predicted |"
+    lines = [head, "|---" * 9 + "|"]
     for name, runs in results.items():
         first = runs[0]
         samples = " · ".join(f"{each.samples_s:.2f}" for each in runs)
         seconds = " · ".join(f"{each.seconds:.1f}" for each in runs)
         sent, planned = (" / ".join(f"{value:.1f}" for value in pair) for pair in (first.sent_mb, first.planned_mb))
-        lines.append(f"| {name} | {samples} | {seconds} | {first.predicted:.1f} | {sent} | {planned} |")
+        hidden = "– | –" if first.hidden is None else " | ".join(f"{share:.0%}" for share in first.hidden)
+        lines.append(
+            f"| {name} | {samples} | {seconds} | {first.predicted:.1f} | {sent} | {planned} | {first.link_s:.1f} "
+            f"| {hidden} |"
+        )
     return lines
 
 
@@ -208,6 +241,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), metavar="NAME", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each way, in turns")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
+    parser.add_argument("--hidden", action="store_true", help="also run each way on a link without a limit")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--keep", type=Path, help="keep configs, profile and runs in this directory")
     options = parser.parse_args()
@@ -220,14 +254,17 @@ def main() -> None:
         configs = {
             name: write_config(directory, name, options.mbit, options.ranks, options.steps) for name in options.ways
         }
+        free = {
+            name: write_config(directory, name, NO_LIMIT, options.ranks, options.steps, "free")
+            for name in options.ways * options.hidden
+        }
         profile = directory / "profile.json"
         if not profile.exists():
             measure_profile(write_config(directory, "replicas", options.mbit, options.ranks, options.steps))
-        link.limit(options.mbit)
         results: dict[str, list[Result]] = {name: [] for name in configs}
         for _ in range(options.rounds):
             for name, config in configs.items():
-                results[name].append(measure(link, config, profile, options.steps))
+                results[name].append(measure(link, config, profile, options.steps, options.mbit, free.get(name)))
                 print(table({name: results[name]})[-1], flush=True)
         print("\n".join(table(results)))
     if options.json is not None:

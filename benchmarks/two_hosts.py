@@ -47,9 +47,11 @@ class Link:
         )
 
     def limit(self, mbit_s: float) -> None:
-        """Limit both directions to so many megabits per second. A queue of 50 ms is a router's, not a disk's."""
+        """Limit both directions to so many megabits per second. A queue of 50 ms is a router's, not a disk's; it has
+        room for 50 kB, and what passes at once is 10 ms, at least two packets."""
+        burst, queue = int(min(256, max(4, 10 * mbit_s / 8)) * 1024), max(50, round(400 / mbit_s))
         for host in self.hosts:
-            rate = ["rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "50ms"]
+            rate = ["rate", f"{mbit_s}mbit", "burst", f"{burst}b", "latency", f"{queue}ms"]
             subprocess.run(["tc", "-n", host, "qdisc", "replace", "dev", host, "root", "tbf", *rate], check=True)
 
     def sent_bytes(self, number: int) -> int:
