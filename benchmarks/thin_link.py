@@ -6,7 +6,7 @@ Two network namespaces on this machine represent two hosts of a few ranks; the k
 19 million parameters. Each way is planned, predicted with a profile of this machine and the link's speed, and run; the
 first step is a warm-up. Bytes are those that the interface of each host counts, so with headers. One thread a rank.
 
-With ``--hidden`` each way also runs on a link without a limit: what its step takes longer on the thin one is not hidden
+With ``--hidden`` each way also runs on a link without a limit: the time that the thin one adds to a step is not hidden
 behind computation, out of the time that the host which sends more has bytes on the link.
 """
 

@@ -48,7 +48,7 @@ class Link:
 
     def limit(self, mbit_s: float) -> None:
         """Limit both directions to so many megabits per second. A queue of 50 ms is a router's, not a disk's; it has
-        room for 50 kB, and what passes at once is 10 ms, at least two packets."""
+        room for 50 kB, and a burst is 10 ms, at least two packets."""
         burst, queue = int(min(256, max(4, 10 * mbit_s / 8)) * 1024), max(50, round(400 / mbit_s))
         for host in self.hosts:
             rate = ["rate", f"{mbit_s}mbit", "burst", f"{burst}b", "latency", f"{queue}ms"]
