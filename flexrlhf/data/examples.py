@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from flexrlhf.config.data_settings import LongPrompts
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
@@ -126,6 +128,10 @@ class Example:
         return self.trained[response] if self.trained else (True,) * len(self.responses[response])
 
 
+EXAMPLES = TypeAdapter(list[Example])
+"""JSON of examples."""
+
+
 @dataclass(frozen=True)
 class LoadedExamples:
     """Rows of a data file that a run uses. ``counts``: lengths of all rows, before some were left out or truncated."""
@@ -146,8 +152,9 @@ def load_examples(
     with_columns: bool = False,
     layout: RowLayout = PLAIN,
     chat: ChatFormat = DEFAULT_CHAT,
+    rows: list[Row] | None = None,
 ) -> LoadedExamples:
-    """Read and tokenise a data file, in file order.
+    """Read and tokenise a data file, in file order, or ``rows`` that a program has made, which ``path`` names.
 
     ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
     first, or two. Responses are truncated at ``max_response_tokens`` (eos counts). A prompt of more than
@@ -156,7 +163,7 @@ def load_examples(
     """
     path, examples, lengths, found = str(path), [], [], list[tuple[str, str]]()
     encoder = RowEncoder(tokenizer, chat, max_response_tokens)
-    form, texts = _read(path, form, needs, layout)
+    form, texts = _read(path, form, needs, layout, rows)
     for number, text in enumerate(texts, start=1):
         with _in_row(path, number):
             row = encoder.encode(text)
@@ -201,9 +208,11 @@ def found_form(path: str, rows: Sequence[Row], form: str, needs: Needs, layout: 
         return detect_form(rows[0], needs, layout)
 
 
-def _read(path: str, form: str, needs: Needs, layout: RowLayout) -> tuple[str, list[TextExample]]:
+def _read(
+    path: str, form: str, needs: Needs, layout: RowLayout, rows: list[Row] | None = None
+) -> tuple[str, list[TextExample]]:
     """Return the form of a file's rows, and the rows as text."""
-    rows = read_rows(path)
+    rows = read_rows(path) if rows is None else rows
     form = found_form(path, rows, form, needs, layout)
     texts = []
     for number, row in enumerate(rows, start=1):

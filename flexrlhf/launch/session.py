@@ -14,40 +14,32 @@ where it reads a column or a metric.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import chain
-from multiprocessing.connection import Connection
+from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from safetensors.torch import load
 from torch import Tensor
 
-from flexrlhf import errors
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.errors import Preempted, RankFailure, UserError
-from flexrlhf.launch.lifetime import process_directory
+from flexrlhf.data.examples import EXAMPLES
+from flexrlhf.data.files import Row
+from flexrlhf.errors import UserError
+from flexrlhf.launch.session_connection import SessionRanks
 from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
 from flexrlhf.placement.protocols import Parts, Split, TransferProtocol
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.run_data import examples_of
+from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 from flexrlhf.plan.suggestions import check_fits
-from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
 from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
 from flexrlhf.strategies.instructions import Offload, Release, Reload, Run
-
-LOOK_SECONDS = 0.2
-"""Time between two looks whether ranks that start have failed."""
-END_SECONDS = 30.0
-"""Time that the ranks have to end after a program that failed."""
 
 
 class Session:
@@ -84,8 +76,7 @@ class Session:
             check_fits(self.plan)
         self.directory = self.plan.spec.directory
         self._resume = None if resume is None else str(resume)
-        self._stack = ExitStack()
-        self._program: Connection | None = None
+        self._ranks = SessionRanks()
         self._next_step = 0
         self._batch: CalledBatch | None = None
         self._saves = False
@@ -95,58 +86,32 @@ class Session:
 
     def __enter__(self) -> Self:
         """Start the ranks and load the models. Raises UserError and RankFailure."""
-        (start,) = resume_runs((self.plan,), self._resume)
-        for note in start.notes:
-            print(note, file=sys.stderr)
-        directory = self._stack.enter_context(process_directory())
-        address, orders, self._outcome = (directory / name for name in ("program", "orders.json", "outcome.json"))
-        order = RunOrder(self.plan.spec, start.candidates, start.continues, str(address))
-        orders.write_bytes(ORDERS.dump_json([order]))
-        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(address))
-        listener.listen(1)
-        listener.settimeout(LOOK_SECONDS)
-        command = [sys.executable, "-m", "flexrlhf.launch.session_ranks", str(orders), str(self._outcome)]
-        self._ranks = subprocess.Popen(command)
-        while self._program is None:
-            try:
-                channel, _ = listener.accept()
-                # a timeout of the listener is its connections', too
-                channel.settimeout(None)
-                self._program = Connection(channel.detach())
-            except TimeoutError:
-                if self._ranks.poll() is not None:
-                    self._raise_outcome()
-        self._next_step = json.loads(self._receive())["next_step"]
+        self._next_step = self._ranks.start(self.plan, self._resume)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the ranks: models are saved after the last step, and a checkpoint is written before it."""
-        if self._program is not None:
-            self._program.close()
-        try:
-            status = self._ranks.wait(None if error is None else END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._ranks.terminate()
-            status = self._ranks.wait()
-        found = self._error() if status else None
-        self._stack.close()
-        # ranks that the program ends before the last step have stopped at its request
-        if found is not None and error is None and not isinstance(found, Preempted):
-            raise found
+        self._ranks.end(error)
 
-    def prompts(self) -> Iterator[CalledBatch]:
-        """Yield the batches of the run from its data, in order; a step ends where the next batch is taken."""
-        for step in range(self._next_step, self.plan.spec.steps):
-            self._send({"do": "begin"})
+    def prompts(self, given: Iterable[Sequence[str | Row]] | None = None) -> Iterator[CalledBatch]:
+        """Yield the batches of the run, in order; a step ends where the next batch is taken.
+
+        ``given``: prompts of each further step, as texts or as rows of the data set; None: those of the data set. A
+        session ends with the last of them. Raises UserError for another number of prompts than
+        ``algorithm.prompts_per_step``, and for prompts that cannot be used.
+        """
+        steps = range(self._next_step, self.plan.spec.steps)
+        # the steps end before the prompts do
+        for step, rows in zip(steps, repeat(None) if given is None else given, strict=False):
+            self._ranks.send({"do": "begin", "examples": None if rows is None else self._written(step, rows)})
             batch = self._batch = CalledBatch(self, step, self._new_step(), self.plan.batch.mini_batches)
             try:
                 yield batch
             finally:
                 self._batch, self._last, self._joined = None, batch, {}
-                self._send({"do": "end", "saves": self._saves})
+                self._ranks.send({"do": "end", "saves": self._saves})
                 self._saves, self._next_step = False, step + 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -210,7 +175,7 @@ class Session:
         self._check_current(batch)
         run = batch.called.add(call)[-1]
         assert isinstance(run, Run), "a call ends with its run"
-        self._send({**call.message, "do": "call"})
+        self._ranks.send({**call.message, "do": "call"})
         number = sum(isinstance(each, Run) for each in batch.called.instructions) - 1
         return Metrics(self, batch, number) if run.operator.kind in ("train", "loss") else batch
 
@@ -248,10 +213,10 @@ class Session:
         self._check_current(batch)
         batch.called.owners(name)
         self._num_read += 1
-        self._send({"do": "column", "name": name, "number": self._num_read})
+        self._ranks.send({"do": "column", "name": name, "number": self._num_read})
         found: dict[int, Tensor] = {}
-        for _ in range(int(self._receive())):
-            part = load(self._receive())
+        for _ in range(int(self._ranks.receive())):
+            part = load(self._ranks.receive())
             found.update(zip(part["rows"].tolist(), part["values"], strict=True))
         shape = self.plan.batch
         rows = shape.rows(tuple(prompt for number in batch.parts for prompt in shape.prompts(number)))
@@ -262,9 +227,25 @@ class Session:
     def statistics(self, batch: CalledBatch, number: int) -> dict[str, float]:
         """Return the metrics of a call of this step by its number. Waits until it has run."""
         self._check_current(batch)
-        self._send({"do": "statistics", "call": number})
-        found: dict[str, float] = json.loads(self._receive())
+        self._ranks.send({"do": "statistics", "call": number})
+        found: dict[str, float] = json.loads(self._ranks.receive())
         return found
+
+    def _written(self, step: int, rows: Sequence[str | Row]) -> str:
+        """Write the examples of ``rows`` for the ranks; return the path of the file."""
+        if len(rows) != self.plan.batch.num_prompts:
+            raise UserError(
+                f"session: {len(rows)} prompts for step {step}; algorithm.prompts_per_step is "
+                f"{self.plan.batch.num_prompts}, give as many"
+            )
+        examples = examples_of(self.plan, f"prompts of step {step}", rows, self._tokenizer)
+        path = self._ranks.directory / f"prompts-{step}.json"
+        path.write_bytes(EXAMPLES.dump_json(examples))
+        return str(path)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_run_tokenizer(self.plan)
 
     def _new_step(self) -> CalledStep:
         return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch)
@@ -272,34 +253,6 @@ class Session:
     def _check_current(self, batch: CalledBatch) -> None:
         if self._batch is None or batch.called is not self._batch.called:
             raise UserError(f"session: a batch of step {batch.step}, which has ended; read what you need before that")
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        if self._program is None:
-            raise UserError("session: its ranks have not started; use it in a with statement")
-        try:
-            self._program.send_bytes(json.dumps(message).encode())
-        except OSError:
-            self._raise_outcome()
-
-    def _receive(self) -> bytes:
-        assert self._program is not None, "messages follow the start"
-        try:
-            return self._program.recv_bytes()
-        except (EOFError, OSError):
-            self._raise_outcome()
-
-    def _raise_outcome(self) -> NoReturn:
-        """Wait for the ranks and raise the error that has ended them."""
-        self._ranks.wait()
-        raise self._error()
-
-    def _error(self) -> Exception:
-        """Return the error that has ended the ranks."""
-        if not self._outcome.exists():
-            return RankFailure(f"the ranks of the session ended with exit status {self._ranks.returncode}")
-        name, sentence = json.loads(self._outcome.read_text())
-        error: Exception = getattr(errors, name)(sentence)
-        return error
 
 
 class CalledBatch:

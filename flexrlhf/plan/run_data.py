@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec, LongPrompts, RowsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits, load_examples
-from flexrlhf.data.files import is_present, read_rows
+from flexrlhf.data.files import Row, is_present, read_rows
 from flexrlhf.data.forms import detect_form, has_response
 from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.order import SourceShare, whole_parts
@@ -137,10 +137,9 @@ def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
     chat, tokenizer = prompt_format(plan), load_run_tokenizer(plan)
     sources = data_sources(plan)
-    reads = any(operator.reads_texts for operator in (*plan.graph.operators, *plan.graph.evaluation))
     long_prompts = plan.spec.data.long_prompts
     found = {
-        each.key: _loaded(plan, each, tokenizer, each.needs, long_prompts, reads and each.needs == "prompts")
+        each.key: _loaded(plan, each, tokenizer, each.needs, long_prompts, _reads_columns(plan, each))
         for each in sources
     }
     loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}
@@ -151,6 +150,25 @@ def load_run_data(plan: Plan) -> RunData:
     evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
     ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
     return RunData(examples, evaluation, texts, tokenizer_path(plan), ends, pad, trusts_tokenizer(plan), shares, counts)
+
+
+def examples_of(plan: Plan, name: str, rows: Sequence[str | Row], tokenizer: Any) -> list[Example]:
+    """Return the examples of ``rows`` of a program's, called ``name``: texts of prompts, or rows as the training data
+    have them. Raises UserError for one that cannot be used, or is too long and not to be truncated."""
+    source = next(each for each in data_sources(plan) if each.is_training)
+    if all(isinstance(row, str) for row in rows):
+        source = replace(source, form="auto", layout=RowLayout(system=source.layout.system))
+    made = [{"prompt": row} if isinstance(row, str) else row for row in rows]
+    long_prompts = plan.spec.data.long_prompts
+    long_prompts = "error" if long_prompts == "drop" else long_prompts
+    named = replace(source, path=name)
+    return _loaded(plan, named, tokenizer, source.needs, long_prompts, _reads_columns(plan, source), made).examples
+
+
+def _reads_columns(plan: Plan, source: DataSource) -> bool:
+    """Whether operators read the rows of ``source`` as text."""
+    reads = any(operator.reads_texts for operator in (*plan.graph.operators, *plan.graph.evaluation))
+    return reads and source.needs == "prompts"
 
 
 def data_digest(data: RunData) -> str:
@@ -165,7 +183,13 @@ def data_digest(data: RunData) -> str:
 
 
 def _loaded(
-    plan: Plan, source: DataSource, tokenizer: Any, needs: Needs, long_prompts: LongPrompts, with_columns: bool = False
+    plan: Plan,
+    source: DataSource,
+    tokenizer: Any,
+    needs: Needs,
+    long_prompts: LongPrompts,
+    with_columns: bool = False,
+    rows: list[Row] | None = None,
 ) -> LoadedExamples:
     return load_examples(
         source.path,
@@ -178,6 +202,7 @@ def _loaded(
         with_columns=with_columns,
         layout=source.layout,
         chat=prompt_format(plan),
+        rows=rows,
     )
 
 

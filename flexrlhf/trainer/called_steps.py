@@ -9,10 +9,12 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from safetensors.torch import save
 from torch import tensor
 
+from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.metrics import evaluate
 from flexrlhf.placement.groups import Group
 from flexrlhf.strategies.calls import CalledStep, OperatorCall, around_calls
@@ -29,9 +31,13 @@ PART_BYTES = 4_000_000
 
 
 class CalledSteps:
-    """Instructions of the steps so far, by which reports are found. Positions count along the whole session."""
+    """Instructions of the steps so far, by which reports are found. Positions count along the whole session.
+
+    given:  steps whose prompts are the program's own.
+    """
 
     def __init__(self) -> None:
+        self.given: set[int] = set()
         self._listed: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
         self._num = 0
         self._num_whole = 0
@@ -55,6 +61,9 @@ class CalledSteps:
     def is_whole(self, step: int) -> bool:
         return step < self._num_whole
 
+    def takes_data(self, step: int) -> bool:
+        return step not in self.given
+
 
 class CalledTrainer:
     """Executor of the calls of a program on this rank."""
@@ -75,6 +84,7 @@ class CalledTrainer:
             match message["do"]:
                 case "begin":
                     self._called, self._runs = self._new_step(), []
+                    self._take_prompts(message["examples"])
                     self._trainer.begin_round(self._next_step)
                     self._around(before=True)
                 case "call":
@@ -92,6 +102,16 @@ class CalledTrainer:
 
     def _new_step(self) -> CalledStep:
         return CalledStep.begin(self._plan.graph, self._plan.placement, self._plan.batch)
+
+    def _take_prompts(self, path: str | None) -> None:
+        """Take the prompts of a step from a file of the program's; without one they are of the data."""
+        if path is None:
+            return
+        self._trainer.rows.give(self._next_step, EXAMPLES.validate_json(Path(path).read_bytes()))
+        self._steps.given.add(self._next_step)
+        # the last reader clears up
+        if self._trainer.results.recorder.store.add(f"prompts/{self._next_step}", 1) == self._rank.world.size:
+            Path(path).unlink()
 
     def _call(self, call: OperatorCall) -> None:
         for instruction in self._called.add(call):

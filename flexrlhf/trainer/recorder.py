@@ -58,6 +58,9 @@ class Steps(Protocol):
     def is_whole(self, step: int) -> bool:
         """Return whether no instruction can join those of ``step``."""
 
+    def takes_data(self, step: int) -> bool:
+        """Return whether the prompts of ``step`` are of the data."""
+
 
 @dataclass(frozen=True)
 class PlannedSteps:
@@ -73,6 +76,9 @@ class PlannedSteps:
         return ((index, each) for index, each in listed if each.due(step, self.plan.spec.steps))
 
     def is_whole(self, step: int) -> bool:
+        return True
+
+    def takes_data(self, step: int) -> bool:
         return True
 
 

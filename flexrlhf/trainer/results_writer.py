@@ -138,7 +138,9 @@ class ResultsWriter(Observer):
         rows = dict(outcomes) or {FROZEN: range(self._plan.batch.num_rows)}
         spans = {name: span_of(tuple(rows[name])) for name in (*OUTCOMES, CARRIED) if name in rows}
         with (self._directory / ROWS).open("a") as file:
-            line = {"step": step, "prompts": list(self._prompts(step, positions)), "outcomes": spans}
+            takes_data, none = self.recorder.steps.takes_data(step), [None] * self._plan.batch.num_prompts
+            numbers = list(self._prompts(step, positions)) if takes_data else none
+            line = {"step": step, "prompts": numbers, "outcomes": spans}
             file.write(json.dumps(line) + "\n")
         counts = {name: len(rows[name]) for name in spans}
         counts[IN_FLIGHT] = self._in_flight(step + 1) + counts.pop(CARRIED, 0)

@@ -33,6 +33,7 @@ class StepRows:
         self._start = start
         self.device = rank.world.device
         self._stores: dict[int, RowStore] = {}
+        self._given: dict[int, list[Example]] = {}
         self.most_bytes = 0
         self._input_rows = rows_with_inputs(rank.plan, rank.rank)
         self._mover = ColumnMover(rank.rank, RowPacking(rank.plan.batch, rank.plan.lengths, self.device), rank.wait)
@@ -79,7 +80,13 @@ class StepRows:
         """Return the example of each prompt of a step; none where the step itself decides which it takes."""
         if self._plan.batch.attempts > 1:
             return []
+        if step in self._given:
+            return self._given[step]
         return [self._data.examples[number] for number in _taken_numbers(self._plan, self._data, step)]
+
+    def give(self, step: int, examples: list[Example]) -> None:
+        """Have ``examples`` be those of a step, in place of the ones that it would take from the data."""
+        self._given = {step: examples}
 
     def taken(self, step: int) -> list[Example]:
         """Return the examples that a step takes from the data; none where the step itself decides which it takes."""

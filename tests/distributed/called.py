@@ -4,7 +4,7 @@
 
 WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: ends itself by SIGKILL in the third step;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
-step before, with the rows of the reference's log-probs split by their lengths.
+step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flexrlhf import Session
 from flexrlhf.config.code_loading import load_function
+from flexrlhf.data.files import Row, read_rows
+from flexrlhf.data.order import step_indices
 from flexrlhf.launch.session import CalledBatch
 from flexrlhf.placement.protocols import Split
 
@@ -26,7 +28,7 @@ PRIMITIVES = Path(__file__).parents[2] / "configs" / "primitives.py"
 def main(config: str, way: str = "", resume: str | None = None) -> None:
     with Session(config, resume=resume) as run:
         before = None
-        for batch in run.prompts():
+        for batch in run.prompts(rows_of(run) if way == "chooses" else None):
             if way == "stops" and batch.step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             if way == "primitives":
@@ -45,6 +47,14 @@ def main(config: str, way: str = "", resume: str | None = None) -> None:
                         train(run, operator.name, batch, way)
             before = mean
             run.save()
+
+
+def rows_of(run: Session) -> Iterator[list[Row]]:
+    """Yield the rows of the data set that each step takes."""
+    spec = run.plan.spec
+    rows = read_rows(str(spec.data.path))
+    for step in range(spec.steps):
+        yield [rows[index] for index in step_indices(spec.seed, step, run.plan.batch.num_prompts, len(rows))]
 
 
 def by_length(run: Session, batch: CalledBatch) -> Split:

@@ -76,12 +76,13 @@ def test_a_program_that_is_killed_goes_on_with_the_bits_of_the_graph(
 @pytest.mark.parametrize("case", params([SPLIT]))
 def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, case: Case, tmp_path: Path) -> None:
     """A branch on data: steps whose mean score rises are not trained on. The first step is that of the graph, though
-    rows of the reference are on other ranks."""
+    its prompts are the program's and rows of the reference are on other ranks."""
     main(str(written(launches, case, tmp_path, "chosen")), "chooses")
     found = outcome_at(launches, case, tmp_path, "chosen")
     means = [row["reward_mean"] for row in found.metrics]
     rises = [before < mean for before, mean in zip(means, means[1:], strict=False)]
     lines = read_lines(found.directory / "rows.jsonl")
+    assert all(line["prompts"] == [None] * found.plan.batch.num_prompts for line in lines)
     assert any(rises) and [("left_out" in line["outcomes"]) for line in lines] == [False, *rises]
     for row in found.metrics:
         assert sum(row[name] for name in row if name.startswith("rows_")) == found.plan.batch.num_rows

@@ -151,3 +151,5 @@ def test_settings_that_order_calls_are_refused(change: str, sentence: str, tmp_p
         Session(path, [0.5] * 6, devices=2, overrides=[change])
     with pytest.raises(UserError, match="its ranks have not started; use it in a with statement"):
         next(Session(path, [1, 1, 1, 1], devices=1).prompts())
+    with pytest.raises(UserError, match="1 prompts for step 0; algorithm.prompts_per_step is 8, give as many"):
+        next(Session(path, [1, 1, 1, 1], devices=1).prompts([["one"]]))

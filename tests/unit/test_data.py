@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flexrlhf.data.examples import Example, load_examples
-from flexrlhf.data.files import read_rows
+from flexrlhf.data.examples import EXAMPLES, Example, load_examples
+from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.forms import ALPACA_TEMPLATES, detect_form, split_dialogues, text_of
 from flexrlhf.data.order import step_indices
 from flexrlhf.errors import UserError
@@ -68,6 +68,20 @@ def test_the_three_kinds_of_file_give_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
     for name in ("a.jsonl", "a.jsonl.gz", "a.json"):
         assert read_rows(tmp_path / name) == rows
+
+
+def test_rows_of_a_program_are_examples_as_a_file_has_them(tmp_path: Path) -> None:
+    rows: list[Row] = [{"prompt": "one two", "answer": {"value": 2}}, {"question": "three", "answer": None}]
+    settings = {"needs": "prompts", "max_prompt_tokens": 9, "max_response_tokens": 9, "with_columns": True}
+    with pytest.raises(UserError, match="prompts of step 3, row 2: needs the column 'prompt'"):
+        load_examples("prompts of step 3", rows=rows, tokenizer=WordTokenizer(), **settings)  # type: ignore[arg-type]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows[0])
+    both = [
+        load_examples(path, rows=given, tokenizer=WordTokenizer(), **settings).examples  # type: ignore[arg-type]
+        for given in (None, rows[:1])
+    ]
+    read = EXAMPLES.validate_json(EXAMPLES.dump_json(both[1]))
+    assert both[0] == both[1] == read and read[0].columns == both[0][0].columns and read[0].text == "one two"
 
 
 def test_windows_line_ends_and_byte_order_mark_are_read(tmp_path: Path) -> None:

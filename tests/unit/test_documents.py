@@ -340,6 +340,7 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
 
     from flexrlhf.launch.execution_engine import ExecutionEngine, RunResult
     from flexrlhf.launch.session import Session
+    from flexrlhf.launch.session_connection import SessionRanks
 
     def called(engine: ExecutionEngine) -> RunResult:
         return RunResult(engine.plan.spec.directory, [METRICS], {})
@@ -348,12 +349,12 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
     unsent = {
         "__enter__": lambda session: session,
         "__exit__": lambda session, *error: None,
-        "_send": lambda session, message: None,
         "column": lambda session, batch, name: torch.zeros(len(batch), 1),
         "statistics": lambda session, batch, number: {},
     }
     for name, function in unsent.items():
         monkeypatch.setattr(Session, name, function)
+    monkeypatch.setattr(SessionRanks, "send", lambda ranks, message: None)
     exec(compile(block.text, block.place, "exec"), {})
 
 
