@@ -38,15 +38,15 @@ def profile(
     devices: Devices = None,
     set_: Overrides = None,
     output: Output = Path("runs/profile.json"),
-    seconds: Seconds = 15.0,
+    seconds: Seconds = 30.0,
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
     rdzv_endpoint: RdzvEndpoint = "",
 ) -> None:
     """Measure this machine, for `simulate` and `advise`.
 
-    The times that they predict from: of its calls, and of the links between several machines. Takes about
-    half a minute and trains nothing. With several nodes node 0 measures its calls and writes the file.
+    The times that they predict from: of the layers of its models, and of the links between several machines. Takes
+    about a minute and trains nothing. With several nodes node 0 measures the layers and writes the file.
     """
     runs = RunOptions(configs, config, devices=devices, set_=set_)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)

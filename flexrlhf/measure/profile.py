@@ -78,7 +78,8 @@ def _measured(
         request, output = directory / "request.json", directory / "profile.json"
         lengths = [asdict(length_sample(plan)) for plan in plans]
         runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
-        request.write_text(json.dumps({"runs": runs, "seconds": seconds}))
+        most_tp = max(len(plan.cluster.ranks_on_node(node)) for plan in plans for node in range(plan.cluster.num_nodes))
+        request.write_text(json.dumps({"runs": runs, "seconds": seconds, "most_tp": most_tp}))
         module = ["flexrlhf.measure.profile_rank", str(request), str(output)]
         with _displayed(directory / "events.jsonl", ranks):
             launch.start_ranks(module, measured_plans[0], Hosts(), factory=factory)
@@ -111,9 +112,8 @@ def format_measurements(measurements: Measurements) -> str:
 
 
 def _warning(measurements: Measurements) -> Iterator[str]:
-    # calls of a rank by itself; replicas that wait for each other vary in any case
-    curves = [curve for each in measurements.models for curve in (each.forward, each.step, each.train.get(1, ()))]
-    spread = max(point.spread for curve in curves for point in curve)
+    points = [point for each in measurements.models for point in each.points]
+    spread = sorted(point.spread for point in points)[len(points) // 2]
     if spread > MAX_SPREAD:
         yield f"repetitions of one call differ by ±{50 * spread:.0f}%: measure again when nothing else is running"
 
@@ -122,17 +122,28 @@ def _model_lines(times: ModelTimes) -> Iterator[str]:
     model = times.model
     millions = model.parameters / 1e6
     yield f"\n{model.head} model, {model.layers} layers of {model.hidden}, {millions:.3g} M parameters, {times.engine}"
-    yield from _call_line(f"forward, {times.width} tokens a row", times.forward)
-    yield from _call_line(f"prompts, {times.prompt} tokens a row", times.prefill)
-    yield from _call_line("one decoding step", times.step)
-    for replicas, points in sorted(times.train.items()):
-        yield from _call_line(f"optimizer step, {replicas} replica{'s' * (replicas > 1)}", points)
+    for tp, layers in sorted(times.layers.items()):
+        parts = {"embedding": layers.embedding, "a layer": layers.block, "head and the rest": layers.head}
+        for name, part in parts.items():
+            of = f"{name}, tp {tp}" if tp > 1 else name
+            yield from _call_line(f"{of}: forward", part.forward)
+            yield from _call_line(f"{of}: forward and backward", part.train)
+            yield from _call_line(f"{of}: prompts", part.prefill)
+            for step in part.step:
+                yield from _call_line(f"{of}: decoding, {step.cache:.0f} in cache", step.points)
+    for replicas, line in sorted(times.update.items()):
+        seconds = line.seconds(4 * model.trained_parameters, model.layers)
+        name = f"optimizer step, {counted(replicas, 'replica')}"
+        yield f"  {name:<45}{_milliseconds(seconds)} ms"
 
 
 def _call_line(name: str, points: Points) -> Iterator[str]:
     if points:
-        cells = "   ".join(f"{p.rows:>4} rows {_milliseconds(p.seconds)} ms ±{50 * p.spread:2.0f}%" for p in points)
-        yield f"  {name:<30}{cells}"
+        cells = "   ".join(
+            f"{p.rows if p.tokens is None else p.tokens:>5} {_milliseconds(p.seconds)} ms ±{50 * p.spread:2.0f}%"
+            for p in dict.fromkeys((points[0], points[len(points) // 2], points[-1]))
+        )
+        yield f"  {name:<40}{cells}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.comm.progress import RankProgress
@@ -24,19 +25,21 @@ from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.engines.models import DTYPES
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.launch.lifetime import end_with_launcher
-from flexrlhf.measure.model_calls import (
-    ProfileContext,
-    measure_calls,
-    measure_contention,
-    measure_operator,
-)
+from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
+from flexrlhf.measure.layer_split import SlimTimes, layer_times, update_times
+from flexrlhf.measure.model_calls import ProfileContext, measure_combine, measure_contention
 from flexrlhf.measure.profiled_models import (
+    DEEP,
+    SHALLOW,
     LengthSample,
     ProfiledModel,
+    RowCounts,
     profiled_models,
     row_counts,
+    slim_spec,
 )
 from flexrlhf.measure.stopwatch import Stopwatch
 from flexrlhf.measure.traffic import (
@@ -58,17 +61,20 @@ SHARE_OF_OTHERS, NUM_OTHERS = 0.3, 10
 """Share of the time for all that is not a model's calls, and number of such measurements."""
 
 
-def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: float, path: Path) -> None:
+def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: float, most_tp: int, path: Path) -> None:
     """Measure the models of ``specs``, each with its ``lengths``, and their communication; rank 0 writes ``path``.
 
-    ``seconds``: time of all measurements; longer where calls are slow, each of which is made three times.
+    seconds:  time of all measurements; longer where calls are slow, each of which is made three times
+    most_tp:  tensor-parallel ranks of the smallest slices
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
         plans = [make_plan(spec) for spec in specs]
         share = seconds / len(plans)
-        profilers = [PlanProfiler(plan, sample, share, world) for plan, sample in zip(plans, lengths, strict=True)]
+        profilers = [
+            PlanProfiler(plan, sample, share, most_tp, world) for plan, sample in zip(plans, lengths, strict=True)
+        ]
         models = tuple(times for profiler in profilers for times in profiler.models())
         measurements = profilers[0].measurements(models)
         if world.rank == 0:
@@ -79,22 +85,25 @@ def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: flo
 
 
 class PlanProfiler:
-    """Measurements for one plan, whose models are on all ranks, one after the other."""
+    """Measurements for one plan, whose models are on all ranks, one after the other, with few layers."""
 
-    def __init__(self, plan: Plan, lengths: LengthSample, seconds: float, world: World) -> None:
+    def __init__(self, plan: Plan, lengths: LengthSample, seconds: float, most_tp: int, world: World) -> None:
         self._plan, self._world = plan, world
         ranks = tuple(range(world.size))
         own = [Group("profile", ranks), Group("move", ranks), Group("sync", ranks)] if len(ranks) > 1 else []
-        self._groups: Groups = world.make_groups([*own, *plan.groups], plan.spec.timeout_seconds)
+        self._models = profiled_models(plan, most_tp)
+        slices = sorted({tp for model in self._models for tp in model.slices})
+        self._slim = {(tp, depth): make_plan(slim_spec(plan, depth, tp)) for tp in slices for depth in (SHALLOW, DEEP)}
+        groups = dict.fromkeys([*own, *(group for slim in self._slim.values() for group in slim.groups)])
+        self._groups: Groups = world.make_groups(list(groups), plan.spec.timeout_seconds)
         self._progress = RankProgress(world, f"profile/{plan.spec.name}", {}, plan.spec.timeout_seconds)
         self._position = 0
         all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._progress.wait)
         shared = torch.cuda.device_count() if world.device.type == "cuda" else len(os.sched_getaffinity(0))
         oversubscribed = world.size > shared
         stopwatch = Stopwatch(all_ranks, world.rank, world.device, oversubscribed)
-        self._models = profiled_models(plan)
-        parts = len(self._models) + sum(map(self._is_trained_alone, self._models))
-        budget = (1 - SHARE_OF_OTHERS) * seconds / parts
+        parts = sum(len(model.slices) for model in self._models)
+        budget = (1 - SHARE_OF_OTHERS) * seconds / max(1, parts)
         self._context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, budget)
         self._short_context = replace(self._context, budget=SHARE_OF_OTHERS * seconds / NUM_OTHERS)
 
@@ -102,35 +111,66 @@ class PlanProfiler:
         """Yield the times of one model after the other, so that only one is in memory."""
         yield from map(self._model_times, self._models)
 
-    def _is_trained_alone(self, model: ProfiledModel) -> bool:
-        """Whether optimizer steps of a replica without others are measured."""
-        return "train" in model.operators and model.placed.layout.tp == 1 and self._world.size > 1
-
     def close(self) -> None:
         """Close the process groups."""
         self._groups.close()
 
     def _model_times(self, model: ProfiledModel) -> ModelTimes:
         placed = model.placed
-        self._report(f"the calls of {placed.role}, alone and with {self._world.size} ranks")
-        counts = row_counts(self._plan, placed.layout.tp)
-        with self._loaded(placed) as loaded:
-            times = measure_calls(self._context, model, loaded, counts)
-        if not self._is_trained_alone(model):
-            return times
-        with self._loaded(self._on_this_rank(placed)) as loaded:
-            alone = measure_operator(self._context, model.operators["train"], loaded, counts.update)
-        return times.model_copy(update={"train": {1: alone, **times.train}})
+        self._report(f"layers of {placed.role}")
+        slim = {tp: self._slim_times(model, tp) for tp in model.slices}
+        shallow, _ = slim[1]
+        embedding = measure_embedding(
+            self._short_context, model.transformer, DTYPES[placed.settings.dtype], shallow.forward or shallow.train
+        )
+        updates = update_times([each for pair in slim.values() for each in pair])
+        lengths = self._context.lengths
+        return ModelTimes(
+            model=model.transformer,
+            engine=placed.engine,
+            item=model.item,
+            shards=placed.num_shards,
+            width=max(lengths.prompts) + max(lengths.responses),
+            prompt=max(lengths.prompts),
+            row=self._context.row_width(placed, self._counts(placed).passes),
+            layers={tp: layer_times(*pair, embedding, updates) for tp, pair in slim.items()},
+            update=updates,
+        )
 
-    def _on_this_rank(self, model: PlacedModel) -> PlacedModel:
-        return replace(model, layout=Layout((self._world.rank,)))
+    def _slim_times(self, model: ProfiledModel, tp: int) -> tuple[SlimTimes, SlimTimes]:
+        """Measure the shallow and the deep model of a slice, with sharded layers if those of the model are."""
+        placed = model.placed
+        is_sharded = placed.split != "whole"
+        with ExitStack() as stack:
+            models = []
+            for depth in (SHALLOW, DEEP):
+                plan = self._slim[tp, depth]
+                on_all = next(each for each in plan.placement.models if each.name == placed.name)
+                alone = on_all if is_sharded else self._one_replica(on_all)
+                loaded = stack.enter_context(self._loaded(plan, alone))
+                replicas = None
+                if "train" in model.operators and self._world.size > 1 and not is_sharded and tp == 1:
+                    replicas = stack.enter_context(self._loaded(plan, on_all))
+                models.append(SlimModel(depth, loaded, replicas))
+            shallow, deep = measure_slim(self._context, model.operators, models, self._counts(placed))
+            return shallow, deep
+
+    def _counts(self, placed: PlacedModel) -> RowCounts:
+        lengths = self._context.lengths.rows(self._plan.batch.num_rows, self._plan.batch.samples_per_prompt)
+        return row_counts(self._plan, placed.settings, sum(map(sum, lengths)) / len(lengths))
+
+    def _one_replica(self, model: PlacedModel) -> PlacedModel:
+        """Return ``model`` without the other replicas than this rank's."""
+        ranks = next(each for each in model.layout.tp_sets if self._world.rank in each)
+        return replace(model, layout=Layout(ranks, model.layout.tp))
 
     def measurements(self, models: tuple[ModelTimes, ...]) -> Measurements:
         """Return ``models`` with the measurements of everything else: contention, communication, host memory, files."""
         self._report("contention, moves of columns and transfers of weights")
-        trained = next(each.placed for each in self._models if "train" in each.operators)
-        context = self._short_context
-        with self._loaded(trained) as loaded, TemporaryDirectory() as directory:
+        role = next(each.placed.name for each in self._models if "train" in each.operators)
+        plan, context = self._slim[1, DEEP], self._short_context
+        trained = next(each for each in plan.placement.models if each.name == role)
+        with self._loaded(plan, trained) as loaded, TemporaryDirectory() as directory:
             combine = self._combine(loaded)
             switch = measure_switch(context, loaded)
             save = measure_save(context, loaded, Path(directory))
@@ -142,7 +182,7 @@ class PlanProfiler:
             combine=combine,
             bookkeeping=plain,
             statistics=sums,
-            contention=self._contention(trained),
+            contention=self._contention(plan, trained),
             memory_bytes_s=measure_memory(context),
             reduce=measure_reduce(context) if several else None,
             moves=measure_moves(context, self._groups.get("move", ranks)) if several else {},
@@ -154,17 +194,16 @@ class PlanProfiler:
     def _combine(self, loaded: LoadedModel) -> Points:
         combines = (each for each in self._plan.graph.operators if each.kind == "combine" and each.writes)
         operator = next(combines, None)
-        counts = row_counts(self._plan, loaded.placed.layout.tp)
-        return () if operator is None else measure_operator(self._short_context, operator, loaded, counts.calls)
+        counts = self._counts(loaded.placed).combine
+        return () if operator is None else measure_combine(self._short_context, operator, loaded, counts)
 
-    def _contention(self, model: PlacedModel) -> dict[int, float]:
-        """Measure contention, unless the model is split: one rank may have no memory for more than its part."""
+    def _contention(self, plan: Plan, model: PlacedModel) -> dict[int, float]:
         forwards = [o for o in self._plan.graph.operators if o.role == model.role and o.kind == "forward"]
-        if not forwards or model.split != "whole" or model.layout.tp > 1:
+        if not forwards:
             return {1: 1.0}
         # without replicas, which some engines would wait for
-        with self._loaded(self._on_this_rank(model)) as loaded:
-            rows = row_counts(self._plan, 1).calls.needed[0]
+        with self._loaded(plan, self._one_replica(model)) as loaded:
+            rows = self._counts(model).combine.needed[0]
             return measure_contention(self._short_context, forwards[0], loaded, rows)
 
     def _bookkeeping(self) -> tuple[float, float]:
@@ -189,6 +228,7 @@ class PlanProfiler:
         return Machine(
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             torch=torch.__version__,
+            transformers=transformers.__version__,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             cores=len(os.sched_getaffinity(0)),
             threads=torch.get_num_threads(),
@@ -196,8 +236,8 @@ class PlanProfiler:
         )
 
     @contextmanager
-    def _loaded(self, model: PlacedModel) -> Iterator[LoadedModel]:
-        loaded = load_model_on_rank(self._plan, model, self._world, self._groups, self._progress.wait)
+    def _loaded(self, plan: Plan, model: PlacedModel) -> Iterator[LoadedModel]:
+        loaded = load_model_on_rank(plan, model, self._world, self._groups, self._progress.wait)
         try:
             yield loaded
         finally:
@@ -221,7 +261,7 @@ def main(request_file: str, path: str) -> None:
     runs = request["runs"]
     specs = [parse_spec(read_yaml(run["spec"])) for run in runs]
     lengths = [LengthSample(tuple(run["prompts"]), tuple(run["responses"])) for run in runs]
-    measure(specs, lengths, request["seconds"], Path(path))
+    measure(specs, lengths, request["seconds"], request["most_tp"], Path(path))
 
 
 if __name__ == "__main__":

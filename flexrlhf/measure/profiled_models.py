@@ -1,4 +1,8 @@
-"""Models, calls, sequence lengths and row counts that a profile measures for a plan."""
+"""Models, calls, sequence lengths and row counts that a profile measures for a plan.
+
+Layers are measured in models of few layers. If there are not enough ranks for a tensor-parallel layout, a rank's slice
+of its layers is measured in a model with fewer heads and features, of which each rank has one by itself.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
 
+from flexrlhf.config.engines import EngineFacts, facts_of
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.placement_settings import ClusterSpec
@@ -17,14 +23,18 @@ from flexrlhf.operators.graph import GENERATE, Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import prompt_lengths, response_lengths
-from flexrlhf.weights.shapes import DTYPE_BYTES, read_config
+from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, read_config
 
 SHAPELESS_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys of a saved config that do not describe the model's shape."""
 MEASURED_KINDS = ("generate", "forward", "train")
 """Kinds of operators that a model computes."""
 MAX_SCALE = 4
-"""Calls are measured up to so many times the rows of a replica; beyond, the last two points are extrapolated."""
+"""Combines are measured up to so many times the rows of a replica; beyond, the last two points are extrapolated."""
+SHALLOW, DEEP = 1, 3
+"""Layers of the two models whose times are compared."""
+MOST_COUNTS = 4
+"""Numbers of rows at which a call is measured, at most."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,14 @@ class ProfiledModel:
 
     placed:       with a role of that shape, a trained one if there is one
     transformer:  its sizes
-    operators:    one operator of each kind that the role has
+    operators:    one operator of each kind that roles of that shape have
+    slices:       tensor-parallel ranks, of whose slices the layers are measured
     """
 
     placed: PlacedModel
     transformer: Transformer
     operators: Mapping[str, Operator]
+    slices: tuple[int, ...] = (1,)
 
     @property
     def item(self) -> int:
@@ -52,7 +64,8 @@ def without_turns(operator: Operator) -> Operator:
 
 
 def profiling_spec(plan: Plan, command_plans: Sequence[Plan], ranks: int, device: str) -> Spec:
-    """Return ``plan``'s spec with every model on all ``ranks`` and random weights that optimizer steps do not change.
+    """Return ``plan``'s spec with every model on all ``ranks``, as replicas, and random weights that optimizer steps do
+    not change.
 
     ``command_plans``: plans of the same command, whose models need not exist yet.
     """
@@ -80,7 +93,51 @@ def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -
     optimizer = model.optimizer.model_copy(update=frozen)
     # times are of sequences as long as the policy's, whose tokens stand for another tokenizer's
     plain = {"path": None, "init": init, "shadow": None, "retokenize": False, "max_text_tokens": None}
-    return model.model_copy(update={**plain, "optimizer": optimizer})
+    whole = {"tp": 1, "pp": 1, "activation_checkpointing": False}
+    return model.model_copy(update={**plain, **whole, "optimizer": optimizer})
+
+
+def slim_spec(plan: Plan, depth: int, tp: int) -> Spec:
+    """Return the spec of a profiling ``plan`` with ``depth`` layers of every model, on ``tp`` tensor-parallel ranks. Of
+    more than there are, each rank has the slice of one by itself. Models that allow no such split are whole."""
+    models = {role: _slim(plan, plan.model(role), role, depth, tp) for role in plan.graph.roles}
+    return plan.spec.model_copy(update={"models": plan.spec.models.model_copy(update=models)})
+
+
+def _slim(plan: Plan, model: ModelSpec, role: str, depth: int, tp: int) -> ModelSpec:
+    config, shape = dict(model.init or {}), plan.shapes.get(role)
+    kinds = config.get("layer_types")
+    changed: dict[str, object] = {"num_hidden_layers": depth} | ({"layer_types": kinds[:depth]} if kinds else {})
+    if tp == 1 or shape is None or tp not in _slices(model, shape, tp):
+        return model.model_copy(update={"init": config | changed})
+    if plan.placement.num_ranks % tp == 0:
+        return model.model_copy(update={"init": config | changed, "tp": tp})
+    # without ids of the whole vocabulary
+    config = {key: value for key, value in config.items() if not key.endswith("_token_id")}
+    return model.model_copy(update={"init": config | changed | _slice(shape, facts_of(model.engine), tp)})
+
+
+def _slice(shape: ModelShape, facts: EngineFacts, tp: int) -> dict[str, object]:
+    """Return the sizes of a model's slice on one of ``tp`` ranks."""
+    sizes = shape.sizes
+    assert sizes is not None, "shapes without sizes have no slices"
+    splits_head = facts.vocabulary_multiple or not (shape.is_tied or sizes.vocabulary % tp)
+    return {
+        "num_attention_heads": sizes.heads // tp,
+        "num_key_value_heads": sizes.kv_heads // tp,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.ffn // tp,
+        "vocab_size": -(-sizes.vocabulary // tp) if splits_head else sizes.vocabulary,
+    }
+
+
+def _slices(model: ModelSpec, shape: ModelShape, most: int) -> tuple[int, ...]:
+    """Return the powers of two, at most ``most``, that may be the tensor-parallel ranks of a model."""
+    powers = (2**power for power in range(most.bit_length()) if 2**power <= most)
+    if shape.sizes is None or shape.sizes.family not in LLAMA_LIKE or not facts_of(model.engine).tp:
+        return (1,)
+    sizes = shape.sizes
+    return tuple(tp for tp in powers if not (sizes.heads % tp or sizes.kv_heads % tp or sizes.ffn % tp))
 
 
 def _origin(model: ModelSpec, command_plans: Sequence[Plan]) -> ModelSpec:
@@ -91,17 +148,20 @@ def _origin(model: ModelSpec, command_plans: Sequence[Plan]) -> ModelSpec:
     return model
 
 
-def profiled_models(plan: Plan) -> list[ProfiledModel]:
-    """Return one model for each shape, engine and dtype of ``plan``. Raises UserError for a family of unknown shape."""
+def profiled_models(plan: Plan, most_tp: int = 1) -> list[ProfiledModel]:
+    """Return one model for each shape, engine and dtype of a profiling ``plan``, with slices of at most ``most_tp``
+    tensor-parallel ranks. Raises UserError for a family of unknown shape."""
     models: dict[object, ProfiledModel] = {}
-    # a trained role comes first: a frozen one of its shape computes nothing else, and adapters make another shape
+    # a trained role comes first; adapters make another shape
     for placed in sorted(plan.placement.models, key=lambda placed: not placed.trained):
-        model = _profiled_model(plan, placed)
-        models.setdefault((model.transformer, placed.engine, model.item, placed.layout.tp), model)
+        model = _profiled_model(plan, placed, most_tp)
+        key = (model.transformer, placed.engine, model.item)
+        first = models.get(key, model)
+        models[key] = replace(first, operators={**model.operators, **first.operators})
     return list(models.values())
 
 
-def _profiled_model(plan: Plan, model: PlacedModel) -> ProfiledModel:
+def _profiled_model(plan: Plan, model: PlacedModel, most_tp: int) -> ProfiledModel:
     operators: dict[str, Operator] = {
         o.kind: without_turns(o)
         for o in reversed(plan.graph.operators)
@@ -110,7 +170,8 @@ def _profiled_model(plan: Plan, model: PlacedModel) -> ProfiledModel:
     shape = plan.shapes.get(model.role)
     if shape is None or shape.sizes is None:
         raise UserError(f"models.{model.role}: the config of this model family does not contain its sizes")
-    return ProfiledModel(model, transformer_of(shape, model.head, is_adapted=True), operators)
+    slices = _slices(model.settings, shape, most_tp)
+    return ProfiledModel(model, transformer_of(shape, model.head, is_adapted=True), operators, slices)
 
 
 @dataclass(frozen=True)
@@ -157,37 +218,49 @@ class MeasuredRows:
     needed: tuple[int, ...]
     further: tuple[int, ...] = ()
 
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (*self.needed, *self.further)
+
 
 @dataclass(frozen=True)
 class RowCounts:
     """Rows of a replica at which calls are measured.
 
-    calls:   for forward passes and combines
-    decode:  for generation
-    update:  for optimizer steps
+    combine:  for combines
+    passes:   for forward and training passes, of one pass each
+    decode:   for generation
     """
 
-    calls: MeasuredRows
+    combine: MeasuredRows
+    passes: MeasuredRows
     decode: MeasuredRows
-    update: MeasuredRows
 
 
-def row_counts(plan: Plan, tp: int) -> RowCounts:
-    """Return row counts for replicas of ``tp`` ranks: whole prompts, at most all rows of the step on one replica."""
-    replicas, samples = plan.placement.num_ranks // tp, plan.batch.samples_per_prompt
-    share = plan.batch.num_rows / replicas
-    update = share / plan.batch.num_mini_batches
-    scale = min(replicas, MAX_SCALE)
+def row_counts(plan: Plan, settings: ModelSpec, tokens: float) -> RowCounts:
+    """Return row counts for replicas of one rank: whole prompts, in powers of two for what is made of layers.
+
+    ``tokens``: of a row, in the mean.
+    """
+    replicas, samples = plan.placement.num_ranks, plan.batch.samples_per_prompt
+    share, scale = plan.batch.num_rows / replicas, min(replicas, MAX_SCALE)
 
     def whole_prompts(*counts: float) -> tuple[int, ...]:
         return tuple(sorted({samples * max(1, round(count / samples)) for count in counts}))
 
-    def rows(needed: tuple[float, ...], *further: float) -> MeasuredRows:
-        first = whole_prompts(*needed)
-        return MeasuredRows(first, tuple(each for each in whole_prompts(*further) if each not in first))
+    def powers(most: float) -> MeasuredRows:
+        prompts = min(plan.batch.num_prompts, most / samples)
+        counts = [2**power for power in range(30) if 2**power <= max(1.0, prompts)]
+        every = -(-len(counts) // MOST_COUNTS)
+        rows = [samples * count for count in counts[::-every][::-1]]
+        # one more than the share of a replica, so that it lies between two measured ones
+        needed = min(len(rows), 1 + sum(count < share for count in rows))
+        return MeasuredRows(tuple(rows[:needed]), tuple(rows[needed:]))
 
+    needed = whole_prompts(share / 4, share)
+    further = tuple(each for each in whole_prompts(scale * share) if each not in needed)
     return RowCounts(
-        calls=rows((share / 4, share), scale * share),
-        decode=rows((share / 8, share), share / 2, scale * share),
-        update=rows((update / 4, update), scale * update),
+        combine=MeasuredRows(needed, further),
+        passes=powers(settings.micro_batch_tokens / tokens),
+        decode=powers(settings.generate_tokens / plan.lengths.total),
     )

@@ -21,10 +21,12 @@ MIN_ROUNDS, MAX_ROUNDS = 2, 40
 
 @dataclass(frozen=True)
 class Timing:
-    """Repetitions of one call: median seconds, and the interquartile range relative to the median."""
+    """Repetitions of one call: median seconds, the interquartile range relative to the median, and the lower quartile,
+    which other work on the machine affects least."""
 
     seconds: float
     spread: float
+    low: float
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,6 @@ class Stopwatch:
         seconds = (ends - starts).flatten()
         values = seconds[~seconds.isnan()].tolist()
         if len(values) == 1:
-            return Timing(values[0], 0.0)
+            return Timing(values[0], 0.0, values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return Timing(median, (high - low) / median)
+        return Timing(median, (high - low) / median, low)

@@ -173,14 +173,18 @@ def measure_memory(context: ProfileContext) -> float:
     return READ_BYTES / timings["read"].seconds
 
 
-def fit(points: Sequence[tuple[float, float, float]]) -> LinearTime:
-    """Fit a line through (items, bytes, seconds): least squares of relative errors, no coefficient negative."""
+def fit(points: Sequence[tuple[float, float, float]], relative: bool = True) -> LinearTime:
+    """Fit a line through (items, bytes, seconds): least squares of errors, no coefficient negative.
+
+    ``relative``: whether errors are relative to the seconds.
+    """
     table = torch.tensor(points, dtype=torch.float64)
-    seconds = table[:, 2]
-    columns = torch.stack([torch.ones_like(seconds), table[:, 0], table[:, 1]], 1) / seconds[:, None]
+    seconds = table[:, 2:]
+    weights = 1 / seconds if relative else torch.ones_like(seconds)
+    columns = torch.cat([torch.ones_like(seconds), table[:, :2]], 1) * weights
     kept = [0, 1, 2] if len(set(table[:, 0].tolist())) > 1 else [0, 2]
     while True:
-        solved = torch.linalg.lstsq(columns[:, kept], torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0]
+        solved = torch.linalg.lstsq(columns[:, kept], seconds * weights).solution[:, 0]
         smallest = int(solved.argmin())
         if solved[smallest] >= 0 or len(kept) == 1:
             break

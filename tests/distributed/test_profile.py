@@ -20,9 +20,17 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.costs.measurements import Measurements, Points, read_measurements
-from flexrlhf.measure.profiled_models import MeasuredRows, RowCounts, length_sample, row_counts
+from flexrlhf.measure.profiled_models import (
+    MeasuredRows,
+    RowCounts,
+    length_sample,
+    profiled_models,
+    profiling_spec,
+    row_counts,
+    slim_spec,
+)
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.pipeline import make_plans
+from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.run_data import prompt_lengths, response_lengths
 
 SECONDS = 60
@@ -60,26 +68,31 @@ def measured(profiled: tuple[str, Path]) -> Measurements:
     return read_measurements(profiled[1])
 
 
-def rows(points: Points) -> list[int]:
-    return [point.rows for point in points]
+def rows(points: Points) -> set[int]:
+    return {point.rows for point in points}
 
 
-def test_both_models_are_measured_around_the_rows_of_the_run(measured: Measurements) -> None:
+def test_the_layers_of_both_models_are_measured_in_powers_of_two(measured: Measurements) -> None:
+    """Sixteen prompts of two samples, half of them on a replica; of more there are times if they are short."""
     causal, scalar = measured.models
     assert (causal.model.head, scalar.model.head) == ("causal", "scalar")
-    for found, needed, further in (
-        (causal.forward, {4, 16}, {32}),
-        (scalar.forward, {4, 16}, {32}),
-        (causal.prefill, {2, 16}, {8, 32}),
-        (causal.step, {2, 16}, {8, 32}),
-        *((points, {2, 8}, {16}) for times in measured.models for points in times.train.values()),
-    ):
-        assert needed <= set(rows(found)) <= needed | further, "further rows are measured if there is time"
-    assert not scalar.step and all(set(times.train) == {1, 2} for times in measured.models)
-    points = [point for times in measured.models for point in times.forward + times.train[2]]
-    assert all(point.seconds > 0 for point in points)
-    # prompts and responses of 4 to 8 tokens; two samples share a prompt
-    assert all(point.tokens is not None and 9 * point.rows <= point.tokens <= 11 * point.rows for point in points)
+    needed, all_rows = {2, 8}, {2, 8, 32}
+    for times in measured.models:
+        assert set(times.layers) == {1, 2} and set(times.update) == {1, 2}
+        assert not times.layers[1].summed and times.layers[2].summed
+        for layers in times.layers.values():
+            assert rows(layers.embedding.forward) == rows(layers.block.forward)
+            for part in (layers.block, layers.head):
+                for points in (part.forward, part.train):
+                    assert needed <= rows(points) <= all_rows
+                    # prompts and responses of 4 to 8 tokens; two samples share a prompt
+                    assert all(point.tokens and 8 * point.rows <= point.tokens <= 12 * point.rows for point in points)
+            assert layers.block.forward[-1].seconds + layers.head.forward[-1].seconds > 0
+    assert not scalar.measures("generate") and causal.measures("generate")
+    block = causal.layers[1].block
+    assert [step.cache for step in block.step] == [10, 14], "three steps after the prompt, and the last three"
+    assert all(needed <= rows(step.points) <= all_rows for step in block.step)
+    assert all(point.tokens == 8 * point.rows // 2 for point in block.prefill)
     assert causal.width == 16 and causal.row is not None and causal.row > 16
 
 
@@ -88,7 +101,7 @@ def test_transfers_between_ranks_are_measured(measured: Measurements) -> None:
     assert set(measured.contention) == {1, 2} and measured.contention[1] == 1
     assert set(measured.moves) == {"all_gather", "all_to_all", "point_to_point"}
     assert measured.sync is not None and measured.reduce is not None
-    assert {4, 16} <= set(rows(measured.combine)) <= {4, 16, 32}
+    assert {4, 16} <= rows(measured.combine) <= {4, 16, 32}
     assert 0 < measured.bookkeeping < measured.statistics < 1
 
 
@@ -96,7 +109,8 @@ def test_the_cost_model_reads_the_file(profiled: tuple[str, Path], measured: Mea
     costs, model = load_costs(profiled[1], ranks=2), measured.models[0].model
     mesh = Mesh(DEVICE, LINKS, dp=2, per_node=2)
     forward = Call("forward", model, "torch", 16, 8, (8.0,), 16, item=4)
-    assert costs.call(forward, mesh).seconds > measured.models[0].forward[0].seconds
+    layers = measured.models[0].layers[1]
+    assert costs.call(forward, mesh).seconds >= layers.block.forward[-1].seconds + layers.head.forward[-1].seconds
     train = Call("train", model, "torch", 16, 8, (8.0,), 16, updates=2, item=4)
     assert costs.call(train, mesh).seconds > costs.call(forward, mesh).seconds
     assert costs.sync(Traffic(4 * model.parameters, 0, 1), Traffic(0, 0), 20, LINKS).seconds > 0
@@ -105,8 +119,9 @@ def test_the_cost_model_reads_the_file(profiled: tuple[str, Path], measured: Mea
 def test_progress_and_a_table_are_printed(profiled: tuple[str, Path]) -> None:
     out, path = profiled
     for words in (
-        "measuring the calls of actor, alone and with 2 ranks (1 of 3)",
-        "one decoding step",
+        "measuring layers of actor (1 of 3)",
+        "a layer: decoding, 10 in cache",
+        "a layer, tp 2: forward and backward",
         "optimizer step, 2 replicas",
         "written to found",
     ):
@@ -135,7 +150,8 @@ def test_models_of_other_algorithms_are_measured(name: str, tmp_path: Path) -> N
     measured = read_measurements(tmp_path / "costs.json")
     assert [times.model.head for times in measured.models] == heads
     first = measured.models[0]
-    assert first.forward and first.step and set(first.train) == {1, 2} and measured.combine
+    assert all(map(first.measures, ("generate", "forward", "train"))) and set(first.update) == {1, 2}
+    assert measured.combine
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
@@ -169,10 +185,30 @@ def test_lengths_come_from_the_data_or_are_the_maximum(tmp_path: Path, monkeypat
     assert len(set(prompts)) > 2 and max(prompts) <= 16
     rows = length_sample(plan).rows(8)
     assert [max(each) for each in zip(*rows, strict=True)] == [max(prompts), max(responses)]
+    settings = plan.model("actor").model_copy(update={"micro_batch_tokens": 900, "generate_tokens": 36 * 200})
     expected = RowCounts(
-        calls=MeasuredRows((8, 32), (64,)), decode=MeasuredRows((4, 32), (16, 64)), update=MeasuredRows((2, 8), (16,))
+        combine=MeasuredRows((8, 32), (64,)),
+        passes=MeasuredRows((2, 8, 32)),
+        decode=MeasuredRows((1, 4, 16, 64)),
     )
-    assert row_counts(plan, 1) == expected
+    assert row_counts(plan, settings, tokens=25.0) == expected
+
+
+def test_a_slice_has_a_share_of_heads_features_and_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks measure tensor parallelism of two themselves, and a slice of four each by itself."""
+    monkeypatch.chdir(tmp_path)
+    model = {"init": {"model_type": "llama", **SIZES, "num_key_value_heads": 4}}
+    (plan,) = make_plans([load_spec(write_config(tmp_path, models={"actor": model, "reward": model}))])
+    base = make_plan(profiling_spec(plan, [plan], 2, "cpu"))
+    assert [model.slices for model in profiled_models(base, most_tp=8)] == [(1, 2, 4)] * 2
+    for tp, share, layout in ((1, 1, (2, 1)), (2, 1, (1, 2)), (4, 4, (2, 1))):
+        slim = make_plan(slim_spec(base, 3, tp))
+        found, whole = slim.shapes["actor"].sizes, base.shapes["actor"].sizes
+        assert found is not None and whole is not None
+        assert (found.layers, found.hidden, found.head_dim) == (3, whole.hidden, whole.head_dim)
+        assert found.heads * share == whole.heads and found.kv_heads * share == whole.kv_heads
+        assert found.ffn * share == whole.ffn and found.vocabulary * share == whole.vocabulary
+        assert [(m.layout.dp, m.layout.tp) for m in slim.placement.models if m.role == "actor"] == [layout]
 
 
 @pytest.mark.full

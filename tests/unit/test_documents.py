@@ -144,12 +144,14 @@ METRICS = {"step": 0, "reward_mean": 1.0, "response_length": 12.0, "seconds": 0.
 LINE = {"start": 0.001, "per_byte": 1e-9}
 POINTS = [{"rows": rows, "seconds": 0.01 * rows} for rows in (1, 8, 64)]
 MODEL = {"layers": 3, "hidden": 96, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 386}
+PART = {"forward": POINTS, "train": POINTS, "prefill": POINTS, "step": [{"cache": 20, "points": POINTS}]}
+MACHINE = {"date": "2026-01-01", "torch": "2.13", "transformers": "5.19", "device": "cpu", "cores": 2, "threads": 1}
 PROFILE = {
     "version": VERSION,
-    "machine": {"date": "2026-01-01", "torch": "2.13", "device": "cpu", "cores": 2, "threads": 1, "ranks": 2},
+    "machine": {**MACHINE, "ranks": 2},
     "models": [
-        {"engine": "torch", "item": 4, "tp": 1, "width": 36, "prompt": 16, "model": MODEL}
-        | {"forward": POINTS, "prefill": POINTS, "step": POINTS, "train": {"1": POINTS, "2": POINTS}}
+        {"engine": "torch", "item": 4, "width": 36, "prompt": 16, "model": MODEL}
+        | {"layers": {"1": {"embedding": {}, "block": PART, "head": PART}}, "update": {"1": LINE, "2": LINE}}
     ],
     "combine": POINTS,
     "bookkeeping": 0.001,

@@ -1,4 +1,4 @@
-"""The measured cost model: between its points, beyond them, and for shapes that nobody measured."""
+"""The measured cost model: layers composed to calls on any layout, and shapes that nobody measured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import pytest
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh, Traffic, Transformer
-from flexrlhf.guideline.costs.measured import Curve, MeasuredCosts, load_costs, shrinking_batch, slowdown
+from flexrlhf.guideline.costs.layer_prices import Curve
+from flexrlhf.guideline.costs.measured import MeasuredCosts, load_costs, shrinking_batch, slowdown
 from flexrlhf.guideline.costs.measurements import (
+    DecodeTimes,
+    LayerTimes,
     LinearTime,
     Machine,
     Measurements,
     ModelTimes,
+    PartTimes,
     Point,
     Points,
     read_measurements,
@@ -32,24 +36,53 @@ MESH = Mesh(DEVICE, LINKS, dp=2, per_node=2)
 WIDTH, PROMPT = 32, 16
 
 
-def points(fixed: float, per_row: float, *rows: int) -> Points:
+def points(fixed: float, per_token: float, *tokens: int) -> Points:
+    return tuple(Point(rows=count // WIDTH, tokens=count, seconds=fixed + per_token * count) for count in tokens)
+
+
+def steps(fixed: float, per_row: float, *rows: int) -> Points:
     return tuple(Point(rows=count, seconds=fixed + per_row * count) for count in rows)
 
 
+SIZES = (256, 512, 1024)
+EMBEDDING = PartTimes(forward=points(0.0, 1e-4, *SIZES), train=points(0.0, 3e-4, *SIZES))
+HEAD = PartTimes(
+    forward=points(0.2, 1e-3, *SIZES),
+    train=points(0.6, 3e-3, *SIZES),
+    prefill=points(0.1, 1e-3, *SIZES),
+    step=(DecodeTimes(cache=16, points=steps(0.1, 0.01, 4, 32)), DecodeTimes(cache=32, points=steps(0.1, 0.01, 4, 32))),
+)
+
+
+def block(share: float) -> PartTimes:
+    """A layer of which a rank has a ``share`` of the products."""
+    return PartTimes(
+        forward=points(0.2, share * 2e-3, *SIZES),
+        train=points(0.6, share * 6e-3, *SIZES),
+        prefill=points(0.1, share * 2e-3, *SIZES),
+        step=(
+            DecodeTimes(cache=16, points=steps(0.05, share * 0.01, 4, 32)),
+            DecodeTimes(cache=32, points=steps(0.05, share * 0.02, 4, 32)),
+        ),
+    )
+
+
+def slice_of(share: float) -> LayerTimes:
+    return LayerTimes(embedding=EMBEDDING, block=block(share), head=HEAD)
+
+
+UPDATE = LinearTime(start=0.1, per_item=0.05, per_byte=1e-7)
 TIMES = ModelTimes(
     model=MODEL,
     engine="torch",
     item=4,
-    tp=1,
     width=WIDTH,
     prompt=PROMPT,
-    forward=points(1.0, 0.1, 8, 16, 32),
-    prefill=points(0.5, 0.05, 4, 32),
-    step=points(0.2, 0.01, 4, 32),
-    train={1: points(3.0, 0.3, 2, 4, 16), 2: points(3.5, 0.3, 2, 4, 16)},
+    layers={1: slice_of(1.0), 4: slice_of(0.25)},
+    update={1: UPDATE, 2: UPDATE.model_copy(update={"start": 0.6})},
 )
 MEASURED = Measurements(
-    machine=Machine(date="2025-01-01", torch="2", device="cpu", cores=2, threads=1, ranks=2),
+    machine=Machine(date="2025-01-01", torch="2", transformers="5", device="cpu", cores=2, threads=1, ranks=2),
     models=(TIMES,),
     combine=points(0.1, 0.01, 8, 16),
     bookkeeping=0.001,
@@ -89,9 +122,53 @@ def test_what_crosses_between_nodes_takes_as_long_as_their_network() -> None:
     assert more == pytest.approx(train.updates * gradients / 1e3)
 
 
+def forward(tokens: float, share: float = 1.0) -> tuple[float, float, float]:
+    """Embedding, four layers, head."""
+    return 1e-4 * tokens, 4 * (0.2 + share * 2e-3 * tokens), 0.2 + 1e-3 * tokens
+
+
+def train(tokens: float) -> float:
+    return 3e-4 * tokens + 4 * (0.6 + 6e-3 * tokens) + 0.6 + 3e-3 * tokens
+
+
+def update(start: float = 0.1, tp: int = 1) -> float:
+    embedding = MODEL.hidden * MODEL.vocabulary
+    parameters = embedding + (MODEL.parameters - embedding) / tp
+    return start + 4 * 0.05 + 1e-7 * 4 * parameters
+
+
 @pytest.mark.parametrize("rows", [1, 8, 12, 32, 100])
-def test_a_forward_of_the_measured_shape_follows_its_line(rows: int) -> None:
-    assert seconds(call("forward", rows)) == pytest.approx(1.0 + 0.1 * rows + 0.001)
+def test_a_forward_is_the_sum_of_its_layers(rows: int) -> None:
+    assert seconds(call("forward", rows)) == pytest.approx(sum(forward(WIDTH * rows)) + 0.001)
+
+
+def test_a_pipeline_waits_for_its_slowest_stage() -> None:
+    """Two stages of two layers, three micro-batches: the last stage, with the head, works three times, the first
+    fills the pipeline once; activations travel twice between them."""
+    mesh = replace(MESH, dp=1, pp=2)
+    parts = COSTS.call(call("forward", 24, micro_rows=8), mesh).parts
+    embedding, layers, head = forward(WIDTH * 8)
+    assert parts["compute"] == pytest.approx(3 * (layers / 2 + head))
+    assert parts["bubble"] == pytest.approx(embedding + layers / 2)
+    message = 4 * MODEL.hidden * WIDTH * 8
+    assert parts["pipeline"] == pytest.approx(3 * (0.01 + 1e-6 * message))
+
+
+def test_slices_of_tensor_parallel_ranks_are_interpolated_and_their_sums_added() -> None:
+    """One rank and four were measured: two lie between in the logarithm; eight have half of the products of four."""
+    tokens = WIDTH * 16
+    (embedding, whole, head), (_, quarter, _) = (forward(tokens, share) for share in (1.0, 0.25))
+    beyond = (1e-4 * tokens + 4 * 0.25 * 2e-3 * tokens + 1e-3 * tokens) / 2 + 4 * 0.2 + 0.2
+    between = embedding + (whole * quarter) ** 0.5 + head
+    for tp, expected in ((4, embedding + quarter + head), (2, between), (8, beyond)):
+        mesh = replace(MESH, dp=1, tp=tp, per_node=tp)
+        parts = COSTS.call(call("forward", 16), mesh).parts
+        assert parts["compute"] == pytest.approx(expected, rel=1e-5)
+        # two sums in each of four layers, of a ring's bytes
+        size = 4 * MODEL.hidden * tokens * (tp - 1) / tp / (1 / 2)
+        assert parts["tensor parallel"] == pytest.approx(8 * (0.01 + 1e-6 * size))
+    split = COSTS.call(call("train", 16), replace(MESH, dp=1, tp=4, per_node=4)).parts
+    assert split["optimizer"] == pytest.approx(update(tp=4))
 
 
 def test_a_slower_class_takes_longer_than_the_measured_machine() -> None:
@@ -102,57 +179,52 @@ def test_a_slower_class_takes_longer_than_the_measured_machine() -> None:
 
 
 def test_every_pass_is_launched() -> None:
-    assert seconds(call("forward", 32, micro_rows=8)) == pytest.approx(4 * (1.0 + 0.1 * 8) + 0.001)
-    whole, cut = (seconds(call("train", 32, micro_rows=rows)) for rows in (32, 8))
-    assert cut - whole == pytest.approx(3 * 3 * COSTS.measured.models[0].forward[0].seconds, rel=0.5)
+    assert seconds(call("forward", 32, micro_rows=8)) == pytest.approx(4 * sum(forward(WIDTH * 8)) + 0.001)
+    assert seconds(call("train", 32, micro_rows=8)) == pytest.approx(4 * train(WIDTH * 8) + update(0.6) + 0.002)
 
 
-def test_recomputing_costs_a_forward() -> None:
+def test_recomputing_repeats_the_forward_pass_of_every_layer() -> None:
     more = seconds(call("train", 32, recompute="full")) - seconds(call("train", 32))
-    assert more == pytest.approx(1.0 + 0.1 * 32)
-
-
-def test_narrower_rows_take_less_time() -> None:
-    assert seconds(call("forward", 32, width=WIDTH / 2)) == pytest.approx(1.0 + 0.1 * 16 + 0.001, rel=0.02)
+    assert more == pytest.approx(forward(WIDTH * 32)[1])
 
 
 def test_passes_are_priced_by_the_tokens_that_they_compute() -> None:
-    """Of 32 texts half of the tokens, in two passes; and measured calls by those that they computed."""
+    """Half of the tokens of 32 sequences, in two passes."""
     passes = MeanPass(count=2, rows=8, width=WIDTH, responses=80, texts=32 * WIDTH)
-    half = seconds(call("forward", 32, passes=passes))
-    assert half == pytest.approx(2 * (1.0 + 0.1 * 8) + 0.001)
-    assert seconds(call("train", 32, passes=passes)) < seconds(call("train", 32, micro_rows=16))
-    counted = tuple(point.model_copy(update={"tokens": 2 * point.rows * WIDTH}) for point in TIMES.forward)
-    times = TIMES.model_copy(update={"forward": counted, "row": WIDTH})
-    costs = MeasuredCosts(MEASURED.model_copy(update={"models": (times,)}))
-    assert seconds(call("forward", 32), costs=costs) == pytest.approx(1.0 + 0.1 * 16 + 0.001)
+    assert seconds(call("forward", 32, passes=passes)) == pytest.approx(2 * sum(forward(WIDTH * 8)) + 0.001)
 
 
 def test_times_never_fall_with_rows_even_where_the_measured_ones_do() -> None:
-    curve = Curve((Point(rows=4, seconds=2.0), Point(rows=8, seconds=1.5), Point(rows=16, seconds=3.0)))
+    curve = Curve.of([Point(rows=4, seconds=2.0), Point(rows=8, seconds=1.5), Point(rows=16, seconds=3.0)])
     found = [curve.seconds(rows / 4) for rows in range(200)]
     assert all(low <= high for low, high in pairwise(found))
     assert found[0] >= 0
 
 
 def test_the_fixed_part_is_not_negative() -> None:
-    curve = Curve((Point(rows=4, seconds=1.0), Point(rows=8, seconds=4.0)))
+    curve = Curve.of([Point(rows=4, seconds=1.0), Point(rows=8, seconds=4.0)])
     assert curve.seconds(2) == pytest.approx(0.5) and curve.fixed == 0
 
 
 def test_one_point_is_in_proportion_beyond_it() -> None:
-    curve = Curve((Point(rows=4, seconds=1.0),))
+    curve = Curve.of([Point(rows=4, seconds=1.0)])
     assert [curve.seconds(rows) for rows in (1, 4, 8)] == [1.0, 1.0, 2.0]
 
 
+def generation(rows: int) -> float:
+    """Prompts of 16 tokens, then nine steps, with 21 columns of keys and values in the mean."""
+    prompts = 4 * (0.1 + 2e-3 * PROMPT * rows) + 0.1 + 1e-3 * PROMPT * rows
+    per_row = 0.01 + (21 - 16) / (32 - 16) * 0.01
+    return prompts + 9 * (4 * (0.05 + per_row * rows) + 0.1 + 0.01 * rows) + 0.002
+
+
 def test_generation_is_a_prompt_and_a_step_for_every_further_token() -> None:
-    expected = 0.5 + 0.05 * 16 + 9 * (0.2 + 0.01 * 16) + 0.002
-    assert seconds(call("generate", 16)) == pytest.approx(expected)
+    assert seconds(call("generate", 16)) == pytest.approx(generation(16))
 
 
 def test_samples_of_a_prompt_read_it_once() -> None:
     saved = seconds(call("generate", 16)) - seconds(call("generate", 16, prompt_samples=4))
-    assert saved == pytest.approx(0.05 * 12)
+    assert saved == pytest.approx((4 * 2e-3 + 1e-3) * PROMPT * 12)
 
 
 def test_answers_that_end_early_save_time_but_not_all_of_it() -> None:
@@ -169,30 +241,32 @@ def test_rows_are_dropped_when_a_quarter_of_them_has_ended() -> None:
 
 
 def test_training_takes_the_time_of_each_update() -> None:
-    once = seconds(call("train", 8, updates=2))
-    assert once == pytest.approx(2 * (3.5 + 0.3 * 4) + 0.002)
+    once = seconds(call("train", 8, updates=2, micro_rows=4))
+    assert once == pytest.approx(2 * (train(WIDTH * 4) + update(0.6)) + 0.002)
 
 
 def test_replicas_that_were_not_measured_pay_for_their_sum() -> None:
     four = seconds(call("train", 4), replace(MESH, dp=4, per_node=4))
     size = 4 * MODEL.parameters
-    assert four == pytest.approx(3.0 + 0.3 * 4 + 0.01 + 1e-6 * size * (3 / 4) / (1 / 2) + 0.002)
+    assert four == pytest.approx(train(WIDTH * 4) + update() + 0.01 + 1e-6 * size * (3 / 4) / (1 / 2) + 0.002)
 
 
 def test_another_shape_costs_launches_by_layers_and_rows_by_operations() -> None:
     deep = replace(MODEL, layers=8)
-    assert 1.8 < seconds(call("forward", 16, model=deep)) / seconds(call("forward", 16)) < 2.2
+    more = seconds(call("forward", 16, model=deep)) - seconds(call("forward", 16))
+    assert more == pytest.approx(forward(WIDTH * 16)[1])
     wide = replace(MODEL, hidden=128, ffn=256, head_dim=32)
-    fixed, grown = 1.0, 1.6
-    assert seconds(call("forward", 16, model=wide)) > fixed + 3 * grown
-    assert seconds(call("forward", 16, model=wide)) < fixed + 5 * grown
+    launched, layers = 4 * 0.2, forward(WIDTH * 16)[1]
+    part = COSTS.call(call("forward", 16, model=wide), MESH).seconds
+    assert launched + 3 * (layers - launched) < part < launched + 5 * (layers - launched)
 
 
 def test_the_model_of_the_same_kind_and_nearest_size_is_taken() -> None:
-    scorer = TIMES.model_copy(update={"model": MODEL.as_scorer(), "forward": points(9.0, 0.1, 8, 16)})
+    slow = slice_of(1.0).model_copy(update={"head": HEAD.model_copy(update={"forward": points(9.0, 1e-3, *SIZES)})})
+    scorer = TIMES.model_copy(update={"model": MODEL.as_scorer(), "layers": {1: slow}})
     costs = MeasuredCosts(MEASURED.model_copy(update={"models": (scorer, TIMES)}))
-    assert seconds(call("forward", 16), costs=costs) == pytest.approx(2.601)
-    assert seconds(call("forward", 16, model=MODEL.as_scorer()), costs=costs) == pytest.approx(10.601)
+    causal, scalar = (seconds(call("forward", 16, model=m), costs=costs) for m in (MODEL, MODEL.as_scorer()))
+    assert causal == pytest.approx(seconds(call("forward", 16))) and scalar - causal == pytest.approx(8.8)
 
 
 def test_a_smaller_model_is_never_free() -> None:
@@ -232,7 +306,7 @@ def test_measurements_come_back_from_their_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 99}, "measurements of version 99, expected 1"),
+        ({"version": 99}, "measurements of version 99, expected 2"),
         ({"version": None}, "measurements of version None"),
         ({"bookkeeping": "long"}, "bookkeeping: "),
         ({"bookkeeping": -1.0}, "bookkeeping is -1.0, where a measurement is a number of at least 0"),

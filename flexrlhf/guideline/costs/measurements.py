@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
+from flexrlhf.operators.graph import CallKind
 
-VERSION = 1
+VERSION = 2
 MeasuredPrimitive = Literal["all_gather", "all_to_all", "point_to_point"]
 
 
@@ -26,10 +27,10 @@ class Point(_Record):
     """Time of a call on some rows.
 
     rows:     rows of the call
-    seconds:  median over the repetitions
+    seconds:  median over the repetitions, of layers the lower quartile
     spread:   range of the middle half of the repetitions, relative to the median
-    tokens:   tokens that a forward or training call computed, or of the prompts that a generation read; None:
-              ``ModelTimes.width`` or ``prompt`` of each row
+    tokens:   tokens that a forward or training pass computed, or of the prompts that a generation read; None: of a
+              call whose time depends on its rows
     """
 
     rows: int
@@ -52,54 +53,100 @@ class LinearTime(_Record):
         return self.start + items * self.per_item + size * self.per_byte
 
 
-class ModelTimes(_Record):
-    """Times of one model's calls, each replica on ranks of its own, all ranks of the machine at work.
+class DecodeTimes(_Record):
+    """Times of a decoding step by rows, with so many columns in the cache of keys and values (in the mean of several
+    steps)."""
 
-    model:    shape of the model
-    engine:   engine that ran it
-    item:     bytes of a weight
-    tp:       tensor-parallel ranks
-    width:    tokens of the longest sequence
-    prompt:   tokens of a row in ``prefill``
-    row:      tokens of a row of the passes of ``forward`` and ``train``, in the mean; None: ``width``
+    cache: float
+    points: Points
+
+
+PassKind = Literal["forward", "train", "prefill"]
+
+
+class PartTimes(_Record):
+    """Times of one part of a model in a pass, by the tokens of the pass.
+
     forward:  forward passes
+    train:    forward and backward passes, without the optimizer step
     prefill:  passes over prompts that sample the first token
-    step:     each further decoding step
-    train:    one optimizer step by number of replicas, with so many rows on each, including the sum of gradients over
-              them
+    step:     each further decoding step, by columns of the cache
+    """
+
+    forward: Points = ()
+    train: Points = ()
+    prefill: Points = ()
+    step: tuple[DecodeTimes, ...] = ()
+
+
+class LayerTimes(_Record):
+    """Times of the layers of a model on a rank.
+
+    embedding:  the embedding
+    block:      one layer between embedding and head
+    head:       everything else of a pass: the last norm, the head, and the layout of its sequences
+    summed:     whether tensor-parallel ranks computed them, with their sums; else a rank its slice alone
+    """
+
+    embedding: PartTimes
+    block: PartTimes
+    head: PartTimes
+    summed: bool = False
+
+
+class ModelTimes(_Record):
+    """Times of a model's layers, each rank with layers of its own, all ranks of the machine at work.
+
+    model:   shape of the model
+    engine:  engine that ran it
+    item:    bytes of a weight
+    shards:  ranks over which its layers were sharded, whose gathers are included; 1: none
+    width:   tokens of the longest sequence
+    prompt:  tokens of the longest prompt
+    row:     tokens of a row of the passes of ``forward`` and ``train``, in the mean; None: ``width``
+    layers:  by tensor-parallel ranks
+    update:  an optimizer step, by number of replicas: bytes are the trained parameters' on a rank in float32, items its
+             layers; of several replicas with the sum of gradients over them
     """
 
     model: Transformer
     engine: str
     item: int
-    tp: int
+    shards: int = 1
     width: int
     prompt: int
     row: int | None = None
-    forward: Points = ()
-    prefill: Points = ()
-    step: Points = ()
-    train: dict[int, Points] = {}
+    layers: dict[int, LayerTimes]
+    update: dict[int, LinearTime] = {}
+
+    def measures(self, kind: CallKind) -> bool:
+        """Whether calls of this kind were measured."""
+        head = self.layers[1].head
+        return bool({"generate": head.step, "forward": head.forward, "train": head.train}[kind])
 
     @property
     def points(self) -> Points:
-        """All measured calls."""
-        return sum(self.train.values(), self.forward + self.prefill + self.step)
+        """All times of parts."""
+        parts = [part for each in self.layers.values() for part in (each.embedding, each.block, each.head)]
+        passes = sum((part.forward + part.train + part.prefill for part in parts), ())
+        return passes + sum((step.points for part in parts for step in part.step), ())
 
 
 class Machine(_Record):
     """Machine that was measured.
 
-    date:     when
-    torch:    version of torch
-    device:   device type
-    cores:    CPU cores
-    threads:  threads of each rank
-    ranks:    ranks that were at work
+    date:          when
+    torch:         version of torch
+    transformers:  version of transformers
+    device:        device type
+    cores:         CPU cores
+    threads:       threads of each rank
+    ranks:         ranks that were at work
     """
 
     date: str
     torch: str
+    transformers: str
     device: str
     cores: int
     threads: int
@@ -111,7 +158,7 @@ class Measurements(_Record):
 
     version:         version of the file's format
     machine:         where they were made
-    models:          calls of each measured model
+    models:          layers of each measured model
     combine:         advantages, by rows
     bookkeeping:     trainer's own time around each Run
     statistics:      trainer's own time around a Run that reports metrics, which replicas add up
