@@ -262,6 +262,13 @@ METRICS = (
     ),
     Metric("staleness_dropped", "staleness_dropped", "share of tokens that importance.max_staleness leaves out"),
     Metric("rollout_requests", "rollout_requests", "responses that the rollout engines report for the step", "sum"),
+    Metric(
+        "rollout_restarts",
+        "rollout_restarts",
+        "child processes of rollout engines that ended or did not respond, and were replaced",
+        "sum",
+        is_problem=True,
+    ),
     Metric("ptx_nll", "ptx_nll", "negative log-likelihood of the pretraining texts, mean over tokens (nats)"),
     Metric("nll", "nll", "negative log-likelihood of the responses, mean over tokens (nats)", progress=True),
     Metric("pair_loss", "pair_loss", "-log sigmoid(chosen - rejected), mean over pairs", progress=True),
@@ -376,6 +383,7 @@ TIMES = (
     "seconds",
     "samples_per_second",
     "tokens_per_second",
+    "rollout_restarts",
     *(metric.name for metric in METRICS if metric.name.startswith(("time_", "reply_seconds_"))),
 )
 """Entries of a row of metrics that no number of the run depends on, and that differ each time it runs."""

@@ -191,7 +191,7 @@ VLLM = EngineFacts(
     loads_whole=True,
     rollout_settings=(
         *("tp", "dtype", "kv_tokens", "sleep", "parity"),
-        *("pp", "process", "noise", "adapters", "prefix_caching", "cuda_graphs", "config"),
+        *("pp", "process", "max_restarts", "noise", "adapters", "prefix_caching", "cuda_graphs", "config"),
     ),
     # a size that its attention supports on CPUs and on GPUs
     cache_block=32,

@@ -133,7 +133,15 @@ class RolloutSpec(StrictModel):
     pp: int = Field(1, ge=1, description="pipeline stages of an engine")
     dtype: Dtype | None = Field(None, description="type of weights and passes; null: the actor's (torch too)")
     process: Literal["inline", "child"] = Field(
-        "inline", description="child: a process of its own, which decodes while its rank runs other instructions"
+        "inline",
+        description="child: a process of its own, which decodes while its rank runs other instructions, and is "
+        "replaced when it fails",
+    )
+    max_restarts: int = Field(
+        2,
+        ge=0,
+        description="times in one step that a child process which ends or does not respond is replaced, with the "
+        "weights of the last sync and the same tokens; 0: its end is the run's",
     )
     noise: Literal["exact", "engine"] = Field(
         "exact",
@@ -185,6 +193,15 @@ class RolloutSpec(StrictModel):
             raise ValueError(f"max_segments {self.max_segments} counts segments: give segment_tokens, or remove it")
         if self.groups != "wait" and self.segment_tokens is None:
             raise ValueError(f"groups: {self.groups} goes with segments: give segment_tokens, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _restarts_are_of_a_child(self) -> Self:
+        if self.process == "inline" and self.max_restarts != type(self).model_fields["max_restarts"].default:
+            raise ValueError(
+                f"max_restarts {self.max_restarts} is of a child process: give process: child, or remove it; an "
+                f"engine in its rank's own process ends with the rank"
+            )
         return self
 
     @model_validator(mode="after")

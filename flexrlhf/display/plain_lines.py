@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flexrlhf.display.events import Doing, Event, Note, RunBegins, RunEnds, StepDone
 from flexrlhf.metrics import METRICS, Metric
-from flexrlhf.text import table
+from flexrlhf.text import counted, span_of, table
 
 OF_TIME = "time_"
 EVALUATION = "eval_"
@@ -92,6 +92,13 @@ def evaluation_text(row: Mapping[str, float]) -> str:
 def problems_text(row: Mapping[str, float]) -> str:
     """Return the metrics that should be 0 and are not."""
     return _pairs({name: value for name, value in _chosen(row, (m for m in METRICS if m.is_problem)).items() if value})
+
+
+def restarts_text(rows: Sequence[Mapping[str, float]]) -> str:
+    """Return ``2 restarts of rollout processes, in steps 3,7``; empty if a run has none."""
+    numbers = {int(row["step"]): int(row["rollout_restarts"]) for row in rows if row.get("rollout_restarts")}
+    steps = f"{'step' if len(numbers) == 1 else 'steps'} {span_of(tuple(numbers))}"
+    return f"{counted(sum(numbers.values()), 'restart')} of rollout processes, in {steps}" if numbers else ""
 
 
 def _chosen(row: Mapping[str, float], metrics: Iterable[Metric]) -> dict[str, float]:

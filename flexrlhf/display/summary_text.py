@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from flexrlhf.display.plain_lines import shares_by_kind, shares_text, throughput
+from flexrlhf.display.plain_lines import restarts_text, shares_by_kind, shares_text, throughput
 from flexrlhf.metrics import METRICS, ends_of
 from flexrlhf.operators.outcomes import account, account_text
 from flexrlhf.text import counted, shortened
@@ -37,6 +37,8 @@ def format_summary(
     if counts := account(rows):
         text = f"rows: {account_text(counts)}"
         lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
+    if restarts := restarts_text(rows):
+        lines.append(f"  {restarts}")
     return "\n".join([*lines, *_metrics(rows, width), *_samples(samples, width)])
 
 

@@ -285,6 +285,9 @@ class Engine(Protocol):
     num_requests: int
     """Responses that this engine has generated so far."""
 
+    num_restarts: int = 0
+    """Processes of this engine that have failed so far, and were replaced."""
+
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         """Sample a response to the prompt of every row.
 

@@ -498,7 +498,7 @@ def _with_states(
         if state is None:
             continue
         # once it is allocated, host memory is kept for the next time
-        host += state.host + (state.offloaded if name in kept else 0)
+        host += state.host + state.for_restart + (state.offloaded if name in kept else 0)
         if name in absent:
             device += state.resting - state.freed
         else:

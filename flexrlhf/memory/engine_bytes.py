@@ -60,7 +60,8 @@ def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
         return replace(state, transient=model.is_transient)
     # a child process goes on decoding while other models compute
     stays, cache = model.rollout.process == "child", kv_cache_bytes(model, shape) if model.has_cache else 0
-    return replace(state, cache=cache, stays=stays, transient=model.is_transient)
+    for_restart = weights if stays and model.rollout.max_restarts else 0
+    return replace(state, for_restart=for_restart, cache=cache, stays=stays, transient=model.is_transient)
 
 
 def bytes_per_parameter(model: PlacedModel) -> PerParameter:

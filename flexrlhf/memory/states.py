@@ -49,6 +49,7 @@ class State:
     moments:          part of it that the first update allocates.
     buffers:          allocated by its library in addition.
     host:             in host memory, by the settings that offload.
+    for_restart:      copy of the weights in host memory, for a child process that is replaced.
     cache:            keys and values of a rollout engine, lost when it is offloaded.
     keeps_gradients:  whether gradients stay allocated between instructions.
     at_load:          in addition while it is loaded.
@@ -64,6 +65,7 @@ class State:
     moments: int = 0
     buffers: int = 0
     host: int = 0
+    for_restart: int = 0
     cache: int = 0
     keeps_gradients: bool = False
     at_load: int = 0

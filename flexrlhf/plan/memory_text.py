@@ -87,7 +87,10 @@ def _phase_lines(phase: Phase) -> list[str]:
 
 def _host(memory: RankMemory) -> str:
     how = ", each whole and in float32" if memory.loads_whole else ""
-    return f"while models are loaded{how}" if memory.host_bytes > memory.loaded_host_bytes else ""
+    restarts = {name: state.for_restart for name, state in memory.states.items() if state is not None}
+    parts = [f"while models are loaded{how}"] if memory.host_bytes > memory.loaded_host_bytes else []
+    parts += [f"{bytes_text(size)} to restart {name}" for name, size in restarts.items() if size]
+    return "; ".join(parts)
 
 
 def _share(size: int, phase: Phase) -> bool:

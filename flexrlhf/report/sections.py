@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.display.plain_lines import restarts_text
 from flexrlhf.errors import shown
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.metrics import ends_of
@@ -113,7 +114,9 @@ def _timeline(run: ReportedRun, key: str) -> RunPart:
     caption += _lanes_text(run)
     initial = PLANNED_STEPS if run.measured is not None else 1
     picture = timeline_picture(parts, run.lanes, run.styles, key, initial, caption)
-    return RunPart(run.name, pictures=(picture, shares_picture(parts, run.lanes, run.styles, f"{key}-shares")))
+    shares = shares_picture(parts, run.lanes, run.styles, f"{key}-shares")
+    restarts = restarts_text(run.contents.rows)
+    return RunPart(run.name, pictures=(picture, shares), notes=(restarts,) if restarts else ())
 
 
 def _unpredicted(runs: Sequence[ReportedRun]) -> Iterator[str]:

@@ -42,6 +42,7 @@ class LoadedModel:
     reused:   weights that it has in common with its source here while they exist; None: it stores all by itself.
     is_released: whether its weights have no memory.
     is_offloaded: whether it is in host memory.
+    reported_restarts: processes of its engine that were replaced, as far as steps have reported them.
     """
 
     placed: PlacedModel
@@ -53,6 +54,12 @@ class LoadedModel:
     reused: ReusedWeights | None = None
     is_released: bool = False
     is_offloaded: bool = False
+    reported_restarts: int = 0
+
+    def take_restarts(self) -> int:
+        """Return how many processes of its engine were replaced since the last call, also in evaluations."""
+        number, self.reported_restarts = self.engine.num_restarts - self.reported_restarts, self.engine.num_restarts
+        return number
 
     def offload(self, keeps: bool = True) -> None:
         """Move it to host memory. ``keeps``: False if a Sync overwrites all weights before they are read."""

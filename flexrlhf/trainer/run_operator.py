@@ -222,8 +222,10 @@ def _generate(
         columns["logprobs"] = columns["rollout_logprobs"]
     if sampling.step < 0:
         return columns, {}  # an evaluation
-    requests = torch.tensor(float(engine.num_requests - num_requests), device=context.device)
-    return columns, {"rollout_requests": moments(requests)}
+    counts = {"rollout_requests": engine.num_requests - num_requests}
+    if (rollout := run.model.placed.rollout) is not None and rollout.process == "child":
+        counts["rollout_restarts"] = run.model.take_restarts()
+    return columns, {name: moments(torch.tensor(float(n), device=context.device)) for name, n in counts.items()}
 
 
 def _turn(run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling, context: OperatorContext) -> Columns:

@@ -623,6 +623,8 @@ def _lag_of(shape: str) -> int:
     return SHAPES[shape].get("schedule", {}).get("lag", 0)
 
 
+KILLED = Case("segments", "lag-4-every-2", 2, rollout="vllm-child")
+"""Its vLLM process is killed while the run goes on."""
 DEFAULT = [
     Case("two", "co-located", 1),
     Case("two", "halves", 2),
@@ -758,7 +760,7 @@ DEFAULT = [
     Case("pieces", "co-located", 2),
     Case("grpo", "lag", 4, "megatron-pp"),
     Case("safe", "six", 4, "megatron-tp"),
-    Case("segments", "lag-4-every-2", 2, rollout="vllm-child"),
+    KILLED,
     Case("still", "co-located", 2, rollout="vllm-tp"),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
@@ -906,7 +908,8 @@ class Assets:
             "debug": {"record_columns": True},
             "samples": {"every": 1, "count": 3},
             "runs": str(self.directory / "runs"),
-            "timeout_seconds": 60,
+            # another vLLM process starts while other ranks wait
+            "timeout_seconds": 240 if case == KILLED else 60,
         }
         if case.setting in EVALUATED:
             base["eval"] = {"path": str(self.directory / f"{file}-evaluation.jsonl"), "every": 1}

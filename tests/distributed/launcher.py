@@ -16,8 +16,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import Assets, Case
+from cases import KILLED, Assets, Case
 from forked import RANK_ENVIRONMENT, warm_factory
+from killed_decoders import killed_decoders
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -143,7 +144,8 @@ class Launches:
             prepare_directory(plan, format_plan(plan), continues=False).close()
         # its events would bury the one line that names the failed rank
         logging.getLogger("torchelastic-events-null").disabled = True
-        with patch.dict(os.environ, RANK_ENVIRONMENT):
+        killed = [outcome.directory for case, outcome in outcomes.items() if case == KILLED]
+        with patch.dict(os.environ, RANK_ENVIRONMENT), killed_decoders(killed):
             while plans:
                 try:
                     launch([RunOrder(plan.spec) for plan in plans], plans[0], Hosts(), factory=warm_factory())

@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from cases import Case, make_assets
 from commands import children, children_of, is_alive, name_of, read_until, start
+from killed_decoders import decoders_of
 from processes import descendants, listening_addresses
+from safetensors.torch import load_file
 
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.metrics import TIMES
+from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.timeline import read_trace
 
 LAST_RANK = 1
@@ -124,10 +129,10 @@ def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, tmp_path: Path) -> None:
     """Killed in the midst of a step, alone or with the rank that it serves."""
     shared = set(Path("/dev/shm").iterdir())
-    process = start(["run", str(child_config)], tmp_path, is_forked=False)
+    process = start(["run", str(child_config), "--set", "rollout.max_restarts=0"], tmp_path, is_forked=False)
     read_until(process, "step 2/")
     first, last = children(process)
-    (decoder,) = [pid for pid in children_of(last) if "EngineCore" in name_of(pid)]
+    (decoder,) = decoders_of(last)
     everyone = [first, last, *children_of(first), *children_of(last)]
     assert listening_addresses(descendants(process.pid)) == {"127.0.0.1"}
     began = time.monotonic()
@@ -142,6 +147,41 @@ def test_nothing_is_left_of_a_rollout_process(victim: str, child_config: Path, t
         assert sentence.startswith("flexrlhf: rank 1 (actor.rollout, ") and "killed by SIGKILL" in sentence, out
     wait_for_the_end_of(everyone)
     assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+# by default a run whose process is killed is compared with the reference (killed_decoders.py)
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_killed_rollout_process_changes_no_bit(child_config: Path, tmp_path: Path) -> None:
+    """Killed from step 3 on, where it has decoded one of two chunks or less. A second run has vLLM in the rank itself.
+
+    Operators are delayed, so that no step ends before it is killed.
+    """
+    raw = yaml.safe_load(child_config.read_text())
+    raw["debug"] |= {"run_delay_seconds": 0.1, "record_columns": True}
+    raw["schedule"]["lag"] = 1
+    for name, process in (("killed", "child"), ("kept", "inline")):
+        changed = {"name": name, "steps": 8, "eval": None, "rollout": {**raw["rollout"], "process": process}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**raw, **changed}))
+    command = start(["run", "killed.yaml", "kept.yaml"], tmp_path)
+    read_until(command, "step 3/")
+    (decoder,) = decoders_of(command.pid)
+    os.kill(decoder, signal.SIGKILL)
+    out, _ = command.communicate(timeout=300)
+    assert command.returncode == 0, out
+    sentence = f"rank 1: actor.rollout: the vLLM process {decoder} ended (killed by SIGKILL)"
+    assert f"flexrlhf: {sentence}; restart 1 of 2 with the weights of the last sync" in out
+    killed, kept = (tmp_path / "runs" / name for name in ("killed", "kept"))
+    metrics = [read_lines(run / "metrics.jsonl") for run in (killed, kept)]
+    (step,) = [row["step"] for row in metrics[0] if row["rollout_restarts"]]
+    assert step >= 3 and f"  1 restart of rollout processes, in step {step}\n" in out
+    of_killed, of_kept = ([{k: v for k, v in row.items() if k not in TIMES} for row in rows] for rows in metrics)
+    assert of_killed == of_kept and len(of_kept) == 8
+    files = [path.relative_to(kept) for path in kept.rglob("*.safetensors")]
+    assert {path.parts[0] for path in files} == {"actor", "critic", "columns"}
+    for path in files:
+        one, other = load_file(killed / path), load_file(kept / path)
+        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys()), path
 
 
 def wait_for_the_end_of(processes: list[int]) -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 from assets import SIZES
-from cases import DEFAULT, Assets, Case, make_assets
+from cases import DEFAULT, KILLED, Assets, Case, make_assets
 from comparison import reference_of
+from killed_decoders import STEP
 from launcher import Launches, Outcome, params
 from safetensors.torch import load_file
 
@@ -62,6 +63,13 @@ def test_the_engine_samples_every_row(launches: Launches, case: Case) -> None:
     for row in outcome.metrics:
         assert row["rollout_engine"] == ("vllm" if case.has_vllm else "torch"), (case.name, row)
         assert row["rollout_requests"] == outcome.plan.batch.num_rows, (case.name, row)
+
+
+@pytest.mark.parametrize("case", params([KILLED]))
+def test_a_killed_process_is_replaced_once(launches: Launches, case: Case) -> None:
+    """The reference has its run's tokens, metrics and weights (test_equality.py), as if nothing had happened."""
+    restarts = [row["rollout_restarts"] for row in launches.outcome(case).metrics]
+    assert restarts == [float(step == restarts.index(1.0)) for step in range(8)] and restarts.index(1.0) >= STEP
 
 
 @pytest.mark.parametrize("case", params([*UNCUT, OWN_NOISE], [OWN_NOISE]))

@@ -47,8 +47,8 @@ from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
 from flexrlhf.engines.host_offload import storage_bytes  # noqa: E402
 from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
-from flexrlhf.engines.vllm.child import RolloutProcessError  # noqa: E402
 from flexrlhf.engines.vllm.engine import VllmEngine  # noqa: E402
+from flexrlhf.engines.vllm.restarts import RolloutProcessError  # noqa: E402
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing  # noqa: E402
 from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
 from flexrlhf.operators.columns import Lengths  # noqa: E402
@@ -235,7 +235,7 @@ def test_rows_that_are_put_back_sample_the_same_tokens(noise: str, monkeypatch: 
         model = placed(kv_tokens=tokens, noise=noise)
         made = VllmEngine(replace(engine_context(model), lengths=lengths))
         found.append(made.generate(batch, how))
-        sizes = [made._engine.vllm_config.scheduler_config.max_num_seqs, len(put_back)]
+        sizes = [made._vllm.engine.vllm_config.scheduler_config.max_num_seqs, len(put_back)]
         assert sizes == [40, 0] if tokens > 320 else sizes[0] == 5 and sizes[1] > 3, sizes
         made.close()
     assert same(*found)
@@ -254,7 +254,7 @@ def test_generation_takes_at_most_its_planned_memory(kv_tokens: int) -> None:
     made = VllmEngine(replace(engine_context(model), lengths=lengths))
     how, batch = sampling(min_tokens=100, top_p=0.9), prompts(16)
     made.generate(batch, how)
-    (caches,) = made._engine.collective_rpc("caches")
+    (caches,) = made._vllm.engine.collective_rpc("caches")
     assert storage_bytes(caches) <= sizing.kv_bytes(model)
     assert peak_bytes(lambda: made.generate(batch, replace(how, step=9))) <= phase.part_bytes
     made.close()
@@ -296,8 +296,8 @@ def test_segments_are_the_response_that_is_generated_whole(engine: VllmEngine, c
 
 def test_rows_ahead_are_decoded_together(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    step = engine._engine.step
-    monkeypatch.setattr(engine._engine, "step", lambda: steps.append(1) or step())
+    step = engine._vllm.engine.step
+    monkeypatch.setattr(engine._vllm.engine, "step", lambda: steps.append(1) or step())
     batch, how = prompts(6), sampling(eos_token_ids=(END, 5, 17, 23, 31, 40))
     thirds = [batch.select(slice(i, i + 2)) for i in range(0, 6, 2)]
     before = engine.num_requests
@@ -345,7 +345,7 @@ def test_offloaded_memory_is_free_and_comes_back(engine: VllmEngine) -> None:
     batch, before = prompts(4), engine.memory_usage()
     generated = engine.generate(batch, sampling())
     engine.offload()
-    (parameters,), (caches,) = (engine._engine.collective_rpc(which) for which in ("parameters", "caches"))
+    (parameters,), (caches,) = (engine._vllm.engine.collective_rpc(which) for which in ("parameters", "caches"))
     assert {tensor.untyped_storage().nbytes() for tensor in (*parameters, *caches)} == {0}
     offloaded = engine.memory_usage()
     assert offloaded.weights == before.weights and offloaded.host >= before.weights and not before.host
@@ -466,7 +466,7 @@ def test_adapters_alone_change_the_policy(process: str) -> None:
 @pytest.fixture(scope="module")
 def child() -> Iterator[VllmEngine]:
     before = in_shared_memory()
-    made = VllmEngine(engine_context(placed(process="child")))
+    made = VllmEngine(engine_context(placed(process="child", max_restarts=0)))
     yield made
     made.close()
     assert comes(lambda: in_shared_memory() <= before), in_shared_memory() - before
@@ -491,7 +491,7 @@ def test_a_child_generates_the_same(child: VllmEngine) -> None:
 def test_a_child_decodes_by_itself(child: VllmEngine) -> None:
     first, second = prompts(2), prompts(8, first=2)
     child.generate(first, sampling(), [second])
-    outputs = child._engine.engine_core.outputs_queue
+    outputs = child._vllm.engine.engine_core.outputs_queue
     # steps that were not requested
     assert comes(lambda: outputs.qsize() >= RESPONSE // 2)
     check(child.generate(second, sampling()), second, reference(load_model(placed(), SEED), second, sampling()))
@@ -509,6 +509,28 @@ def test_a_child_that_is_killed_is_named(child: VllmEngine) -> None:
     assert str(error.value) == f"actor.rollout: the vLLM process {child.child_pid} ended (killed by SIGKILL)"
     with pytest.raises(RolloutProcessError, match="SIGKILL"):
         child.generate(prompts(4), sampling())
+
+
+# by default one that is killed in a run is replaced (tests/distributed/test_rollout.py)
+@pytest.mark.full
+def test_a_child_that_does_not_respond_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    """Stopped when it may have decoded half of the rows; the next one has its weights, and generates all."""
+    seconds = 240.0
+    context = replace(engine_context(placed(process="child", max_restarts=1)), timeout_seconds=seconds)
+    made, changed = VllmEngine(context), other_weights(placed())
+    made.load_weights(flat(changed))
+    batch, later = prompts(3, seed=1), prompts(8, first=3, seed=2)
+    ahead = later.select(slice(0, 4))
+    check(made.generate(batch, sampling(), [ahead]), batch, reference(changed, batch, sampling()))
+    first = made.child_pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    check(made.generate(later, sampling()), later, reference(changed, later, sampling()))
+    assert made.num_requests == len(batch) + len(later) and made.num_restarts == 1
+    assert made.child_pid != first and not is_running(first)
+    sentence = f"actor.rollout: the vLLM process {first} has not responded for {seconds / 4:g} s; restart 1 of 1"
+    assert sentence in capfd.readouterr().err
+    made.close()
 
 
 @pytest.mark.full

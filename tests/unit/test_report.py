@@ -466,6 +466,15 @@ def test_texts_of_a_run_are_escaped_everywhere(tmp_path: Path) -> None:
     assert text.count("&lt;script&gt;alert(1)") >= 2
 
 
+def test_restarts_of_rollout_processes_are_named(tmp_path: Path) -> None:
+    directory = leave_run(tmp_path / "a", fast_plan())
+    file = directory / "metrics.jsonl"
+    rows = [json.loads(line) | {"rollout_restarts": float(number == 3)} for number, line in enumerate(file.open())]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = write_report([directory], tmp_path / "report.html", None).path.read_text()
+    assert text.count("1 restart of rollout processes, in step 3") == 1
+
+
 def test_runs_of_the_same_name_have_those_of_their_directories(tmp_path: Path) -> None:
     runs = [leave_run(tmp_path / name, fast_plan()) for name in ("first", "second")]
     text = write_report(runs, tmp_path / "report.html", None).path.read_text()

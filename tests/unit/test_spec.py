@@ -639,7 +639,8 @@ def test_a_ratio_vector_of_the_command_line() -> None:
         (
             ("rollout.dp=2",),
             "rollout: unknown key 'dp'; known: adapters, config, cuda_graphs, dtype, engine, groups, kv_tokens, "
-            "logprobs, max_segments, noise, parity, pp, prefix_caching, process, segment_tokens, sleep, tp",
+            "logprobs, max_restarts, max_segments, noise, parity, pp, prefix_caching, process, segment_tokens, sleep, "
+            "tp",
         ),
         (
             ("rollout.engine=torch", "rollout.pp=2"),
@@ -647,6 +648,11 @@ def test_a_ratio_vector_of_the_command_line() -> None:
         ),
         (("rollout.kv_tokens=0",), "rollout.kv_tokens: must be greater than or equal to 1, found 0"),
         (("rollout.process=thread",), "rollout.process: expected 'inline' or 'child', found 'thread'"),
+        (
+            ("rollout.max_restarts=0",),
+            "rollout: max_restarts 0 is of a child process: give process: child, or remove it; an engine in its "
+            "rank's own process ends with the rank",
+        ),
         (("rollout.noise=off",), "rollout.noise: expected 'exact' or 'engine', found 'off'"),
         (("rollout.parity.every=0",), "rollout.parity.every: must be greater than or equal to 1, found 0"),
         (("rollout.parity.max_difference=0",), "rollout.parity.max_difference: must be greater than 0, found 0"),

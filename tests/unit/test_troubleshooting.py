@@ -25,6 +25,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World
 from flexrlhf.config.output_settings import GuardsSpec
 from flexrlhf.data.quickstart import CORPUS, prepare_corpus
+from flexrlhf.engines.vllm.restarts import Restarts, RolloutProcessError
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.runs.flight_log import FlightLog
@@ -137,6 +138,14 @@ def killed_rank(_: Reader) -> str:
     return reporter.report({1: ProcessFailure(1, 9, -signal.SIGKILL, "none")})[0].sentence
 
 
+def failing_rollout_process(reader: Reader) -> str:
+    restarts = Restarts(2, rank=0)
+    error = RolloutProcessError("actor.rollout: the vLLM process 71 ended (killed by SIGKILL)")
+    for _ in range(2):
+        restarts.add(error)
+    return sentence(RunStopped, lambda: restarts.add(error))
+
+
 def late_rank(_: Reader) -> str:
     store = dist.HashStore()
     worlds = [World(rank, 3, store, torch.device("cpu"), "gloo", f"host{rank}") for rank in range(3)]
@@ -211,6 +220,7 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "used directory": used_directory,
     "no endpoint": lambda reader: reader.types("run", "a.yaml", "--nnodes", "2"),
     "killed": killed_rank,
+    "rollout process": failing_rollout_process,
     "late": late_rank,
     "not finite": not_finite,
     "no scores": no_scores,

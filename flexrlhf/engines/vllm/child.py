@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from tempfile import TemporaryDirectory
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,17 +25,16 @@ import zmq
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from flexrlhf.errors import RunStopped
+from flexrlhf.engines.base import EngineContext
+from flexrlhf.engines.vllm.restarts import RolloutProcessError
 
 PARENT = "FLEXRLHF_ROLLOUT_PARENT"
 """Environment variable with the process that a child ends with."""
 _EXIT_CODE_SECONDS = 10.0
 """Longest wait for the exit code of a child that was noticed to have ended."""
 _POLL_SECONDS = 1.0
-
-
-class RolloutProcessError(RunStopped):
-    """The process of a rollout engine ended by itself, or did not start or respond."""
+REPLACED_SHARE = 0.25
+"""Share of a run's longest wait after which a child that does not respond is replaced."""
 
 
 class ChildProcess:
@@ -43,19 +43,24 @@ class ChildProcess:
     A thread watches the process: vLLM's client would wait for ever for one that has ended or does not respond.
     """
 
-    def __init__(self, name: str, engine: Any, timeout_seconds: float) -> None:
+    def __init__(self, context: EngineContext, engine: Any) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        self._timeout = timeout_seconds
+        self._name, self._timeout = context.placed.name, response_seconds(context)
         self._waiting_since: float | None = None
-        self._name, self._client, self._error = name, engine.engine_core, EngineDeadError
+        self._client, self._error = engine.engine_core, EngineDeadError
         (self._process,) = self._client.resources.engine_manager.processes
-        threading.Thread(target=self._watch, name=f"{name} watch", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"{self._name} watch", daemon=True).start()
 
     @property
     def pid(self) -> int:
         pid: int = self._process.pid
         return pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, and with it its memory of a GPU."""
+        return self._process.exitcode is not None
 
     def views(self) -> dict[str, Tensor]:
         """Return the child's weights by name: writing to them writes to its memory."""
@@ -67,11 +72,11 @@ class ChildProcess:
         """Turn the errors of calls inside into RolloutProcessError, where the child has ended or does not respond."""
         self.restart_timeout()
         try:
-            if self._process.exitcode is not None:
+            if self.has_ended:
                 raise self._error
             yield
         except (self._error, zmq.ZMQError) as error:
-            raise RolloutProcessError(f"{self._name}: the vLLM process {self.pid} {self._reason()}") from error
+            raise self.failure() from error
         finally:
             self._waiting_since = None
 
@@ -85,6 +90,17 @@ class ChildProcess:
         self._process.kill()
         self._process.join()
         self._client.shutdown()
+
+    def close_on_error(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill the child where its start has failed."""
+        if error is not None:
+            self.close()
+
+    def failure(self) -> RolloutProcessError:
+        """Return the error of a child that has ended or does not respond."""
+        return RolloutProcessError(f"{self._name}: the vLLM process {self.pid} {self._reason()}")
 
     def _reason(self) -> str:
         """Describe how the child ended. Its exit code may come a little after the error."""
@@ -109,6 +125,16 @@ class ChildProcess:
         for future in list(self._client.utility_results.values()):
             if not future.done():
                 future.set_exception(self._error())
+
+
+def response_seconds(context: EngineContext) -> float:
+    """Return the longest wait for a response of a child, which decodes a token of each row between two.
+
+    It is a part of a run's longest wait where the child is replaced: other ranks wait for this one meanwhile.
+    """
+    rollout = context.placed.rollout
+    is_replaced = rollout is not None and rollout.max_restarts > 0
+    return context.timeout_seconds * (REPLACED_SHARE if is_replaced else 1.0)
 
 
 @contextmanager

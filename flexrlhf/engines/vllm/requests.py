@@ -36,20 +36,24 @@ class NewRequest:
 class PartialResponse:
     """Response of one row, as far as vLLM has generated it.
 
+    request:  that it responds to.
     sampling: of the request.
     tokens:   response tokens so far.
     logprobs: their log-probs; 0 of tokens that the request continues.
     finished: whether an end token or a stop string ended it.
     done:     whether it has ended, also at the largest length.
-    searched_from: response tokens that stop strings are not searched in.
     """
 
+    request: NewRequest
     sampling: Sampling
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: list[int] = field(init=False)
+    logprobs: list[float] = field(init=False)
     finished: bool = False
     done: bool = False
-    searched_from: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.response)
+        self.logprobs = [0.0] * len(self.tokens)
 
 
 def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
@@ -129,7 +133,7 @@ def add_output(response: PartialResponse, output: Any) -> bool:
         response.logprobs.append(logprobs[token].logprob)
         response.finished = token in sampling.eos_token_ids
         is_searched = sampling.stop and not response.finished
-        if is_searched and completes_stop(response.tokens, sampling, response.searched_from):
+        if is_searched and completes_stop(response.tokens, sampling, response.request.searched_from):
             response.finished = response.done = True
             return not output.finished
     response.done = output.finished
