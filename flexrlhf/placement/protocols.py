@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from flexrlhf.config.code_checks import NamedErrors
 from flexrlhf.errors import UserError
@@ -58,6 +59,8 @@ class TransferProtocol:
                 f"protocol {self.name}: expected a list of prompts for each of {len(replicas)} replicas, found "
                 f"{len(parts)} lists"
             )
+        if sorted(chain.from_iterable(parts)) == list(prompts):
+            return
         takers: dict[int, list[str]] = defaultdict(list)
         for ranks, part in zip(replicas, parts, strict=True):
             for prompt in part:
