@@ -17,7 +17,7 @@ def main(orders: str, outcome: str) -> int:
     from flexrlhf.launch.rank_factory import starting_factory
 
     try:
-        with starting_factory() as factory:
+        with starting_factory(is_copied=True) as factory:
             from flexrlhf.launch.job import checked_job
             from flexrlhf.placement.hosts import Hosts
             from flexrlhf.plan.pipeline import make_plan

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from called import main
 from cases import Case
-from commands import start
+from forked import RANK_ENVIRONMENT, Forked
 from launcher import Launches, Outcome, params
 
 from flexrlhf.config.spec_file import dump_spec
@@ -19,7 +20,6 @@ from flexrlhf.runs.run_directory import read_lines
 pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
-PROGRAM = Path(__file__).with_name("called.py")
 
 
 def written(launches: Launches, case: Case, directory: Path, name: str) -> Path:
@@ -61,7 +61,7 @@ def test_a_program_that_is_killed_goes_on_with_the_bits_of_the_graph(
 ) -> None:
     """By HybridFlow's primitives, of which some change nothing: losses without an update."""
     path = written(launches, case, tmp_path, "killed")
-    process = start([str(path), "stops"], tmp_path, [str(PROGRAM)])
+    process = Forked(["called", str(path), "stops"], tmp_path, {**os.environ, **RANK_ENVIRONMENT})
     out, _ = process.communicate(timeout=120)
     assert process.returncode == -9, out[-2000:]
     main(str(path), "primitives", resume="auto")
