@@ -24,7 +24,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advice_text import contradictions, format_advice
+from flexrlhf.guideline.advice.advice_text import LARGEST_BATCHES, contradictions, format_advice
 from flexrlhf.guideline.advice.advise import FeasibleCandidate, advise
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.choice import Advice, complexity, ratios_of
@@ -533,8 +533,13 @@ def test_columns_are_as_wide_as_their_cells() -> None:
     assert lines == ["a                     b", "[0.3333,0.3333]*      1", "c                 22222"]
 
 
-def test_tables_of_the_report_are_aligned(advice: Advice) -> None:
-    lines = format_advice(advice, SOURCE).splitlines()
+@pytest.fixture(scope="module")
+def report(advice: Advice) -> str:
+    return format_advice(advice, SOURCE)
+
+
+def test_tables_of_the_report_are_aligned(report: str) -> None:
+    lines = report.splitlines()
     for title, column, rows in (("ranked", "samples/s", 5), ("settings of", "zero", 4), ("search", "bound", 3)):
         at = next(index for index, line in enumerate(lines) if line.startswith(title))
         end = lines[at + 1].index(column) + len(column)
@@ -542,11 +547,10 @@ def test_tables_of_the_report_are_aligned(advice: Advice) -> None:
             assert line[end - 1] != " " and line[end : end + 2] == "  ", line
 
 
-def test_the_report_states_the_searched_spaces(advice: Advice) -> None:
-    text = format_advice(advice, SOURCE)
-    assert "settings tried: passes of " in text
-    assert "    all, 1/2, 1/4" in text
-    assert "plans: all of the space, also those that memory or rules forbid" in text
+def test_the_report_states_the_searched_spaces(report: str) -> None:
+    assert "settings tried: passes of " in report and LARGEST_BATCHES not in report
+    assert "    all, 1/2, 1/4" in report
+    assert "plans: all of the space, also those that memory or rules forbid" in report
 
 
 def test_a_space_that_forbids_all_its_plans_has_none(advice: Advice) -> None:
@@ -918,7 +922,8 @@ def test_a_lag_is_offered_with_its_price_and_chosen_if_it_is_allowed() -> None:
 def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> None:
     """33B on 32 devices: passes of a few rows read as many weights as those of many."""
     found = advise(spec_for(32, "llama-33b", prompts=128, mini_batches=8), AnalyticCosts(), seconds_limit=1.0)
-    lines = format_advice(found, SOURCE).partition("larger batches")[2].partition("\n\n")[0].splitlines()[1:]
+    text = format_advice(found, SOURCE, max_batch=True)
+    lines = text.partition("larger batches")[2].partition("\n\n")[0].splitlines()[1:]
     assert [line.split()[0] for line in lines[1:6]] == ["128", "256", "512", "1024", "2048"]
     speeds = larger_batches([found.best])
     gained = speeds[2].found[0]
@@ -933,8 +938,7 @@ def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> 
     assert largest.tried is not None and largest.largest.prompts >= 2048
     plan = make_plan(with_prompts(found.best.candidate.spec, 2048))
     assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(largest.tried.seconds)
-    offered = f"--prompts 2048 takes it: {largest.gain:+.0%} samples/s"
-    assert offered in format_advice(found, SOURCE, max_batch=True) and offered not in format_advice(found, SOURCE)
+    assert LARGEST_BATCHES in text and f"--prompts 2048 takes it: {largest.gain:+.0%} samples/s" in text
     assert found.best.candidate.spec.algorithm.prompts_per_step == 128
 
 
