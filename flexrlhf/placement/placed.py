@@ -199,11 +199,15 @@ class Placement:
     layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     reason: str = ""
 
+    @cached_property
+    def _by_name(self) -> dict[str, PlacedModel]:
+        return {model.name: model for model in self.models}
+
     def __getitem__(self, name: str) -> PlacedModel:
-        return next(model for model in self.models if model.name == name)
+        return self._by_name[name]
 
     def __contains__(self, name: str) -> bool:
-        return any(model.name == name for model in self.models)
+        return name in self._by_name
 
     def on_rank(self, rank: int) -> tuple[PlacedModel, ...]:
         """Return the placed models that have ``rank``."""
@@ -220,7 +224,7 @@ class Placement:
         """Copies whose weights come from a trained copy by Sync once it has trained; copies of operators are others."""
         return tuple(model for model in self.models if model.follows and not model.is_filled_for_calls)
 
-    @property
+    @cached_property
     def shadows(self) -> tuple[PlacedModel, ...]:
         """Copies for inference on other ranks than the trained copy's; the actor's may be a rollout engine."""
         return tuple(model for model in self.followers if not set(model.ranks) & set(self[model.role].ranks))

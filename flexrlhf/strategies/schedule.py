@@ -322,8 +322,11 @@ class Builder:
         if column not in (*reads, *reader.operator.carries):
             return False
         both = common_range(self.mini_batches(reader), self.mini_batches(writer))
-        needs = self._needs(self.layout_of(reader.operator), both, writer.attempt)
-        return any(not prompts <= self.available[column].get(rank, set()) for rank, prompts in needs.items())
+        layout, available = self.layout_of(reader.operator), self.available[column]
+        return any(
+            not available.get(rank, set()).issuperset(self._prompts(layout, rank, both, writer.attempt))
+            for rank in layout.ranks
+        )
 
     def _all_have(self, columns: list[tuple[str, OperatorTask]], ranks: tuple[int, ...]) -> bool:
         """Whether each of ``ranks`` has all rows that the writers of ``columns`` wrote."""
