@@ -211,8 +211,12 @@ def test_an_instruction_is_hidden_on_all_ranks_at_once(desktop: Visit) -> None:
     desktop.legend(key).get_by_text("generate", exact=True).click()
 
 
-def test_a_phone_scrolls_downwards_alone(browser: Any, report: Path) -> None:
-    phone = visit(browser, report, viewport=PHONE, is_mobile=True, has_touch=True)
+@pytest.fixture(scope="module")
+def phone(browser: Any, report: Path) -> Visit:
+    return visit(browser, report, viewport=PHONE, is_mobile=True, has_touch=True, color_scheme="dark")
+
+
+def test_a_phone_scrolls_downwards_alone(phone: Visit) -> None:
     phone.open_all()
     assert phone.page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]") == [390, 390]
     for chart in phone.page.locator(".chart.js-plotly-plot").all():
@@ -224,21 +228,17 @@ def test_a_phone_scrolls_downwards_alone(browser: Any, report: Path) -> None:
     assert phone.messages == []
 
 
-def test_the_dark_scheme_changes_page_and_figures(browser: Any, report: Path) -> None:
-    paper = "() => getComputedStyle(document.body).backgroundColor"
-    colours = {}
-    for scheme in ("light", "dark"):
-        opened = visit(browser, report, color_scheme=scheme)
-        colours[scheme] = [opened.page.evaluate(paper), *_figure_colours(opened)]
-    assert all(light != dark for light, dark in zip(*colours.values(), strict=True))
-    # the last page is dark; its button makes it light
-    opened.page.locator("#theme").click()
-    assert [opened.page.evaluate(paper), *_figure_colours(opened)] == colours["light"]
-    assert opened.messages == []
+def test_the_dark_scheme_changes_page_and_figures(desktop: Visit, phone: Visit) -> None:
+    lights, darks = _colours(desktop), _colours(phone)
+    assert all(light != dark for light, dark in zip(lights, darks, strict=True))
+    phone.page.locator("#theme").click()
+    assert _colours(phone) == lights
+    assert phone.messages == []
 
 
-def _figure_colours(opened: Visit) -> list[Any]:
-    return [opened.layout("curve-kl", path) for path in ("font.color", "xaxis.gridcolor")]
+def _colours(opened: Visit) -> list[Any]:
+    paper = opened.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    return [paper, *(opened.layout("curve-kl", path) for path in ("font.color", "xaxis.gridcolor"))]
 
 
 def test_a_label_at_the_top_of_a_curve_redraws_no_figure_without_end(browser: Any, runs: list[Path]) -> None:
