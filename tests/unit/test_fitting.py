@@ -71,9 +71,10 @@ def test_written_settings_stay(setting: str) -> None:
 
 
 def test_runs_that_cannot_fit_or_have_devices_of_no_class_stay() -> None:
+    two = "cluster={nodes: [{devices: 2, class: A100-80G}]}"
     for settings in (
-        ("models.actor.init=qwen2.5-72b",),
-        ("models.all.zero=0", "models.all.tp=1"),
+        ("models.actor.init=qwen2.5-72b", two),
+        ("models.all.zero=0", "models.all.tp=1", two),
         ("cluster={devices: 8, memory_gb: 75}",),
         ("cluster={devices: 8, device: cpu}",),
     ):
@@ -169,7 +170,8 @@ def test_optimizer_states_go_to_host_memory_where_nothing_fits_otherwise() -> No
 
 
 def test_settings_that_deepspeed_has_not_leave_the_refusal_as_it_is() -> None:
-    spec = unwritten(*PPO, "models.actor.init=qwen2.5-72b", NODES["one class"], "models.actor.tp=2")
+    two = "cluster={nodes: [{devices: 2, class: A100-80G}]}"
+    spec = unwritten(*PPO, "models.actor.init=qwen2.5-72b", two, "models.actor.tp=2")
     ((_, text),) = planned([spec])
     assert "since a search finds no placement that fits: no placement of these models fits the devices" in text
 
