@@ -35,11 +35,10 @@ pytestmark = [
     pytest.mark.skipif(which("g++") is None, reason="g++ builds the accelerator"),
 ]
 EQUAL = [
-    # a lag and chunks, models that take turns in device memory, shards, groups of samples, adapters
+    # a lag and chunks, models that take turns in device memory, shards, adapters
     Case("streaming", "six-chunks", 2),
     Case("four", "tight", 2),
     Case("two", "co-located", 2, "torch-3"),
-    Case("grpo", "halves", 2),
     Case("adapters", "co-located", 2),
 ]
 OTHERS = [

@@ -140,8 +140,11 @@ DEFAULT = [
     *(
         pair
         for pair in CHANGED
-        if pair.first.setting in ("grpo-dynamic", "gspo", "kto", "simpo", "orpo", "sft", "segments-corrected")
+        if pair.first.setting in ("grpo-dynamic", "gspo", "sft")
         or pair.first == Case("grpo", "lag-2-alone", 2)
+        # segments that vLLM goes on with
+        or pair.second.rollout == "vllm"
+        and pair.first.setting == "segments-corrected"
     ),
     RANDOM,
 ]
