@@ -1,12 +1,12 @@
 """ReaL's searched plan of 7B models with transformers and with vLLM generating, on four CPU ranks: time by instruction.
 
-    python -m benchmarks.real_plan [--response TOKENS] [--json FILE]
+    python -m benchmarks.real_plan [--response TOKENS] [--tp DEGREE] [--json FILE]
 
 The plan is ``configs/real-7b-searched.yaml`` with a rank for two of its devices: reference and reward, and then both
-trainings, are on two ranks each, where they run at the same time, and generation and values are on all four. Both runs
-have the same random weights, prompts and sampling noise, and log-probs of generation (``rollout.logprobs: reuse``), so
-that their metrics agree but for rounding. They run in turns, one thread a rank, as in ``benchmarks.hybrid_engine``,
-whose table this is.
+trainings, are on two ranks each, where they run at the same time, and generation and values are on all four. Degrees
+inside these meshes are not ReaL's but chosen, as in the file: ``--tp`` is generation's. Both runs have the same random
+weights, prompts and sampling noise, and log-probs of generation (``rollout.logprobs: reuse``), so that their metrics
+agree but for rounding. They run in turns, one thread a rank, as in ``benchmarks.hybrid_engine``, whose table this is.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ CONFIG = Path(__file__).parents[1] / "configs" / "real-7b-searched.yaml"
 MODEL: Raw = {
     "model_type": "llama",
     "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
+    "hidden_size": 256,
+    "intermediate_size": 704,
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
 }
-"""28 million parameters, as in ``benchmarks/rollout_speed.py``."""
-PROMPT, ROWS = 32, 32
+"""8 million parameters, and a cache of 16 kB a token."""
+PROMPT, ROWS = 32, 64
 ENGINES = ("transformers", "vllm")
 
 
@@ -51,13 +50,14 @@ def _half(ranks: str) -> str:
     return f"{first // 2}-{last // 2}"
 
 
-def write_inputs(directory: Path, steps: int, response: int) -> dict[str, Path]:
+def write_inputs(directory: Path, steps: int, response: int, tp: int) -> dict[str, Path]:
     """Write a tokenizer, prompts and the YAML of a run by each engine; return the YAMLs."""
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
     # one more token than words: bos
     prompts = [" ".join(WORDS[(row + place) % len(WORDS)] for place in range(PROMPT - 1)) for row in range(ROWS)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     operators = halved(yaml.safe_load(CONFIG.read_text())["placement"]["operators"])
+    operators["generate"]["tp"] = tp
     paths = {}
     for engine in ENGINES:
         raw = {
@@ -82,12 +82,12 @@ def write_inputs(directory: Path, steps: int, response: int) -> dict[str, Path]:
     return paths
 
 
-def measure(rounds: int, steps: int, response: int) -> dict[str, Result]:
+def measure(rounds: int, steps: int, response: int, tp: int) -> dict[str, Result]:
     """Run with each engine ``rounds`` times in turns."""
     found: dict[str, list[Result]] = {engine: [] for engine in ENGINES}
     for number in range(rounds):
         with TemporaryDirectory() as directory:
-            for engine, config in write_inputs(Path(directory), 1 + steps, response).items():
+            for engine, config in write_inputs(Path(directory), 1 + steps, response, tp).items():
                 found[engine].append(run(config))
                 print(f"round {number + 1}: {engine} ended", file=sys.stderr, flush=True)
     return {engine: together(results) for engine, results in found.items()}
@@ -100,10 +100,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=2, help="runs with each engine")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a run")
-    parser.add_argument("--response", type=int, default=128, help="tokens of a response")
+    parser.add_argument("--response", type=int, default=256, help="tokens of a response")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks of a replica that generates")
     parser.add_argument("--json", type=Path, help="write the table's cells to this file")
     options = parser.parse_args()
-    results = measure(options.rounds, options.steps, options.response)
+    results = measure(options.rounds, options.steps, options.response, options.tp)
     print("\n".join(table(results)))
     if options.json is not None:
         options.json.write_text(json.dumps({name: result.lines for name, result in results.items()}, indent=1))

@@ -91,7 +91,7 @@ def _copies(
             trained=is_own and role in roles.trained,
             settings=settings,
             rollout=way.rollout,
-            head=roles.heads[role],
+            head=roles.heads[role] if way.rollout is None else "causal",
             operator=first,
             # adapters alone would be sent, and the weights that they do not change would be lost
             is_hybrid=_sleeps(way) and _model_of(role, spec).lora is None,
@@ -186,7 +186,7 @@ def _check_shadows(
         key = f"placement.operators.{each.name}.shadow"
         if each.role not in roles.trained:
             raise UserError(f"{key}: {each.role} is not trained, so no copy of it is synced; remove it")
-        if each.kind == "train" or each.on_trained:
+        if _needs_trained(each, roles):
             raise UserError(f"{key}: {each.name} needs the weights that are trained; remove it")
         if shared := sorted(training.keys() & ranks[each.name]):
             raise UserError(
@@ -198,13 +198,20 @@ def _check_shadows(
         return
     setting = f"schedule.lag: {spec.schedule.lag}" if spec.schedule.lag else f"sync.every: {spec.sync.every}"
     for each in operators:
-        infers = each.kind != "train" and each.name in entries and not each.on_trained and each.adapters
+        infers = each.name in entries and each.adapters and not _needs_trained(each, roles)
         follows = each.role in shadowed or (each.role == roles.generating and each.kind == "generate")
         if infers and follows and not entries[each.name].shadow:
             raise UserError(
                 f"{setting}: {each.name} needs a copy with older weights than are trained; give it ranks that train "
                 f"nothing and shadow: true in placement.operators.{each.name}"
             )
+
+
+def _needs_trained(operator: PlacedOperator, roles: Roles) -> bool:
+    """Whether ``operator`` computes with the weights that are trained under every placement: next to a rollout engine
+    its role has no other copy for forward passes, where models are placed."""
+    is_next_to_engine = operator.role == roles.rollout and operator.kind == "forward"
+    return operator.kind == "train" or operator.on_trained or is_next_to_engine
 
 
 def _check_processes(models: Sequence[PlacedModel]) -> None:

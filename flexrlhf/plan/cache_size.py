@@ -37,10 +37,10 @@ def with_residency(bare: Plan) -> Plan:
         return unsized
     plan = unsized
     if not _fits(plan):
-        plan = _with_tokens(bare, model, padded_row(bare.spec)).with_residency()
+        plan = _with_tokens(bare, padded_row(bare.spec)).with_residency()
         if not _fits(plan):
             return unsized
-    plan = _with_tokens(plan, model, _most_tokens(plan, model))
+    plan = _with_tokens(plan, _most_tokens(plan, model))
     sized = plan.placement[model.name]
     rollout = plan.spec.rollout.model_copy(update={"kv_tokens": sized.settings.generate_tokens})
     return replace(plan, spec=plan.spec.model_copy(update={"rollout": rollout}), cache=_text(plan, sized))
@@ -58,27 +58,32 @@ def _fits(plan: Plan) -> bool:
     return all(each.peak_bytes <= (plan.device_bytes(each.rank) or each.peak_bytes) for each in plan.memories)
 
 
-def _with_tokens(plan: Plan, model: PlacedModel, tokens: int) -> Plan:
-    """Return ``plan`` with room for ``tokens`` in the cache of ``model``."""
-    settings = model.settings.model_copy(update={"generate_tokens": tokens})
-    rollout = plan.spec.rollout.model_copy(update={"kv_tokens": tokens})
-    sized = replace(model, settings=settings, rollout=rollout)
-    placed = tuple(sized if each.name == model.name else each for each in plan.placement.models)
+def _with_tokens(plan: Plan, tokens: int) -> Plan:
+    """Return ``plan`` with room for ``tokens`` in the cache of its rollout engine, or of one of each operator."""
+    placed = tuple(_sized(each, tokens, plan.spec) if each.has_cache else each for each in plan.placement.models)
     return replace(plan, placement=replace(plan.placement, models=placed))
 
 
+def _sized(model: PlacedModel, tokens: int, spec: Spec) -> PlacedModel:
+    assert model.rollout is not None, "a cache is a rollout engine's"
+    settings = model.settings.model_copy(update={"generate_tokens": min(tokens, most_cache_tokens(spec, model.layout))})
+    return replace(model, settings=settings, rollout=model.rollout.model_copy(update={"kv_tokens": tokens}))
+
+
 def _most_tokens(plan: Plan, model: PlacedModel) -> int:
-    """Return the tokens that fit the cache of ``model`` on all of its ranks, at least as many as it has."""
+    """Return the tokens that fit the cache of ``model``, and of engines of other operators, on all of their ranks, at
+    least as many as it has."""
     had = plan.placement[model.name].settings.generate_tokens
     whole = most_cache_tokens(plan.spec, model.layout)
     alike = first_alike(plan.schedule.instructions, plan.placement, plan.batch, plan.cluster)
-    ranks = {alike[rank] for rank in model.ranks}
+    ranks = {alike[rank]: each for each in plan.placement.models if each.has_cache for rank in each.ranks}
     limits = {rank: max(FILLED * (plan.device_bytes(rank) or 0), plan.memories[rank].peak_bytes) for rank in ranks}
     block, tokens, fitting = model.facts.cache_block, whole, had
     # calls need less memory next to a smaller cache, so one that is smaller by what is lacking fits
     for _ in range(ROUNDS):
-        tried = _with_tokens(plan, model, tokens)
-        room = min((each for rank in ranks for each in _room(plan, tried, model, rank, limits[rank])), default=0.0)
+        tried = _with_tokens(plan, tokens)
+        rooms = (each for rank, engine in ranks.items() for each in _room(plan, tried, engine, rank, limits[rank]))
+        room = min(rooms, default=0.0)
         fitting = max(fitting, tokens) if room >= 0 else fitting
         tokens = min(whole, tokens + int(room // block) * block)
         if tokens <= fitting:

@@ -35,7 +35,8 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
                     f"evaluation does on this copy; use {either(FULL_ENGINES)}, or remove eval"
                 )
         if model.engine not in MODEL_ENGINES and model.rollout is None:
-            raise UserError(f"{model.key('engine')}: {model.engine} is for rollout.engine alone; {_elsewhere(model)}")
+            remedy = f"set rollout.engine: {model.engine}, and remove it here" if model.operator else _elsewhere(model)
+            raise UserError(f"{model.key('engine')}: {model.engine} is for rollout.engine alone; {remedy}")
         check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)

@@ -1000,6 +1000,10 @@ def _with_rollout(raw: Raw, rollout: Raw) -> Raw:
     if "operators" in placement and "importance" not in algorithm:
         # without a pass of their own, for which the shapes have no place
         rollout = {"logprobs": "reuse"} | rollout
+    if "operators" in placement:
+        entries = placement["operators"]
+        own = {name: value for name, value in entries["generate"].items() if name in ("ranks", "tp", "shadow")}
+        placement = {"operators": {**entries, "generate": own}}
     return {**raw, "placement": placement, "rollout": raw.get("rollout", {}) | rollout}
 
 

@@ -92,7 +92,8 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
             is_part = model.rollout is not None and algorithm_of(case.setting) == "ac-share"
             is_whole = model.split == "whole" and model.layout.tp == model.layout.pp == 1 and not is_part
             if is_whole and model.settings.lora is None:
-                assert state.weights == files_bytes(model.settings.path), place
+                # a copy may have views of its source's weights instead
+                assert state.weights + state.viewed == files_bytes(model.settings.path), place
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_the_plan_lists_the_operators_of_every_copy() -> None:
         ),
         (
             operators(generate={"ranks": "0-3", "engine": "vllm"}),
-            "placement.operators.generate.engine: vllm is for rollout.engine alone; use torch or deepspeed",
+            "placement.operators.generate.engine: vllm is for rollout.engine alone; set rollout.engine: vllm, and",
         ),
         (
             operators(generate={"ranks": "0-3", "engine": "megatron"}),
