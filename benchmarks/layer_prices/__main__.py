@@ -154,20 +154,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each profile")
+    parser.add_argument("--engine", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
     options = parser.parse_args()
     with TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        paths = {engine: directory / f"{engine}.yaml" for engine in LAYOUTS}
+        paths = {engine: directory / f"{engine}.yaml" for engine in options.engine}
         for engine, path in paths.items():
             path.write_text(config_of(engine, options.model))
         plans = {engine: make_plan(load_spec(path)) for engine, path in paths.items()}
         layouts = [
-            Layout(engine, tp, pp, parts) for engine, each in LAYOUTS.items() for tp, pp in each for parts in (1, 4)
+            Layout(engine, tp, pp, parts) for engine in options.engine for tp, pp in LAYOUTS[engine] for parts in (1, 4)
         ]
         before = measured_calls(layouts, directory, plans)
         costs = {engine: profiled(path, options.seconds) for engine, path in paths.items()}
         after = measured_calls(layouts, directory, plans)
-        print("\n".join(lines(layouts, [before, after], costs, length_sample(plans["torch"]))))
+        print("\n".join(lines(layouts, [before, after], costs, length_sample(plans[options.engine[0]]))))
 
 
 if __name__ == "__main__":

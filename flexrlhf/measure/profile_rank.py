@@ -109,13 +109,17 @@ class PlanProfiler:
 
     def models(self) -> Iterator[ModelTimes]:
         """Yield the times of one model after the other, so that only one is in memory."""
-        yield from map(self._model_times, self._models)
+        found: list[ModelTimes] = []
+        for model in self._models:
+            found.append(self._model_times(model, found))
+            yield found[-1]
 
     def close(self) -> None:
         """Close the process groups."""
         self._groups.close()
 
-    def _model_times(self, model: ProfiledModel) -> ModelTimes:
+    def _model_times(self, model: ProfiledModel, before: Sequence[ModelTimes]) -> ModelTimes:
+        """Return the times of a model. ``before``: of those with whose layers it may share some."""
         placed = model.placed
         self._report(f"layers of {placed.role}")
         slim = {tp: self._slim_times(model, tp) for tp in model.slices}
@@ -124,6 +128,10 @@ class PlanProfiler:
             self._short_context, model.transformer, DTYPES[placed.settings.dtype], shallow.forward or shallow.train
         )
         updates = update_times([each for pair in slim.values() for each in pair])
+        layers = {tp: layer_times(*pair, embedding, updates) for tp, pair in slim.items()}
+        for trunk in (each for each in before if each.model == model.trunk and each.engine == placed.engine):
+            others = {tp: each for tp, each in trunk.layers.items() if tp not in layers}
+            layers |= {tp: each.model_copy(update={"head": layers[1].head}) for tp, each in others.items()}
         lengths = self._context.lengths
         return ModelTimes(
             model=model.transformer,
@@ -133,7 +141,7 @@ class PlanProfiler:
             width=max(lengths.prompts) + max(lengths.responses),
             prompt=max(lengths.prompts),
             row=self._context.row_width(placed, self._counts(placed).passes),
-            layers={tp: layer_times(*pair, embedding, updates) for tp, pair in slim.items()},
+            layers=layers,
             update=updates,
         )
 

@@ -45,12 +45,14 @@ class ProfiledModel:
     transformer:  its sizes
     operators:    one operator of each kind that roles of that shape have
     slices:       tensor-parallel ranks, of whose slices the layers are measured
+    trunk:        a model before it with the same layers, from which those of its other slices are taken; None: none
     """
 
     placed: PlacedModel
     transformer: Transformer
     operators: Mapping[str, Operator]
     slices: tuple[int, ...] = (1,)
+    trunk: Transformer | None = None
 
     @property
     def item(self) -> int:
@@ -158,7 +160,22 @@ def profiled_models(plan: Plan, most_tp: int = 1) -> list[ProfiledModel]:
         key = (model.transformer, placed.engine, model.item)
         first = models.get(key, model)
         models[key] = replace(first, operators={**model.operators, **first.operators})
-    return list(models.values())
+    found: list[ProfiledModel] = []
+    for model in models.values():
+        trunk = next((each.transformer for each in found if _has_layers_of(each, model)), None)
+        found.append(model if trunk is None else replace(model, slices=(1,), trunk=trunk))
+    return found
+
+
+def _has_layers_of(first: ProfiledModel, model: ProfiledModel) -> bool:
+    """Whether ``first`` has the layers of ``model``, under another head, and runs the same calls in the same engine."""
+    own = model.transformer
+    if (first.placed.engine, first.item, first.trunk) != (model.placed.engine, model.item, None):
+        return False
+    return (
+        replace(first.transformer, head=own.head, tied=own.tied) == own
+        and model.operators.keys() <= first.operators.keys()
+    )
 
 
 def _profiled_model(plan: Plan, model: PlacedModel, most_tp: int) -> ProfiledModel:

@@ -200,7 +200,9 @@ def test_a_slice_has_a_share_of_heads_features_and_vocabulary(tmp_path: Path, mo
     model = {"init": {"model_type": "llama", **SIZES, "num_key_value_heads": 4}}
     (plan,) = make_plans([load_spec(write_config(tmp_path, models={"actor": model, "reward": model}))])
     base = make_plan(profiling_spec(plan, [plan], 2, "cpu"))
-    assert [model.slices for model in profiled_models(base, most_tp=8)] == [(1, 2, 4)] * 2
+    causal, scalar = profiled_models(base, most_tp=8)
+    assert causal.slices == (1, 2, 4) and causal.trunk is None
+    assert scalar.slices == (1,) and scalar.trunk == causal.transformer, "it has the layers of the first"
     for tp, share, layout in ((1, 1, (2, 1)), (2, 1, (1, 2)), (4, 4, (2, 1))):
         slim = make_plan(slim_spec(base, 3, tp))
         found, whole = slim.shapes["actor"].sizes, base.shapes["actor"].sizes
