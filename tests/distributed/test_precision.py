@@ -45,9 +45,10 @@ order of a CPU's sums over positions follows the width; else 0."""
 FROZEN = [Case("still", "co-located", 2, compute) for compute in ("fp16-frozen", "fp16-frozen-torch-3")]
 POLICIES = [
     *(Case("one", "co-located", 2, compute) for compute in BF16),
-    *(Case("one", "six", 4, compute) for compute in (*BF16, "bf16-pieces", "bf16-tp-shadow")),
+    *(Case("one", "six", 4, compute) for compute in (*BF16, "bf16-tp-shadow")),
+    Case("one", "six", 2, "bf16-pieces"),
     # float32 models whose copies have weights that were sent in 16 bits
-    Case("one", "six-rounded", 4),
+    Case("one", "six-rounded", 2),
 ]
 SHARDS = ("bf16-torch-3", "bf16-deepspeed-2", "bf16-deepspeed-3")
 PLACES = ("co-located", "halves", "pairs", "quarter")
@@ -72,6 +73,13 @@ IN_FULL_ALONE = [
     Case("sft", "all", 2, "fp16-tp"),
     *(Case("one", "co-located", 2, compute) for compute in SHARDS[:2]),
     *(Case("one", "six", 4, compute) for compute in ("bf16", *SHARDS)),
+    *(
+        case
+        for case in SAME_START
+        if case.shape in ("co-located", "pairs", "quarter") and case.compute not in SHARDS[:1]
+    ),
+    *(case for case in SAME_PAIRS[1:] if case.shape in ("halves", "pairs") or case.compute in SHARDS[::2]),
+    *(case for case in SAME_TOKENS if case.shape in ("pairs", "six")),
 ]
 """Cases that only repeat others with another setting or number of ranks."""
 
@@ -134,7 +142,7 @@ def test_the_first_update_starts_from_the_policy_that_generated(launches: Launch
         assert math.sqrt(2 * abs(row["update_kl"])) < LOG_RATIO, (case.name, row)
 
 
-@pytest.mark.parametrize("case", params(SAME_TOKENS))
+@pytest.mark.parametrize("case", params(SAME_TOKENS, IN_FULL_ALONE))
 def test_16_bit_passes_have_the_same_bits_under_every_placement(launches: Launches, case: Case) -> None:
     """Passes are composed of blocks of a mini-batch, which replicas take whole."""
     outcome, other = launches.outcome(case), launches.outcome(SAME_TOKENS[0])
@@ -144,7 +152,7 @@ def test_16_bit_passes_have_the_same_bits_under_every_placement(launches: Launch
             assert torch.equal(found[name], expected[name]), (case.name, step, name)
 
 
-@pytest.mark.parametrize("case", params(SAME_START))
+@pytest.mark.parametrize("case", params(SAME_START, IN_FULL_ALONE))
 def test_policy_and_reference_of_equal_weights_differ_by_nothing(launches: Launches, case: Case) -> None:
     """In 16 bits, too, wherever each of them is."""
     outcome = launches.outcome(case)
@@ -153,7 +161,7 @@ def test_policy_and_reference_of_equal_weights_differ_by_nothing(launches: Launc
     assert outcome.metrics[0]["kl"] == 0.0
 
 
-@pytest.mark.parametrize("case", params(SAME_PAIRS))
+@pytest.mark.parametrize("case", params(SAME_PAIRS, IN_FULL_ALONE))
 def test_dpo_starts_with_the_logarithm_of_2(launches: Launches, case: Case) -> None:
     """Training and forward passes of equal weights have the same bits, and chosen and rejected the same rewards."""
     row = launches.outcome(case).metrics[0]

@@ -40,6 +40,7 @@ ENGINES = [
 """
 UNCUT = [case for case in (*ENGINES, *IN_TURNS) if case.setting != "ends"]
 """Cases that sample from the whole distribution, like the trainer's log-probs."""
+PADDED, PADDED_VLLM = (Case("padded", "halves", 2, rollout=rollout) for rollout in ("transformers", "vllm"))
 OWN_NOISE = Case("two", "halves", 2, rollout="vllm-engine")
 """In the whole product; by default one engine is tried (tests/engines/test_vllm_engine.py)."""
 
@@ -197,7 +198,7 @@ def as_one_rank(script: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("case", params([Case("padded", "halves", 2), Case("padded", "halves", 2, rollout="vllm")]))
+@pytest.mark.parametrize("case", params([PADDED, PADDED_VLLM], [PADDED_VLLM]))
 def test_ids_that_other_models_have_no_embedding_for_are_never_sampled(launches: Launches, case: Case) -> None:
     """A fifth of the actor's ids are padding, and random weights would sample them; the gate compares log-probs."""
     outcome = launches.outcome(case)
@@ -205,5 +206,4 @@ def test_ids_that_other_models_have_no_embedding_for_are_never_sampled(launches:
         columns = outcome.columns(step)
         sampled = columns["tokens"][:, -columns["response_mask"].shape[1] :][columns["response_mask"].bool()]
         assert int(sampled.min()) >= 0 and int(sampled.max()) < SIZES["vocab_size"] == outcome.plan.sampled_ids
-    first = Case("padded", "halves", 2)
-    assert torch.equal(columns["tokens"], launches.outcome(first).columns(step)["tokens"])
+    assert torch.equal(columns["tokens"], launches.outcome(PADDED).columns(step)["tokens"])

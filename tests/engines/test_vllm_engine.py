@@ -433,7 +433,7 @@ def comes(about: Callable[[], bool], seconds: float = 20) -> bool:
 # --- adapters that are not merged
 
 
-@pytest.mark.parametrize("process", ["inline", "child"])
+@pytest.mark.parametrize("process", ["inline", pytest.param("child", marks=pytest.mark.full)])
 def test_adapters_alone_change_the_policy(process: str) -> None:
     """One of three layers that vLLM fuses has an adapter, with 3 of the 8 rows that vLLM allocates."""
     lora = LoraSpec(rank=3, alpha=5, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
