@@ -24,7 +24,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
-SAMPLE, ALL = 400, 4000
+SAMPLE, ALL = 200, 4000
 SEED = 2
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
@@ -36,7 +36,7 @@ FROM_FILES = {
 """Settings that are read from files, or name a run's files."""
 CHOICE = re.compile(r"\n  rollout\.(engine: auto is|kv_tokens: not written,) .*")
 """Lines of a plan whose engine or cache is not written."""
-OWN_CODE = {f"AlgorithmSpec.{name}" for name in ("graph", "loop", "settings")}
+OWN_CODE = {f"AlgorithmSpec.{name}" for name in ("graph", "loop", "settings", "protocols")}
 """Code of a user's own, with its settings."""
 
 

@@ -81,7 +81,11 @@ EXAMPLES: Examples = {
     **dict.fromkeys([f"{kind.__name__}.num_mini_batches" for kind in CLASSES.values()], (1, 2, 3, 4)),
     **dict.fromkeys([f"{kind.__name__}.stop" for kind in CLASSES.values()], ("\n\n", ["###", " yes", "\u00e9"], [])),
     # code of one's own, with its settings
-    **{f"{kind.__name__}.{name}": NOTHING for kind in CLASSES.values() for name in ("graph", "loop", "settings")},
+    **{
+        f"{kind.__name__}.{name}": NOTHING
+        for kind in CLASSES.values()
+        for name in ("graph", "loop", "settings", "protocols")
+    },
     **dict.fromkeys([f"{kind.__name__}.min_response_tokens" for kind in CLASSES.values()], (0, 1, 4)),
     "ReinforceSpec.samples_per_prompt": (2, 3),
     "KlSpec.horizon": (10000, 1000),
