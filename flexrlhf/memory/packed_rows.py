@@ -229,8 +229,11 @@ class _Filling:
 
 def _filled(units: Sequence[Sequence[TextGroup]], order: Sequence[int], width: int, budget: int) -> _Filling:
     """Return a pass of rows of ``width`` tokens with as many of the units as there is room for, the longest first."""
-    filling, most_rows = _Filling(width), max(1, budget // max(1, width))
+    filling, most_rows, least = _Filling(width), max(1, budget // max(1, width)), _longest(units[order[-1]])
     for number in order:
+        # the room that is left is too little for any other unit
+        if len(filling.rows) >= most_rows and filling.free[-1][0] < least:
+            break
         filling.add(number, units[number], most_rows)
     return filling
 
