@@ -80,6 +80,8 @@ CASES = {
 }
 
 
+IN_FULL_ALONE = ("tp", "pp", "dp", "tp pp", "one pass, dp", "16 bits, files, tp dp")
+"""Cases that others have with a further setting."""
 TOGETHER = "pp dp, distributed optimizer, tied"
 """The case of two models at once."""
 

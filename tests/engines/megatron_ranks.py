@@ -114,8 +114,8 @@ def run_together(world: World, groups: Groups, models: dict[str, PlacedModel]) -
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def run_rank(directory: Path, files: Path, world: World) -> None:
-    models = {name: named(name, case, files) for name, case in CASES.items()}
+def run_rank(directory: Path, files: Path, cases: list[str], world: World) -> None:
+    models = {name: named(name, CASES[name], files) for name in cases}
     groups = world.make_groups(
         dict.fromkeys(
             group for model in models.values() for group in compute_groups(model) if len(group.ranks) > 1 or group.alone
@@ -123,9 +123,7 @@ def run_rank(directory: Path, files: Path, world: World) -> None:
         SECONDS,
     )
     found = {
-        name: run_case(models[name], case, world, groups)
-        for name, case in CASES.items()
-        if world.rank in models[name].ranks
+        name: run_case(model, CASES[name], world, groups) for name, model in models.items() if world.rank in model.ranks
     }
     found["together"] = run_together(world, groups, models)
     torch.save(found, directory / f"rank-{world.rank}.pt")
@@ -136,4 +134,4 @@ def run_rank(directory: Path, files: Path, world: World) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with open_world("cpu", SECONDS) as opened:
-        run_rank(*map(Path, sys.argv[1:]), opened)
+        run_rank(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:], opened)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_ranks
-from megatron_models import CASES, LLAMA, UPDATES, Case, parts_of, rows_of
+from megatron_models import CASES, IN_FULL_ALONE, LLAMA, TOGETHER, UPDATES, Case, parts_of, rows_of
 from small_models import engine_for, mini_batch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,14 +32,18 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_four_ranks(tmp_path_factory: pytest.TempPathFactory, model_files: Path) -> Found:
+def of_four_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_files: Path) -> Found:
     """Results of each of four ranks, by case."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = {item.callspec.params["name"] for item in items} | {TOGETHER}
     directory = tmp_path_factory.mktemp("ranks")
-    run_ranks("megatron_ranks", directory, model_files, number=4)
+    run_ranks("megatron_ranks", directory, model_files, *(name for name in CASES if name in cases), number=4)
     return tuple(torch.load(directory / f"rank-{rank}.pt") for rank in range(4))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in IN_FULL_ALONE)) for name in CASES]
+)
 def test_ranks_compute_the_same_as_one(name: str, of_four_ranks: Found, model_files: Path) -> None:
     case = CASES[name]
     engine, batch = engine_for(case.placed(model_files, "torch"), UPDATES), mini_batch(20, rows=7)
