@@ -27,7 +27,7 @@ SPLIT = {
 # stages 1 and 2 of DeepSpeed split the concatenated tensors, and of a gradient that a split goes through both
 # ranks keep the whole: little in a model of 32 layers, much in one of two
 DEEP = [Case("deep", "all", ranks, compute) for ranks in (2, 4) for compute in ("replicas", *STAGES)]
-IN_FULL_ALONE = [case for case in DEEP if case.ranks == 4 and case.compute not in ("torch-3", "deepspeed-1")]
+IN_FULL_ALONE = [case for case in DEEP if case.ranks == 4 and case.compute != "torch-3"]
 ADAPTED = [case for case in DEFAULT if "adapters" in case.setting and case.compute == "replicas"]
 PLACED = [
     case
