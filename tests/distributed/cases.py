@@ -746,7 +746,7 @@ DEFAULT = [
     Case("grpo", "lag", 4, "megatron-pp"),
     Case("safe", "six", 4, "megatron-tp"),
     KILLED,
-    Case("still", "co-located", 2, rollout="vllm-tp"),
+    Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
 ]

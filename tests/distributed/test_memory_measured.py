@@ -18,7 +18,7 @@ from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import prepare_directory
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 INIT = {
     "model_type": "llama",
     "hidden_size": 768,
@@ -27,13 +27,7 @@ INIT = {
     "num_attention_heads": 12,
     "vocab_size": 16000,
 }
-ENGINES = [
-    # the bytes of plain replicas are also checked on the equality suite's runs (test_bytes)
-    pytest.param("torch", 0, marks=pytest.mark.full),
-    ("torch", 3),
-    pytest.param("deepspeed", 0, marks=pytest.mark.full),
-    pytest.param("deepspeed", 3, marks=pytest.mark.full),
-]
+ENGINES = [(engine, zero) for engine in ("torch", "deepspeed") for zero in (0, 3)]
 _OUTCOMES: dict[tuple[str, int], Outcome] = {}
 
 
@@ -110,7 +104,6 @@ def operators_spec(directory: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.full
 def test_a_copy_for_one_operator_takes_memory_while_it_exists(launches: Launches) -> None:
     """Unreleased weights of 440 MB would add a third to the peak, which is reached in the following training."""
     plan = make_plan(parse_spec(operators_spec(launches.assets.directory)))

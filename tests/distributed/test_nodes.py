@@ -216,6 +216,7 @@ def test_machines_that_differ_end_before_anything_is_written(way: str, assets: A
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.full
 def test_the_end_of_node_0_is_not_retried(assets: Assets, tmp_path: Path) -> None:
     """It serves the store in which the nodes would meet again."""
     config = write_config(assets, tmp_path, steps=100_000, timeout_seconds=20)

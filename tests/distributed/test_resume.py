@@ -142,9 +142,7 @@ DEFAULT = [
         for pair in CHANGED
         if pair.first.setting in ("grpo-dynamic", "gspo", "sft")
         or pair.first == Case("grpo", "lag-2-alone", 2)
-        # segments that vLLM goes on with
-        or pair.second.rollout == "vllm"
-        and pair.first.setting == "segments-corrected"
+        or pair.second.rollout == "torch-tp"
     ),
     RANDOM,
 ]

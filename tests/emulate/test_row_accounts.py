@@ -24,7 +24,7 @@ from flexrlhf.strategies.schedule import ANEW, RunStart, checkpointed_models, ro
 from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions, taken_positions
 from flexrlhf.trainer.row_ledger import RowLedger, merged_account, outcomes_of
 
-NUM_RUNS, BY_DEFAULT, PER_TEST = 2000, 500, 50
+NUM_RUNS, BY_DEFAULT, PER_TEST = 2000, 250, 50
 """Numbers of random runs, in total, in `make test` and in one test."""
 Row = tuple[int, int]
 """Step that took a row from the data, and its number there."""
