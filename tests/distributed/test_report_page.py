@@ -241,6 +241,7 @@ def _colours(opened: Visit) -> list[Any]:
     return [paper, *(opened.layout("curve-kl", path) for path in ("font.color", "xaxis.gridcolor"))]
 
 
+@pytest.mark.full
 def test_a_label_at_the_top_of_a_curve_redraws_no_figure_without_end(browser: Any, runs: list[Path]) -> None:
     """Plotly labels these curves by twos, up to their top, if they are 175 pixels high, and by fives below that."""
     directory = shutil.copytree(runs[0], runs[0].parents[1] / "labels" / "runs" / "label")

@@ -14,7 +14,7 @@ from odd_values import TEXTS, misspelt, odd_value
 from outcomes import Case, run_cases
 from small_inputs import RAW
 
-SAMPLE, ALL = 80, 1200
+SAMPLE, ALL = 50, 1200
 VECTOR = ("--placement-ratio", "[1,1,0.5,0.5]")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("plan", "ppo.yaml", "--devices", "4", *VECTOR, "--set", "models.actor.zero=3", "--force"),

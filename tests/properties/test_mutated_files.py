@@ -11,7 +11,7 @@ from outcomes import Case, run_cases
 
 from flexrlhf.runs.run_directory import RunStatus, write_status
 
-SAMPLE, ALL = 50, 800
+SAMPLE, ALL = 30, 800
 FULL = [pytest.mark.full, pytest.mark.timeout(1800)]
 SIZES = pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=FULL)])
 DATA = {

@@ -12,7 +12,7 @@ from mutated_yaml import mutated_yaml
 from outcomes import Case, run_cases
 from varied_specs import VariedSpecs
 
-SAMPLE, ALL = 120, 1600
+SAMPLE, ALL = 80, 1600
 SEED = 3
 COMMANDS = (
     ("plan", "a.yaml"),
