@@ -32,6 +32,8 @@ INVALID = {**LOST, "nan": RANKS / ROWS, "infinite": RANKS / ROWS}
 """Fraction of responses whose score is not finite."""
 GRPO = {"name": "grpo", "kl": None, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
 PLAIN_STEPS = 2
+SECRET = "FLEXRLHF_REWARD_SECRET"
+"""Variable with a secret; no library reads one of this beginning, so that the tests' factory need not load them anew."""
 ACTIONS = ("fine", "hang", "fine", "fine", "fine", "crash", "fine", "nan")
 """To the function, row by row. Two steps take each row once; a call scores one prompt."""
 
@@ -61,11 +63,11 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("REWARD_SECRET", "a secret")
-        server = start(["serve-reward", f"{SCORES}:lettered", "--port", "0", "--secret", "REWARD_SECRET"], directory)
+        patch.setenv(SECRET, "a secret")
+        server = start(["serve-reward", f"{SCORES}:lettered", "--port", "0", "--secret", SECRET], directory)
         stack.callback(server.kill)
         begin = read_until(server, "serves ")
-        bearer = {"Authorization": "Bearer ${REWARD_SECRET}"}
+        bearer = {"Authorization": f"Bearer ${{{SECRET}}}"}
         faulty = stack.enter_context(FaultyService(lambda number: FAULTS[number // RANKS]))
         plain = stack.enter_context(FaultyService())
         service = {"url": faulty.url, "retries": 0, "timeout_seconds": 1.5}
