@@ -33,7 +33,7 @@ INVALID = {**LOST, "nan": RANKS / ROWS, "infinite": RANKS / ROWS}
 GRPO = {"name": "grpo", "kl": None, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
 PLAIN_STEPS = 2
 SECRET = "FLEXRLHF_REWARD_SECRET"
-"""Variable with a secret; no library reads one of this beginning, so that the tests' factory need not load them anew."""
+"""Variable of a kind that no library reads, so that the factory of the tests need not load them anew."""
 ACTIONS = ("fine", "hang", "fine", "fine", "fine", "crash", "fine", "nan")
 """To the function, row by row. Two steps take each row once; a call scores one prompt."""
 
