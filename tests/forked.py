@@ -19,10 +19,13 @@ RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "_MLFLOW_TELEMETRY_SESSION_ID": "tests",
     "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
 }
 """Environment: one thread a rank, none of the functions that vLLM compiles on CPUs, no thread of Arrow, without which
-the factory can fork, Megatron-Core's stand-in for CUDA there, and ranks of tests."""
+the factory can fork, Megatron-Core's stand-in for CUDA there, and ranks of tests. Two have their values before
+DeepSpeed and MLflow set them in a test process, after which the factory would load all libraries anew."""
 LIBRARIES = {"peft": ("peft",), "megatron": ("flexrlhf.engines.megatron.engine",)}
 """Modules that many launches load, by the package that they are of."""
 if "FLEXRLHF_TEST_DEVICE" not in os.environ:
