@@ -798,10 +798,6 @@ def test_a_refusal_names_settings_that_leave_nothing(
     assert words in str(error.value)
 
 
-def test_models_that_fit_nowhere_are_refused() -> None:
-    assert "no placement of these models fits" in refusal("--model", "llama-65b", "--gpus", 1)
-
-
 @pytest.mark.parametrize("override", ["sync.every=2", "schedule.lag=1", "schedule.strategy=disaggregated"])
 def test_settings_of_shadows_leave_placements_with_shadows_alone(override: str) -> None:
     found = advise(spec_for(16, "qwen2.5-0.5b", (override,)), AnalyticCosts(), seconds_limit=2.0)
