@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,31 @@ class HostOffload:
         copy = unused.pop() if unused else _host_memory(size, pinned=storage.device.type == "cuda")
         copy.untyped_storage().copy_(storage, non_blocking=True)
         return copy
+
+
+class Lender:
+    """Part of an engine that lends its weights to a copy (``Engine``)."""
+
+    _host_offload: HostOffload
+
+    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the weights called ``names`` for a copy to use (``Engine.lend``)."""
+        lendable = self._lendable()
+        lent = {name: lendable[name] for name in names}
+        self._host_offload.lend(lent.values())
+        return lent
+
+    def take_back(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """End the use of ``tensors`` (``Engine.take_back``)."""
+        self._host_offload.take_back(tensors)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of every parameter (``Engine.weights``)."""
+        raise NotImplementedError
+
+    def _lendable(self) -> dict[str, Tensor]:
+        """Return this rank's part of every parameter as passes read it."""
+        return self.weights()
 
 
 def _host_memory(size: int, pinned: bool) -> Tensor:

@@ -240,10 +240,9 @@ class Sizing:
                 return (self._copy(work, rank),)
 
     def _lending(self, copy: PlacedModel, rank: int, parts: NamedBytes) -> NamedBytes:
-        """Return the bytes of the largest tensor that moves between ``copy`` and its source, beyond ``parts``, which
-        exist later."""
+        """Return the bytes of weights that move at a time between ``copy`` and its source, beyond later ``parts``."""
         reuse = self.reuse(copy, rank) if rank in copy.ranks else None
-        largest = 0 if reuse is None else bytes_of(copy, reuse.largest_lent)
+        largest = 0 if reuse is None else bytes_of(copy, reuse.most_moved)
         known = sum(size or 0 for size in parts.values())
         return {"lent": largest - known} if largest > known else {}
 

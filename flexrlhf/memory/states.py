@@ -14,7 +14,7 @@ from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, HashedParameters, ModelShape, Parameters
-from flexrlhf.weights.shards import last_words, parts_of, shape_of_stage
+from flexrlhf.weights.shards import fused_name, last_words, parts_of, shape_of_stage
 
 
 def zero_split(stage: int, num_ranks: int) -> tuple[int, int, int]:
@@ -208,8 +208,6 @@ def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
 
 
 _PLAIN_SETTINGS = {name: ModelSpec(engine=name) for name in ENGINES}
-_FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""Linear layers that Megatron-Core has in one with another: query, key and value; gate and up."""
 
 
 @lru_cache(maxsize=256)
@@ -217,9 +215,7 @@ def with_fused_layers(parameters: Parameters) -> Parameters:
     """Return ``parameters`` as Megatron-Core stores them: fused ones are one, called by the first of them."""
     fused: dict[str, tuple[int, ...]] = {}
     for name, size in parameters:
-        path, _, kind = name.rpartition(".")
-        module = path.rpartition(".")[2]
-        first = f"{path.removesuffix(module)}{_FUSED[module]}.{kind}" if module in _FUSED else name
+        first = fused_name(name)
         rows = fused[first][0] if first in fused else 0
         fused[first] = (rows + size[0], *size[1:])
     return HashedParameters(sorted(fused.items()))

@@ -12,11 +12,12 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.environment_places import episodes_of_process, processes_by_machine, processes_by_rank
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text, span_of
-from flexrlhf.weights.reuse import Reuse, obstacle
+from flexrlhf.weights.reuse import Reuse, obstacle, shared_memory
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import layer_of, of_stage
 
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 NAME_WIDTH = 13
 """Characters of the names of placed models, if none is longer."""
 
@@ -75,12 +76,12 @@ def environment_lines(plan: Plan) -> Iterator[str]:
         )
 
 
-def _by_value(counts: Mapping[Key, int]) -> dict[int, tuple[Key, ...]]:
+def _by_value(values: Mapping[Key, Value]) -> dict[Value, tuple[Key, ...]]:
     """Return the keys that have each value."""
-    keys: dict[int, list[Key]] = defaultdict(list)
-    for key, count in counts.items():
-        keys[count].append(key)
-    return {count: tuple(found) for count, found in keys.items()}
+    keys: dict[Value, list[Key]] = defaultdict(list)
+    for key, value in values.items():
+        keys[value].append(key)
+    return {value: tuple(found) for value, found in keys.items()}
 
 
 def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
@@ -109,8 +110,8 @@ def _reused(plan: Plan, copy: PlacedModel) -> Iterator[str]:
         yield f"next to the weights of {source.name}: {reason}"
         return
     texts = {rank: _reused_text(plan.sizing.reuse(copy, rank), source) for rank in common}
-    for text, ranks in sorted((text, ranks) for text, ranks in _by_text(texts).items()):
-        yield text if len(ranks) == len(copy.ranks) else f"on {ranks_text(ranks)} {text}"
+    for text, ranks in _by_value(texts).items():
+        yield text if len(ranks) == len(copy.ranks) else f"on {ranks_text(tuple(sorted(ranks)))} {text}"
     if user := reusing.get(copy.name, "its training"):
         yield f"next to shards of {source.name}, because of {user} meanwhile"
 
@@ -118,23 +119,14 @@ def _reused(plan: Plan, copy: PlacedModel) -> Iterator[str]:
 def _reused_text(reuse: Reuse | None, source: PlacedModel) -> str:
     """Return which weights a copy and its source store once on a rank."""
     if reuse is None or not (reuse.views or reuse.lent):
-        return f"next to the weights of {source.name}: none is inside another"
-    if len(reuse.views) == len(reuse.parts):
-        return f"views of the weights of {source.name}"
+        return f"next to the weights of {source.name}, which are not inside its own"
     stored, once = (reuse.source_elements(names) for names in (reuse.source_parts, reuse.views | reuse.lent))
-    if stored == once:
+    if stored > once:
+        why = shared_memory(source) or "they are not inside its own"
+        return f"next to {100 * (stored - once) / stored:.3g} % of the weights of {source.name}: {why}"
+    if reuse.lent:
         return f"contains the weights of {source.name}, which have no memory of their own meanwhile"
-    return (
-        f"next to {100 * (stored - once) / stored:.3g} % of the weights of {source.name}, which are not inside its own"
-    )
-
-
-def _by_text(texts: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each text."""
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, text in texts.items():
-        ranks[text].append(rank)
-    return {text: tuple(sorted(found)) for text, found in ranks.items()}
+    return f"views of the weights of {source.name}" + ", next to its others" * (len(reuse.views) < len(reuse.parts))
 
 
 def _computed(plan: Plan, model: PlacedModel) -> str:

@@ -8,14 +8,16 @@ source, whose own memory is freed until the copy is released: the zero redundanc
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from flexrlhf.config.engines import TORCH
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Part, Parts, parts_on, shape_on
+from flexrlhf.weights.shards import Part, Parts, fused_name, parts_on, shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
 
 
@@ -24,24 +26,30 @@ class Reuse:
     """Weights of a copy on a rank that are not stored twice, by name.
 
     views:         views of the source's tensors.
-    lent:          tensors that contain the source's, whose memory is freed while the copy exists.
+    groups:        tensors that contain the source's, whose memory is freed while the copy exists; those of a group have
+                   one memory in the source, so that all of them move before that is freed.
     parts:         of the copy on the rank.
     source_parts:  of the source, by the copy's names.
     """
 
     views: frozenset[str]
-    lent: frozenset[str]
+    groups: tuple[tuple[str, ...], ...]
     parts: Parts
     source_parts: Parts
+
+    @cached_property
+    def lent(self) -> frozenset[str]:
+        """Names of the tensors of all groups."""
+        return frozenset(name for group in self.groups for name in group)
 
     def source_elements(self, names: Iterable[str]) -> int:
         """Return the elements of the source's parts called ``names``."""
         return sum(self.source_parts[name].num_elements for name in names)
 
-    @property
-    def largest_lent(self) -> int:
-        """Elements of the largest tensor that the source lends: while it is copied, both exist."""
-        return max((self.source_parts[name].num_elements for name in self.lent), default=0)
+    @cached_property
+    def most_moved(self) -> int:
+        """Elements of the source's largest group: while it moves, both memories exist."""
+        return max(map(self.source_elements, self.groups), default=0)
 
 
 def reuse_on(source: PlacedModel, copy: PlacedModel, shape: ModelShape, rank: int, lends: bool) -> Reuse:
@@ -52,19 +60,25 @@ def reuse_on(source: PlacedModel, copy: PlacedModel, shape: ModelShape, rank: in
     parts, stored = parts_on(copy, shape, rank), parts_on(source, shape, rank)
     common = {name: stored[name] for name, _ in shape_on(copy, shape, rank).parameters if name in stored}
     views = frozenset(name for name, part in common.items() if _contains(part, parts[name]))
-    lent = frozenset(name for name, part in common.items() if name not in views and _contains(parts[name], part))
-    return Reuse(views, lent if lends else frozenset(), parts, common)
+    fused: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(common) if lends and not shared_memory(source) else ():
+        fused[fused_name(name) if source.facts.fused_layers else name].append(name)
+    groups = tuple(
+        tuple(names)
+        for names in fused.values()
+        if views.isdisjoint(names) and all(_contains(parts[name], common[name]) for name in names)
+    )
+    return Reuse(views, groups, parts, common)
 
 
 def obstacle(source: PlacedModel, copy: PlacedModel, sync_dtype: Dtype | None) -> str:
     """Return why a copy on ranks of its source stores all of its weights by itself; empty if it need not."""
-    for model in (source, copy):
-        if model.engine != TORCH.name:
-            return f"{model.engine} stores the weights of {model.name} in a layout of its own"
     if not copy.is_transient:
         return "its weights stay between its calls"
-    if copy.split != "whole":
-        return f"its ZeRO shards are not those of {source.name}"
+    if copy.engine != TORCH.name or copy.split != "whole":
+        return f"{copy.engine} has shards or buffers of its own"
+    if source.split == "flat":
+        return f"{source.engine} shards {source.name} as flat ranges"
     trained, own = stored_dtype(source), copy.settings.dtype
     if trained != own:
         return f"{source.name} is stored in {trained}, and it computes in {own}"
@@ -73,8 +87,15 @@ def obstacle(source: PlacedModel, copy: PlacedModel, sync_dtype: Dtype | None) -
     return ""
 
 
+def shared_memory(source: PlacedModel) -> str:
+    """Return why no tensor of a trained model can be freed by itself; empty if tensors can."""
+    if source.engine == TORCH.name or (source.facts.fused_layers and source.settings.zero == 0):
+        return ""
+    return f"{source.engine} keeps the weights of {source.name} in one buffer"
+
+
 def stored_dtype(model: PlacedModel) -> Dtype:
-    """Return the type of the weights that a model of the torch engine stores: shards that it trains are float32."""
+    """Return the type of the weights that passes of a model read: shards of FSDP2 that it trains are float32."""
     return "float32" if model.trained and model.split == "rows" else model.settings.dtype
 
 

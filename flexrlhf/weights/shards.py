@@ -25,6 +25,8 @@ ROWWISE = ("o_proj", "down_proj")
 EMBEDDING = ".embed_tokens.weight"
 VOCABULARY = (EMBEDDING, ".lm_head.weight")
 """Tensors that some engines split along the vocabulary."""
+FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Linear layers that Megatron-Core has in one with another: query, key and value; gate and up."""
 GRADIENT_BUCKET_BYTES = 25_000_000
 """Bytes of gradients in one collective; DistributedDataParallel's default."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -62,6 +64,13 @@ def layer_of(name: str) -> int | None:
     """Return the number of the layer that parameter ``name`` is in; None for the embedding, the last norm and heads."""
     match = _LAYER.search(name)
     return None if match is None else int(match[1])
+
+
+def fused_name(name: str) -> str:
+    """Return the name of the first parameter that Megatron-Core has in one with parameter ``name``."""
+    path, _, kind = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    return f"{path.removesuffix(module)}{FUSED[module]}.{kind}" if module in FUSED else name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flexrlhf.trainer.trainer import Trainer
 
 
 def loop(trainer: Trainer) -> None:
-    """Train as without a loop, and write what each instruction of the last step leaves, and its most, by rank."""
+    """Train as without a loop, and write the bytes after each instruction of the last step, and its peak, by rank."""
     found: dict[str, list[int]] = {}
     execute, last = trainer.execute, trainer.plan.spec.steps - 1
 

@@ -52,6 +52,20 @@ def test_released_storages_are_freed_and_allocated_again_for_all_sharers() -> No
     assert part.tolist() == [7.0, 7.0, 7.0]
 
 
+def test_lent_tensors_go_to_host_memory_when_they_come_back() -> None:
+    kept, lent, host_offload = torch.ones(4), torch.arange(3.0), HostOffload(torch.device("cpu"))
+    host_offload.lend([lent])
+    lent.untyped_storage().resize_(0)
+    host_offload.offload([kept, lent])
+    assert host_offload.num_bytes == 16
+    lent.untyped_storage().resize_(12)
+    lent.copy_(torch.arange(3.0))
+    host_offload.take_back([lent])
+    assert host_offload.num_bytes == 28 and lent.untyped_storage().nbytes() == 0
+    host_offload.reload()
+    assert lent.tolist() == [0, 1, 2] and kept.tolist() == [1] * 4
+
+
 def test_a_module_computes_with_refilled_weights() -> None:
     layer, host_offload = torch.nn.Linear(4, 4), HostOffload(torch.device("cpu"))
     stored = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}

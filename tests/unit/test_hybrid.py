@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from small_runs import TINY, plan_of
 
+from benchmarks.resharding_volumes import DEGREES, stored_twice
 from flexrlhf.config.engines import facts_of
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
@@ -16,7 +17,8 @@ from flexrlhf.guideline.simulation.calls import engine_of, reads_prompts_once
 from flexrlhf.guideline.simulation.inputs import longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.memory.budget import Phase
-from flexrlhf.placement.layout import received_share
+from flexrlhf.placement.layout import Layout, generation_layout, received_share
+from flexrlhf.plan.placement_text import placement_lines
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload, Release, Reload, Run, Sync
 from flexrlhf.weights.shapes import count_elements
@@ -69,6 +71,38 @@ def test_a_sync_sends_what_hybridflow_sends(trained: int, generating: int) -> No
     assert share == Fraction(trained - generating, trained * generating)
     assert plan.sync_bytes(sync) == 8 * share * split
     assert sync.is_in_place == (trained == generating)
+
+
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_weights_in_common_are_stored_once(degrees: tuple[int, int, int, int, int]) -> None:
+    """HybridFlow's table 2: no redundancy after training by torch, or in stages by Megatron; vLLM, which generates in
+    stages, has memory of its own."""
+    p, t, d, p_g, t_g = degrees
+    training = Layout(tuple(range(p * t * d)), t, p)
+    generation = generation_layout(training, t_g, p_g)
+    twice = Fraction(1, t * p)
+    assert stored_twice(training, generation, is_once=True) == (twice if p_g > 1 else 0)
+    assert stored_twice(training, generation, is_once=False) == twice
+
+
+def test_the_plan_says_why_weights_are_stored_twice() -> None:
+    def of_copy(*overrides: str) -> str:
+        lines = placement_lines(plan_of(None, 4, HYBRID, TP, *overrides))
+        return lines[[line.startswith("actor.rollout") for line in lines].index(True) + 1].strip()
+
+    assert of_copy("models.actor.tp=2") == "views of the weights of actor"
+    assert of_copy() == "views of the weights of actor"
+    common = "next to the weights of actor: "
+    assert of_copy(*ZERO) == f"{common}deepspeed shards actor as flat ranges"
+    bfloat16 = "models.actor.dtype=bfloat16"
+    assert of_copy("models.actor.zero=3", bfloat16) == (
+        f"{common}actor is stored in float32, and it computes in bfloat16"
+    )
+    assert of_copy(bfloat16, "rollout.dtype=float32") == (
+        f"{common}actor is stored in bfloat16, and it computes in float32"
+    )
+    assert of_copy("sync.dtype=bfloat16") == f"{common}sync.dtype rounds its weights to bfloat16"
+    assert of_copy("rollout.sleep=false") == f"{common}its weights stay between its calls"
 
 
 def test_the_copy_has_memory_only_while_it_generates() -> None:

@@ -22,7 +22,7 @@ from flexrlhf.comm.world import as_world
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, partition, shard, state_tensors_by_kind
-from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -108,7 +108,7 @@ def device_of_local_rank(device: torch.device) -> Iterator[None]:
             os.environ["LOCAL_RANK"] = before
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(Lender, Engine):
     """Copy of a model on this rank, or a ZeRO shard of one; ``Engine`` in engines/base.py documents the methods.
 
     ``weights`` of a 16-bit model are in 16 bits: the float32 masters are in flat partitions without parameter names.

@@ -27,7 +27,7 @@ from flexrlhf.engines.base import (
     StateTensor,
     TrainingState,
 )
-from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, rows_by_name
@@ -43,7 +43,7 @@ from flexrlhf.weights.shapes import model_sizes
 from flexrlhf.weights.shards import whole
 
 
-class MegatronEngine(Engine):
+class MegatronEngine(Lender, Engine):
     """Stage of a model on this rank; ``Engine`` in engines/base.py documents the methods.
 
     ``weights`` of a 16-bit model are in 16 bits: with zero 1 the float32 masters are in flat ranges.

@@ -24,7 +24,7 @@ from flexrlhf.engines.base import (
     StateTensor,
     TrainingState,
 )
-from flexrlhf.engines.host_offload import HostOffload
+from flexrlhf.engines.host_offload import HostOffload, Lender
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -37,7 +37,7 @@ from flexrlhf.operators.columns import Column
 from flexrlhf.weights.shards import tensor_parallel_dim
 
 
-class TorchEngine(Engine):
+class TorchEngine(Lender, Engine):
     """Part of a model on this rank; ``Engine`` in engines/base.py documents the methods.
 
     A trained 16-bit model that FSDP2 does not shard has float32 master weights next to its parameters.
@@ -117,17 +117,10 @@ class TorchEngine(Engine):
             return self._passes.losses(parts)
 
     def weights(self) -> dict[str, Tensor]:
-        live = {name: local(parameter) for name, parameter in self._model.named_parameters()}
-        return live | {name: local(master) for name, master in self._masters.items()}
+        return self._lendable() | {name: local(master) for name, master in self._masters.items()}
 
-    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
-        live = dict(self._model.named_parameters())
-        lent = {name: local(live[name]) for name in names}
-        self._host_offload.lend(lent.values())
-        return lent
-
-    def take_back(self, tensors: Sequence[Tensor] | None = None) -> None:
-        self._host_offload.take_back(tensors)
+    def _lendable(self) -> dict[str, Tensor]:
+        return {name: local(parameter) for name, parameter in self._model.named_parameters()}
 
     def point_to(self, tensors: Mapping[str, Tensor]) -> None:
         own = dict(self._model.named_parameters())
