@@ -124,7 +124,7 @@ class Session:
     def call(
         self, operator: str, batch: CalledBatch, loss: str = "", protocol: Split | None = None
     ) -> CalledBatch | Metrics:
-        """Call an operator on a batch, or a training on mini-batches of it, with an optimizer step for each.
+        """Call an operator on a batch or on some mini-batches of it, a training with an optimizer step for each.
 
         loss:      of a training, in place of the graph's: a name of the package, or ``path/to/file.py:name``.
         protocol:  takes the ranks of each replica and a range of prompts, returns the prompts of each replica; it may
@@ -211,9 +211,10 @@ class Session:
     def column(self, batch: CalledBatch, name: str) -> Tensor:
         """Return a column of the rows of ``batch``, (n, ...), on the CPU. Waits until it is computed."""
         self._check_current(batch)
-        batch.called.owners(name)
+        batch.called.owners(name, batch.parts)
         self._num_read += 1
-        self._ranks.send({"do": "column", "name": name, "number": self._num_read})
+        numbers = [batch.parts.start, batch.parts.stop]
+        self._ranks.send({"do": "column", "name": name, "number": self._num_read, "mini_batches": numbers})
         found: dict[int, Tensor] = {}
         for _ in range(int(self._ranks.receive())):
             part = load(self._ranks.receive())
@@ -270,7 +271,8 @@ class CalledBatch:
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns that it has."""
-        return (*self.called.graph.inputs, *self.called.written)
+        written = (name for name in self.called.written if self.called.has(name, self.parts))
+        return (*self.called.graph.inputs, *written)
 
     def __getitem__(self, column: str) -> Tensor:
         return self._session.column(self, column)
@@ -323,7 +325,7 @@ def _check_callable(plan: Plan) -> None:
     moved = [each for each in listed if isinstance(each, Offload | Reload | Release)]
     for setting, is_set, instead in (
         ("schedule.lag", plan.schedule.lag, "use 0"),
-        ("schedule.num_chunks", plan.batch.num_chunks > 1, "use 1"),
+        ("schedule.num_chunks", plan.batch.num_chunks > 1, "use 1, and call operators on parts of a batch"),
         ("algorithm.dynamic_sampling", plan.batch.attempts > 1, "remove it"),
         ("rollout.segment_tokens", plan.batch.segments > 1, "remove it"),
         ("environment", spec.environment is not None, "remove it"),

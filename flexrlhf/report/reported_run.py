@@ -20,6 +20,8 @@ from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
+from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.strategies.calls import CALLS, called_again, called_schedule
 from flexrlhf.timeline import Span
 from flexrlhf.weights.shapes import ModelShape
 
@@ -149,9 +151,18 @@ def plan_of_run(contents: RunContents) -> tuple[Plan | None, tuple[str, ...]]:
     try:
         resolved = resolve(spec)
         shapes, missing = _known_shapes(resolved)
-        return plan_on(resolved, resolved.place(), shapes), missing
+        return _as_called(plan_on(resolved, resolved.place(), shapes), contents), missing
     except UserError as error:
         return None, (f"the plan cannot be made again: {error}",)
+
+
+def _as_called(plan: Plan, contents: RunContents) -> Plan:
+    """Return ``plan`` with the last step of the run as a program called it, if one did."""
+    lines = read_lines(contents.directory / CALLS)
+    if not lines or [line["step"] for line in lines[-1:]] != [row["step"] for row in contents.rows[-1:]]:
+        return plan
+    called = called_again(lines[-1]["calls"], plan.graph, plan.placement, plan.batch)
+    return replace(plan, schedule=called_schedule(plan.schedule.instructions, called, lines[-1]["step"]))
 
 
 def _known_shapes(resolved: ResolvedSpec) -> tuple[dict[str, ModelShape], tuple[str, ...]]:

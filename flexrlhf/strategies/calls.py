@@ -6,14 +6,15 @@ What the program calls is known only step by step, so rows move when they are fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import PTX
 from flexrlhf.operators.graph import LOSSES, Graph, Operator, is_own
-from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.protocols import Parts, TransferProtocol
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync
@@ -25,7 +26,7 @@ class OperatorCall:
     """A call of an operator.
 
     operator:      its name in the graph.
-    mini_batches:  those that a training works on; other operators work on the whole step.
+    mini_batches:  those that it works on.
     loss:          of a training, in place of the graph's; empty: that.
     is_joined:     whether a training makes one optimizer step on all of its mini-batches.
     is_forward:    whether the loss of a training is computed in a forward pass, without an optimizer step.
@@ -55,13 +56,13 @@ class OperatorCall:
 class CalledStep:
     """Calls of one step, in the order of the program.
 
-    written:       columns → the task that has written them.
+    written:       column → the tasks that have written it, each in some mini-batches.
     instructions:  of the calls so far.
     """
 
     graph: Graph
     builder: Builder
-    written: dict[str, OperatorTask] = field(default_factory=dict)
+    written: dict[str, list[OperatorTask]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
 
     @classmethod
@@ -72,31 +73,52 @@ class CalledStep:
     def add(self, call: OperatorCall) -> list[Instruction]:
         """Return the instructions of a call. Raises UserError for one that this step cannot have."""
         operator = self.operator(call)
-        shape = self.builder.shape
-        missing = [name for name in operator.reads if name not in self.written and name not in self.graph.inputs]
-        if missing:
-            writer = self.graph.producers.get(missing[0])
-            first = "no operator of the graph writes it" if writer is None else f"call {writer.name} first"
-            raise UserError(f"session: {operator.name} reads {missing[0]}, which this batch does not have; {first}")
-        if operator.kind not in ("train", "loss") and call.mini_batches != shape.mini_batches:
-            raise UserError(
-                f"session: {operator.name} works on whole batches, found mini-batches {call.mini_batches.start} to "
-                f"{call.mini_batches.stop - 1}; a training takes mini-batches"
-            )
-        if again := [name for name in operator.writes if name in self.written]:
-            raise UserError(f"session: {operator.name} has written {again[0]} of this batch; use it")
-        task = OperatorTask(operator, self.graph.waves[call.operator], None, 0)
-        writers = dict.fromkeys(self.written[name] for name in operator.reads if name in self.written)
+        self._check_columns(operator, call)
+        task = OperatorTask(operator, self.graph.waves[call.operator], None, 0, called=call.mini_batches)
+        tasks = chain.from_iterable(self.written.get(name, ()) for name in operator.reads)
+        writers = dict.fromkeys(
+            each for each in tasks if common_range(self.builder.mini_batches(each), call.mini_batches)
+        )
         planned = self.builder.placement
         if call.parts:
             self.builder.placement = self._with_parts(operator, call)
         moves = self.builder.moves(writers, [task])
-        run = replace(self.builder.run(task), mini_batches=call.mini_batches, is_joined=call.is_joined)
+        run = replace(self.builder.run(task), is_joined=call.is_joined)
         self.builder.placement = planned
-        self.written |= dict.fromkeys(operator.writes, task)
+        for name in operator.writes:
+            self.written.setdefault(name, []).append(task)
         added = [*moves, run]
         self.instructions += added
         return added
+
+    def has(self, column: str, mini_batches: range) -> bool:
+        """Whether ``column`` of all of ``mini_batches`` is of the data or written."""
+        return column in self.graph.inputs or not self._lacking(column, mini_batches)
+
+    def _lacking(self, column: str, mini_batches: range) -> list[int]:
+        """Return those of ``mini_batches`` in which nothing has written ``column``."""
+        written = {number for task in self.written.get(column, ()) for number in self.builder.mini_batches(task)}
+        return [number for number in mini_batches if number not in written]
+
+    def _check_columns(self, operator: Operator, call: OperatorCall) -> None:
+        """Raise UserError for a call that reads what is not there, writes what is there, or needs other rows, too."""
+        shape = self.builder.shape
+        if missing := [name for name in operator.reads if not self.has(name, call.mini_batches)]:
+            writer = self.graph.producers.get(missing[0])
+            lacking = self._lacking(missing[0], call.mini_batches)
+            where = "this batch does" if len(lacking) == len(shape.mini_batches) else f"mini-batch {lacking[0]} does"
+            first = "no operator of the graph writes it" if writer is None else f"call {writer.name} first"
+            raise UserError(f"session: {operator.name} reads {missing[0]}, which {where} not have; {first}")
+        # a program decides which rows a training has
+        if operator.barrier and operator.kind == "combine" and call.mini_batches != shape.mini_batches:
+            raise UserError(
+                f"session: {operator.name} needs all rows of a step at once, found mini-batches "
+                f"{call.mini_batches.start} to {call.mini_batches.stop - 1}; call it on the whole batch"
+            )
+        if again := [
+            name for name in operator.writes if len(self._lacking(name, call.mini_batches)) < len(call.mini_batches)
+        ]:
+            raise UserError(f"session: {operator.name} has written {again[0]} of this batch; use it")
 
     def _with_parts(self, operator: Operator, call: OperatorCall) -> Placement:
         """Return the placement with the prompts that a program gives each replica; of other mini-batches the planned
@@ -136,21 +158,21 @@ class CalledStep:
             )
         return replace(operator, function=call.loss)
 
-    def owners(self, column: str) -> dict[int, tuple[int, ...]]:
+    def owners(self, column: str, mini_batches: range) -> dict[int, tuple[int, ...]]:
         """Return rank → prompts of ``column`` that it sends to a program: each by the first that has computed it, or of
-        an input by the first that reads it. Raises UserError for a column that this batch does not have."""
-        if column not in self.written and column not in self.graph.inputs:
-            known = (*self.graph.inputs, *self.written)
+        an input by the first that reads it. Raises UserError for a column that ``mini_batches`` do not have."""
+        if not self.has(column, mini_batches):
+            known = (*self.graph.inputs, *(name for name in self.written if self.has(name, mini_batches)))
             raise UserError(
                 f"session: this batch has no column {column!r}{nearest(column, known)}; it has {', '.join(known)}"
             )
         owned: dict[int, tuple[int, ...]] = {}
-        taken: set[int] = set()
+        left = {prompt for number in mini_batches for prompt in self.builder.shape.prompts(number)}
         holders = self.builder.produced[column] if column in self.written else self._readers(column)
         for rank, prompts in sorted(holders.items()):
-            if own := tuple(sorted(prompts - taken)):
+            if own := tuple(sorted(prompts & left)):
                 owned[rank] = own
-                taken |= prompts
+                left -= prompts
         return owned
 
     def _readers(self, column: str) -> dict[int, set[int]]:
@@ -167,6 +189,20 @@ def _of_texts(operator: Operator) -> Operator:
     if operator.kind == "train":
         raise UserError(f"session: {operator.name} adds the loss ptx to its own; compute_loss computes it alone")
     return replace(operator, function=PTX, reads=operator.extra_reads)
+
+
+CALLS = "calls.jsonl"
+"""File of a run with the calls of each step, as messages."""
+
+
+def called_again(
+    messages: Iterable[Mapping[str, Any]], graph: Graph, placement: Placement, shape: BatchShape
+) -> list[Instruction]:
+    """Return the instructions of a step by the messages of its calls."""
+    step = CalledStep.begin(graph, placement, shape)
+    for message in messages:
+        step.add(OperatorCall.of(message))
+    return step.instructions
 
 
 def around_calls(instructions: Sequence[Instruction], step: int, steps: int, before: bool) -> Iterator[Instruction]:

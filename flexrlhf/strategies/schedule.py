@@ -110,13 +110,14 @@ def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, 
 
 
 def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
-    """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded.
+    """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded; none
+    for a run that a program calls.
 
     Rows of a later attempt depend on the scores of an earlier one; chunks of episodes take turns, so that one generates
     while the environments of another reply.
     """
     chunks: list[range] = []
-    is_alone = run.attempt is not None or run.operator.turns > 0
+    is_alone = run.attempt is not None or run.operator.turns > 0 or run not in instructions
     for instruction in () if is_alone else instructions[instructions.index(run) + 1 :]:
         if isinstance(instruction, Offload) and instruction.model == run.model:
             break
@@ -134,6 +135,7 @@ class OperatorTask:
     is_awaited:  a child process computes it.
     is_attempt:  whether its chunk is an attempt.
     turn:        of an operator with several.
+    called:      mini-batches that a program calls it on; None: by its chunk.
     """
 
     operator: Operator
@@ -143,6 +145,7 @@ class OperatorTask:
     is_awaited: bool = False
     is_attempt: bool = False
     turn: int = 0
+    called: range | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -311,6 +314,8 @@ class Builder:
 
     def mini_batches(self, task: OperatorTask) -> range:
         """Return the mini-batches of ``task``."""
+        if task.called is not None:
+            return task.called
         return self.shape.mini_batches if task.chunk is None or task.is_attempt else self.shape.chunk(task.chunk)
 
     def _needs(self, layout: Layout, mini_batches: range, attempt: int | None) -> Holdings:

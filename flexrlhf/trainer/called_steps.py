@@ -17,7 +17,7 @@ from torch import tensor
 from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.metrics import evaluate
 from flexrlhf.placement.groups import Group
-from flexrlhf.strategies.calls import CalledStep, OperatorCall, around_calls
+from flexrlhf.strategies.calls import CALLS, CalledStep, OperatorCall, around_calls
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
 from flexrlhf.strategies.schedule import checkpoint_of
 from flexrlhf.trainer.call_feed import CallFeed, Message
@@ -73,8 +73,9 @@ class CalledTrainer:
         self._trainer, self._rank, self._steps, self._feed = trainer, rank, steps, feed
         self._plan, self._next_step = rank.plan, next_step
         self._called = self._new_step()
-        # position and run of each call of the step
+        # position and run of each call of the step, and its message
         self._runs: list[tuple[int, Run]] = []
+        self._messages: list[Message] = []
         if rank.rank == 0:
             feed.reply([json.dumps({"next_step": next_step}).encode()])
 
@@ -83,14 +84,15 @@ class CalledTrainer:
         while (message := self._feed.next())["do"] != "close":
             match message["do"]:
                 case "begin":
-                    self._called, self._runs = self._new_step(), []
+                    self._called, self._runs, self._messages = self._new_step(), [], []
                     self._take_prompts(message["examples"])
                     self._trainer.begin_round(self._next_step)
                     self._around(before=True)
                 case "call":
+                    self._messages.append(message)
                     self._call(OperatorCall.of(message))
                 case "column":
-                    self._send_column(message["name"], message["number"])
+                    self._send_column(message["name"], message["number"], range(*message["mini_batches"]))
                 case "statistics":
                     self._send_statistics(message["call"])
                 case "end":
@@ -148,6 +150,8 @@ class CalledTrainer:
         self._steps.end(step)
         self._next_step = step + 1
         if self._rank.rank == 0:
+            with (self._rank.directory / CALLS).open("a") as file:
+                file.write(json.dumps({"step": step, "calls": self._messages}) + "\n")
             self._trainer.results.collect()
 
     def _leave_out(self, step: int) -> None:
@@ -162,9 +166,9 @@ class CalledTrainer:
         if self._rank.rank == run.ranks[0]:
             self._trainer.results.recorder.publish(step, position, make_report(outcomes=outcomes))
 
-    def _send_column(self, name: str, number: int) -> None:
+    def _send_column(self, name: str, number: int, mini_batches: range) -> None:
         """Send the rows of a column to the program: each owner to rank 0 in the job's store, and rank 0 on."""
-        world, owners = self._rank.world, self._called.owners(name)
+        world, owners = self._rank.world, self._called.owners(name, mini_batches)
         store = self._trainer.results.recorder.store
         if prompts := owners.get(world.rank):
             rows = self._plan.batch.rows(prompts)

@@ -2,7 +2,8 @@
 
     python called.py CONFIG [WAY]
 
-WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: ends itself by SIGKILL in the third step;
+WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: calls on one mini-batch after the other, and
+ends itself by SIGKILL in the third step;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths.
 """
@@ -36,10 +37,14 @@ def main(config: str, way: str = "", resume: str | None = None) -> None:
                 run.save()
                 continue
             due = [each for each in run.plan.graph.operators if batch.step % each.every == 0]
+            parts = batch.mini_batches(run.plan.batch.num_mini_batches) if way == "stops" else [batch]
             for operator in due:
+                is_split = way == "chooses" and operator.name == "ref_logprobs"
+                # log-probs of tokens that are decoded together may differ in their last digits
+                is_whole = operator.barrier or operator.kind == "generate"
                 if operator.kind != "train":
-                    is_split = way == "chooses" and operator.name == "ref_logprobs"
-                    run.call(operator.name, batch, protocol=by_length(run, batch) if is_split else None)
+                    for part in [batch] if is_whole else parts:
+                        run.call(operator.name, part, protocol=by_length(run, batch) if is_split else None)
             mean = float(batch["scores"].mean()) if way == "chooses" else 0.0
             if before is None or mean <= before:
                 for operator in due:

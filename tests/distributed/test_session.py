@@ -15,7 +15,10 @@ from launcher import Launches, Outcome, params
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.report.reported_run import plan_of_run
+from flexrlhf.report.run_contents import read_contents
 from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.strategies.instructions import Run
 
 pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
@@ -67,6 +70,11 @@ def test_a_program_that_is_killed_goes_on_with_the_bits_of_the_graph(
     main(str(path), "primitives", resume="auto")
     found, planned = outcome_at(launches, case, tmp_path, "killed"), launches.outcome(case)
     assert_same_bits(found, planned)
+    # the report predicts the last step as it was called
+    plan, notes = plan_of_run(read_contents(found.directory))
+    assert plan is not None and not notes
+    runs = [each.operator.name for each in plan.schedule.instructions if isinstance(each, Run)]
+    assert runs[1] == "computed_logprobs" and runs[-3:] == ["train_actor_loss", "train_actor", "train_critic"]
     # of the texts that the step then trains on, before its first update
     nll, settings = found.metrics[2]["train_actor_loss/ptx_nll"], found.plan.spec.algorithm.ptx
     assert nll == pytest.approx(planned.metrics[2]["ptx_nll"], rel=0.1)

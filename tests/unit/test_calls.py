@@ -56,6 +56,50 @@ def test_calls_in_the_order_of_the_graph_are_its_schedule(vector: list[float], d
     assert received[0] == received[1]
 
 
+def test_calls_on_parts_of_a_batch_are_the_chunks_of_a_schedule() -> None:
+    """Rows of the second part are generated while others score the first."""
+    settings = ("algorithm.num_mini_batches=4", "algorithm.whiten=mini_batch")
+    plan = whole_plan_of([0.5] * 6, 4, *settings)
+    chunked, step, parts = (
+        whole_plan_of([0.5] * 6, 4, *settings, "schedule.num_chunks=2"),
+        begin(plan),
+        (range(2), range(2, 4)),
+    )
+    assert chunked.batch.num_chunks == 2
+    for part in parts:
+        for operator in plan.graph.operators:
+            step.add(OperatorCall(operator.name, part))
+        assert step.has("advantages", part) and step.has("advantages", plan.batch.mini_batches) == (part.start > 0)
+    received = [
+        Counter({(c, d): n for (c, _, d), n in traffic(list(some)).items()})
+        for some in (step.instructions, chunked.schedule.instructions)
+    ]
+    assert received[0] == received[1]
+    owned = step.owners("tokens", parts[1]).values()
+    assert sorted(prompt for prompts in owned for prompt in prompts) == [4, 5, 6, 7]
+
+
+def test_a_call_on_a_part_reads_that_part_alone() -> None:
+    plan = whole_plan_of([1, 1, 1, 1], 2, "algorithm.num_mini_batches=2")
+    step, first, second = begin(plan), range(1), range(1, 2)
+    step.add(OperatorCall("generate", first))
+    step.add(OperatorCall("scores", first))
+    for call, sentence in (
+        (OperatorCall("scores", second), "scores reads tokens, which mini-batch 1 does not have; call generate first"),
+        (OperatorCall("generate", plan.batch.mini_batches), "generate has written tokens of this batch; use it"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            step.add(call)
+    with pytest.raises(UserError, match="no column 'scores'"):
+        step.owners("scores", plan.batch.mini_batches)
+    step.add(OperatorCall("generate", second))
+    for name in ("scores", "values", "ref_logprobs", "logprobs"):
+        for part in (first, second)[name == "scores" :]:
+            step.add(OperatorCall(name, part))
+    with pytest.raises(UserError, match="advantages needs all rows of a step at once, found mini-batches 1 to 1; call"):
+        step.add(OperatorCall("advantages", second))
+
+
 def test_rows_that_no_call_reads_do_not_travel() -> None:
     plan = whole_plan_of([0.5] * 4)
     columns = {
@@ -81,7 +125,6 @@ def test_wrong_calls_are_refused() -> None:
             r"advantages reads \w+, which this batch does not have; call \w+ first",
         ),
         (OperatorCall("value", everything), r"no operator 'value' \(did you mean 'values'\?\); there are generate, "),
-        (OperatorCall("generate", range(1)), "generate works on whole batches, found mini-batches 0 to 0"),
         (OperatorCall("generate", everything, "policy_loss"), "generate has no loss, found 'policy_loss'"),
         (
             OperatorCall("train_actor", everything, "policy_los"),
@@ -96,7 +139,7 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(UserError, match="generate has written tokens of this batch; use it"):
         step.add(OperatorCall("generate", everything))
     with pytest.raises(UserError, match=r"no column 'score' \(did you mean|no column 'score'; it has prompts"):
-        step.owners("score")
+        step.owners("score", everything)
 
 
 def test_a_loss_is_computed_on_the_ranks_that_train_and_leaves_rows_to_be_trained_on() -> None:
@@ -133,7 +176,7 @@ def test_every_row_of_a_column_has_one_owner() -> None:
     step = begin(plan)
     step.add(OperatorCall("generate", plan.batch.mini_batches))
     for column in ("tokens", "prompts"):
-        owned = [prompt for prompts in step.owners(column).values() for prompt in prompts]
+        owned = [prompt for prompts in step.owners(column, plan.batch.mini_batches).values() for prompt in prompts]
         assert sorted(owned) == list(range(plan.batch.num_prompts))
 
 
