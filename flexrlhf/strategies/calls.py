@@ -83,7 +83,9 @@ class CalledStep:
         if call.parts:
             self.builder.placement = self._with_parts(operator, call)
         moves = self.builder.moves(writers, [task])
-        run = replace(self.builder.run(task), is_joined=call.is_joined)
+        # files of columns are named by operator and chunk
+        chunk = None if call.mini_batches == self.builder.shape.mini_batches else call.mini_batches.start
+        run = replace(self.builder.run(task), is_joined=call.is_joined, chunk=chunk)
         self.builder.placement = planned
         for name in operator.writes:
             self.written.setdefault(name, []).append(task)
