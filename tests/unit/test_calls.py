@@ -16,7 +16,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.session import Session
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
+from flexrlhf.report.reported_run import plan_of_run
+from flexrlhf.report.run_contents import RunContents
+from flexrlhf.strategies.calls import CALLS, CalledStep, OperatorCall, called_schedule
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 
 PRETRAINED = "algorithm.ptx={path: texts.jsonl, coefficient: 0.5}"
@@ -77,6 +79,23 @@ def test_calls_on_parts_of_a_batch_are_the_chunks_of_a_schedule() -> None:
     assert received[0] == received[1]
     owned = step.owners("tokens", parts[1]).values()
     assert sorted(prompt for prompts in owned for prompt in prompts) == [4, 5, 6, 7]
+
+
+def test_the_report_of_a_session_has_the_last_step_as_it_was_called(tmp_path: Path) -> None:
+    plan = whole_plan_of([0.5] * 4, 2, "algorithm.num_mini_batches=2", f"runs={tmp_path}")
+    step, everything, first = begin(plan), plan.batch.mini_batches, range(1)
+    calls = [OperatorCall("generate", everything), OperatorCall("values", first, parts=((0, 1, 2, 3),))]
+    messages = [{"do": "call", **call.message} for call in calls]
+    contents = RunContents(tmp_path, spec=plan.spec, rows=({"step": 0}, {"step": 1}))
+    (tmp_path / CALLS).write_text(json.dumps({"step": 1, "calls": messages}))
+    called, notes = plan_of_run(contents)
+    assert called is not None and not notes
+    listed = [each for each in called.schedule.instructions if isinstance(each, Run | Move)]
+    labels = [each.label for call in calls for each in step.add(call)]
+    assert [each.label for each in listed] == labels and listed[-1].chunk == 0
+    # steps behind the last one of a session are the plan's
+    later, _ = plan_of_run(replace(contents, rows=({"step": 2},)))
+    assert later is not None and later.schedule == plan.schedule
 
 
 def test_a_call_on_a_part_reads_that_part_alone() -> None:
