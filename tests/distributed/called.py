@@ -2,7 +2,7 @@
 
     python called.py CONFIG [WAY]
 
-WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: calls on one mini-batch after the other, and
+WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: calls on one mini-batch after the other in the first step, and
 ends itself by SIGKILL in the third step;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths.
@@ -37,7 +37,8 @@ def main(config: str, way: str = "", resume: str | None = None) -> None:
                 run.save()
                 continue
             due = [each for each in run.plan.graph.operators if batch.step % each.every == 0]
-            parts = batch.mini_batches(run.plan.batch.num_mini_batches) if way == "stops" else [batch]
+            is_split_up = way == "stops" and batch.step == 0
+            parts = batch.mini_batches(run.plan.batch.num_mini_batches) if is_split_up else [batch]
             for operator in due:
                 is_split = way == "chooses" and operator.name == "ref_logprobs"
                 # log-probs of tokens that are decoded together may differ in their last digits
