@@ -2,8 +2,8 @@
 
     python called.py CONFIG [WAY]
 
-WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: calls on one mini-batch after the other in the first step, and
-ends itself by SIGKILL in the third step;
+WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: calls on one mini-batch after the other in the
+first step, and ends itself by SIGKILL in the third;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths.
 """
