@@ -40,6 +40,10 @@ def run_offloading(directory: Path, scale: Scale, device: str, budget: TimeBudge
     planned, measured = plan.memories[0].peak_bytes, _peak(plan)
     found = f"{', '.join(sorted(moved))}; peak {planned / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured"
     yield Row("offload", "PPO that offloads", found, {"planned": planned, "measured": measured})
+    copies = _facts(plan)["host_copies"]["0"]
+    hidden = 1 - copies["waited"] / copies["seconds"] if copies["seconds"] else 0.0
+    found = f"{copies['seconds']:.2f} s of copies to host memory and back, {hidden:.0%} hidden behind calls"
+    yield Row("offload", "copies on streams of their own", found, {**copies, "hidden": hidden})
     middle = plan.spec.directory / "checkpoints" / f"step-{scale.steps // 2:06d}"
     again = ("--set", "name=ppo-resumed", "--resume", str(middle))
     budget.run([*COMMAND, "run", str(path), *again])
@@ -89,4 +93,10 @@ def _metrics(directory: Path) -> list[dict[str, float]]:
 
 
 def _peak(plan: Plan) -> float:
-    return float(json.loads((plan.spec.directory / "timeline.json").read_text())["otherData"]["peak_bytes"]["0"])
+    return float(_facts(plan)["peak_bytes"]["0"])
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """Return the facts of a run in addition to its spans."""
+    found: dict[str, Any] = json.loads((plan.spec.directory / "timeline.json").read_text())["otherData"]
+    return found

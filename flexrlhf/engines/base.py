@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
 
@@ -207,6 +208,7 @@ class EngineContext:
     pad_token_id:    of the run; None: the run has no data.
     stages:          groups of an engine with pipeline stages.
     in_node:         groups of a model that is sharded in each node; None: it is sharded over ``dp``, or not at all.
+    copies:          streams of this rank's copies to host memory and back; None: the engine has its own.
     """
 
     placed: PlacedModel
@@ -224,6 +226,7 @@ class EngineContext:
     pad_token_id: int | None = None
     stages: StageRanks | None = None
     in_node: ShardRanks | None = None
+    copies: CopyStreams | None = None
 
 
 @dataclass(frozen=True)
@@ -380,10 +383,11 @@ class Engine(Protocol):
         """Return the bytes of weights, gradients and optimizer state on this rank."""
         ...
 
-    def offload(self, keeps: bool = True) -> None:
+    def offload(self, keeps: bool = True, changed: bool = True) -> None:
         """Move weights and optimizer state to host memory and free them on the device, until ``reload``.
 
-        ``keeps``: False where whoever reloads overwrites all weights before they are read, so that none are copied.
+        keeps:    False where whoever reloads overwrites all weights before they are read, so that none are copied.
+        changed:  False where nothing has changed them since they were reloaded: host memory has their copy.
         """
         ...
 

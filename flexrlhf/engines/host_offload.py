@@ -1,7 +1,8 @@
 """Offload tensors to host memory and back.
 
-The host memory is kept for the next time: to allocate and to pin it takes longer than the copies. It is pinned on CUDA
-in its own size, which torch's pinned memory would round up to a power of two.
+The host memory is kept for the next time: to allocate and to pin it takes longer than the copies, and what has not
+changed since is not copied again. It is pinned on CUDA in its own size, which torch's pinned memory would round up to a
+power of two.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from flexrlhf.engines.copy_streams import CopyStreams
 
 
 @dataclass(frozen=True)
@@ -34,29 +38,47 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages_of(tensors))
 
 
+@dataclass
+class _Copy:
+    """Host memory for a storage, whose address no other one has while a reference exists. ``is_new``: it is empty."""
+
+    storage: StorageWeakRef
+    memory: Tensor
+    is_new: bool = True
+
+
 class HostOffload:
     """Tensors of one engine in host memory. Storages are moved, so views and shards that share one keep sharing it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: CopyStreams | None = None) -> None:
+        """Copy on ``streams``, which the engines of a rank share; None: on streams of its own."""
         self._device = device
+        self._streams = CopyStreams(device) if streams is None else streams
         self._offloaded: list[_OffloadedStorage] = []
         self._is_offloaded, self._keeps = False, True
         self._lent: dict[int, torch.UntypedStorage] = {}
+        self._copies: dict[int, _Copy] = {}  # by the address of the storage
         self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)  # host memory by size
+        # when host memory has the copies, and the device the reloaded storages
+        self._copied: torch.Event | None = None
+        self._arrival: torch.Event | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are offloaded now."""
         return sum(item.num_bytes for item in self._offloaded if item.copy is not None)
 
-    def offload(self, tensors: Iterable[Tensor], keeps: bool = True) -> None:
+    def offload(self, tensors: Iterable[Tensor], keeps: bool = True, changed: bool = True) -> None:
         """Copy the storages of ``tensors`` to host memory and free them; without ``keeps`` free them alone.
 
         Storages that are lent stay until ``take_back``. May not be called twice without ``reload``.
+        ``changed``: whether values may have changed since; if not, copies that exist stay.
         """
         assert not self._is_offloaded, "already offloaded"
         self._is_offloaded, self._keeps = True, keeps
-        self._offload(each for each in storages_of(tensors) if each._cdata not in self._lent)
+        storages = [each for each in storages_of(tensors) if each._cdata not in self._lent]
+        self._keep_copies_of(storages if keeps else [])
+        self._offload(storages, changed)
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of ``tensors`` to others, until ``take_back``."""
@@ -70,18 +92,19 @@ class HostOffload:
         if self._is_offloaded:
             self._offload(storages)
 
-    def _offload(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        freed = []
-        for storage in storages:
-            if storage.device.type != self._device.type:
-                continue  # in host memory already
-            copy = self._copy_of(storage) if self._keeps else None
-            freed.append(_OffloadedStorage(storage, storage.nbytes(), copy))
-        if self._keeps and self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        for item in freed:
-            item.storage.resize_(0)
-        self._offloaded += freed
+    def _offload(self, storages: Iterable[torch.UntypedStorage], changed: bool = True) -> None:
+        freed = [each for each in storages if each.device.type == self._device.type]
+        if self._arrival is not None:
+            self._streams.wait_for(self._arrival)
+        copies = [(each, self._copy_of(each)) for each in freed] if self._keeps else []
+        pairs = [(storage, copy.memory) for storage, copy in copies if changed or copy.is_new]
+        self._copied, self._arrival = self._streams.copy_out(pairs) or self._copied, None
+        for _, copy in copies:
+            copy.is_new = False
+        for storage in freed:
+            memory = self._copies[storage._cdata].memory if self._keeps else None
+            self._offloaded.append(_OffloadedStorage(storage, storage.nbytes(), memory))
+            storage.resize_(0)
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, or while it is offloaded its copy in host memory."""
@@ -89,6 +112,8 @@ class HostOffload:
         copies = [item.copy for item in self._offloaded if item.storage._cdata == storage._cdata]
         if not copies or copies[0] is None:
             return tensor
+        if self._copied is not None:
+            self._copied.synchronize()
         view = torch.empty(0, dtype=tensor.dtype)
         return view.set_(copies[0].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -96,18 +121,25 @@ class HostOffload:
         """Allocate the storages again and copy back the bytes that were kept."""
         for item in self._offloaded:
             item.storage.resize_(item.num_bytes)
-            if item.copy is not None:
-                item.storage.copy_(item.copy.untyped_storage(), non_blocking=True)
-                self._unused[item.num_bytes].append(item.copy)
+        pairs = [(item.storage, item.copy) for item in self._offloaded if item.copy is not None]
+        self._arrival = self._streams.copy_back(pairs, self._copied)
         self._offloaded.clear()
         self._is_offloaded = False
 
-    def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Begin to copy a storage; on a CPU too, where that saves nothing but runs the same way."""
-        unused, size = self._unused[storage.nbytes()], storage.nbytes()
-        copy = unused.pop() if unused else _host_memory(size, pinned=storage.device.type == "cuda")
-        copy.untyped_storage().copy_(storage, non_blocking=True)
-        return copy
+    def _keep_copies_of(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Keep the copies of ``storages`` alone; others have the host memory of the rest."""
+        sizes = {each._cdata: each.nbytes() for each in storages}
+        for key, copy in list(self._copies.items()):
+            if sizes.get(key) != copy.memory.nbytes:
+                self._unused[copy.memory.nbytes].append(self._copies.pop(key).memory)
+
+    def _copy_of(self, storage: torch.UntypedStorage) -> _Copy:
+        """Return the copy of a storage; on a CPU too, where that saves nothing but runs the same way."""
+        if storage._cdata not in self._copies:
+            unused, size = self._unused[storage.nbytes()], storage.nbytes()
+            memory = unused.pop() if unused else _host_memory(size, pinned=storage.device.type == "cuda")
+            self._copies[storage._cdata] = _Copy(StorageWeakRef(storage), memory)
+        return self._copies[storage._cdata]
 
 
 class Lender:

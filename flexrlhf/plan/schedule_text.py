@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.repeated_turns import ListedInstruction, repeated_turns
 from flexrlhf.text import bytes_text, rank_marks
 
@@ -73,6 +73,10 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
             way = "in place" if instruction.is_in_place else "point_to_point"
             notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction)]
             notes += ["in the background"] * instruction.overlaps
+        case Offload(is_unchanged=True):
+            notes = ["unchanged: not copied"]
+        case Reload(overlaps=True):
+            notes = ["in the background"]
         case Run() if instruction.operator.every > 1:
             notes = [_turns(instruction.operator, plan.spec.steps)]
         case Eval() | Save() | Checkpoint():

@@ -363,12 +363,29 @@ class _Residence(_OfModel):
         return super().due(step, steps) if self.rare else step >= 0
 
 
+@dataclass(frozen=True, kw_only=True)
 class Offload(_Residence):
-    """Transfer of a placed model's weights and optimizer state to host memory."""
+    """Transfer of a placed model's weights and optimizer state to host memory, where their copy is kept.
+
+    is_unchanged:  nothing has changed them since they were reloaded, so none are copied again.
+    """
+
+    is_unchanged: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether host memory receives them."""
+        return not (self.is_refilled or self.is_unchanged)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Reload(_Residence):
-    """Transfer of them back to the device."""
+    """Transfer of them back to the device.
+
+    overlaps:  a call without the model comes before its next use, and computes meanwhile.
+    """
+
+    overlaps: bool = False
 
 
 Work = Literal[

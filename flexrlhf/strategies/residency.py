@@ -17,11 +17,10 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
+from flexrlhf.strategies.prefetch import Change, Changes, Residence, bring_forward, stored_late
 from flexrlhf.strategies.workload import first_alike, works_of
 
 TRAINING = ("train", "update")
-Change = tuple[type[Offload] | type[Reload], ModelName]
-"""An instruction and the model that it moves."""
 MAX_ROUNDS = 8
 """Walks after which the set of models on the device must have repeated; two are usual."""
 
@@ -121,8 +120,8 @@ class _Walk:
     sleepers: frozenset[ModelName] = frozenset()
     transient: frozenset[ModelName] = frozenset()
     on_device: set[ModelName] = field(default_factory=set)
-    before: dict[int, list[Change]] = field(default_factory=dict)
-    after: dict[int, list[Change]] = field(default_factory=dict)
+    before: Changes = field(default_factory=dict)
+    after: Changes = field(default_factory=dict)
     closing: list[Change] = field(default_factory=list)
     needs: dict[tuple[int, frozenset[ModelName]], int] = field(default_factory=dict)
 
@@ -197,7 +196,28 @@ class _Walk:
 
     @staticmethod
     def _change(into: list[Change], out: Sequence[ModelName], back: Sequence[ModelName]) -> None:
-        into += [(Offload, name) for name in out] + [(Reload, name) for name in back]
+        into += [Change(Offload, name) for name in out] + [Change(Reload, name) for name in back]
+
+    def bring_forward(self, late: frozenset[ModelName]) -> None:
+        """Reload models before they are due where that fits, and mark what need not be copied.
+
+        late:  copies that are left out, as are rollout engines, whose library copies them itself, and models that lend
+               weights to copies.
+        """
+        lenders = {self.memory.sizing.placement[name].role for name in self.memory.sizing.reusing}
+        engines = frozenset(name for name in self.placed if self.memory.sizing.placement[name].has_cache)
+        used = [resident_models(each, self.placed) if self.rank in each.ranks else () for each in self.instructions]
+        rare = [_is_rare(each) for each in self.instructions]
+        residence = Residence(
+            *(self.rank, self.instructions, used, rare, self.before, self.after),
+            *(frozenset(self.on_device), frozenset(self.placed) - engines - self.transient - late - lenders, engines),
+        )
+        residence.mark_unchanged()
+
+        def fits(index: int, models: set[ModelName]) -> bool:
+            return self.memory.states(self.rank, models) + self._needed_for(index, frozenset()) <= self.capacity
+
+        bring_forward(residence, fits)
 
 
 def sleepers(placement: Placement) -> frozenset[ModelName]:
@@ -216,6 +236,7 @@ def with_residency(
 ) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
     """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start offloaded."""
     walks: dict[int, _Walk] = {}
+    late = stored_late(instructions)
     alike = first_alike(instructions, memory.sizing.placement, memory.batch, memory.cluster)
     for rank in sorted(set(alike.values())):
         names = tuple(model.name for model in memory.sizing.placement.on_rank(rank))
@@ -225,6 +246,7 @@ def with_residency(
             room = sys.maxsize if capacity is None else capacity
             transient = frozenset(name for name in names if memory.sizing.placement[name].is_transient)
             walks[rank] = _settled(_Walk(rank, names, instructions, memory, room, asleep, transient))
+            walks[rank].bring_forward(late)
     each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
     out: list[Instruction] = []
     for index, instruction in enumerate(instructions):
@@ -233,23 +255,32 @@ def with_residency(
         out += _merged(instruction, [(rank, walk.after.get(index, [])) for rank, walk in each])
     out += _merged(None, [(rank, walk.closing) for rank, walk in each])
     offloaded = {rank: walk.offloaded for rank, walk in each if walk.offloaded}
-    return tuple(_with_refilled(out, memory.sizing.placement)), offloaded
+    return tuple(_with_next_use(out, memory.sizing.placement)), offloaded
 
 
-def _with_refilled(instructions: Sequence[Instruction], placement: Placement) -> Iterator[Instruction]:
-    """Yield ``instructions``; a rollout engine that sleeps until its Sync leaves no copy of its weights.
+def _with_next_use(instructions: Sequence[Instruction], placement: Placement) -> Iterator[Instruction]:
+    """Yield ``instructions`` with facts of the next use of a model: a rollout engine that sleeps until its Sync leaves
+    no copy of its weights, and a Reload overlaps calls before it.
 
     With adapters it does: a Sync brings the adapters alone, merged into the weights that they change.
     """
     for index, each in enumerate(instructions):
-        if isinstance(each, Offload | Reload) and placement[each.model].has_cache:
-            is_whole = placement[placement[each.model].role].settings.lora is None
-            users = [
-                use
-                for use in (*instructions[index + 1 :], *instructions[:index])
-                if set(use.ranks) & set(each.ranks) and resident_models(use, [each.model])
-            ]
-            yield replace(each, is_refilled=is_whole and isinstance(users[0], Sync) and not _is_rare(users[0]))
+        if not isinstance(each, Offload | Reload):
+            yield each
+            continue
+        ranks, model = set(each.ranks), placement[each.model]
+        between: list[Instruction] = []
+        for use in (*instructions[index + 1 :], *instructions[:index]):
+            if ranks.intersection(use.ranks):
+                between.append(use)
+                if resident_models(use, [each.model]):
+                    break
+        if model.has_cache:
+            is_whole, use = placement[model.role].settings.lora is None, between[-1]
+            yield replace(each, is_refilled=is_whole and isinstance(use, Sync) and not _is_rare(use))
+        elif isinstance(each, Reload):
+            calls = (run for run in between[:-1] if isinstance(run, Run) and run.operator.call is not None)
+            yield replace(each, overlaps=any(not run.is_rare for run in calls))
         else:
             yield each
 
@@ -267,7 +298,7 @@ def _settled(walk: _Walk) -> _Walk:
     stuck = set(walk.placed) - movable - walk.transient
     walk.on_device = set(stuck)
     walk.walk()
-    walk.closing = [(Offload, name) for name in sorted(walk.on_device - stuck)]
+    walk.closing = [Change(Offload, name) for name in sorted(walk.on_device - stuck)]
     walk.on_device = stuck
     return walk
 
@@ -278,7 +309,10 @@ def _merged(neighbour: Instruction | None, changes: Iterable[tuple[int, list[Cha
     for rank, mine in changes:
         for change in mine:
             ranks[change].append(rank)
-    made: list[Offload | Reload] = [kind(ranks=tuple(members), model=name) for (kind, name), members in ranks.items()]
+    made: list[Offload | Reload] = []
+    for change, members in ranks.items():
+        facts = {"is_unchanged": True} if change.is_unchanged else {}
+        made.append(change.kind(ranks=tuple(members), model=change.model, **facts))
     # memory is freed first
     made.sort(key=lambda item: isinstance(item, Reload))
     if isinstance(neighbour, Eval | Save | Sync) and _is_rare(neighbour):

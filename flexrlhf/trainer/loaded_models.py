@@ -12,6 +12,7 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, ShardRanks, StageRanks, make_engine
+from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import (
     COPIES,
@@ -61,9 +62,13 @@ class LoadedModel:
         number, self.reported_restarts = self.engine.num_restarts - self.reported_restarts, self.engine.num_restarts
         return number
 
-    def offload(self, keeps: bool = True) -> None:
-        """Move it to host memory. ``keeps``: False if a Sync overwrites all weights before they are read."""
-        self.engine.offload(keeps)
+    def offload(self, keeps: bool = True, changed: bool = True) -> None:
+        """Move it to host memory.
+
+        keeps:    False if a Sync overwrites all weights before they are read.
+        changed:  False if nothing has changed it since it was reloaded.
+        """
+        self.engine.offload(keeps, changed)
         self.is_offloaded = True
 
     def reload(self) -> None:
@@ -108,16 +113,18 @@ class LoadedModel:
 
 
 def load_models(
-    plan: Plan, world: World, groups: Groups, wait: Wait, pad_token_id: int
+    plan: Plan, world: World, groups: Groups, wait: Wait, pad_token_id: int, copies: CopyStreams
 ) -> dict[ModelName, LoadedModel]:
     """Load every model that is placed on this rank.
 
     Before the next one is loaded, one that starts in host memory goes there, and one that a Sync refills is released.
-    ``pad_token_id``: of the run's tokenizer.
+
+    pad_token_id:  of the run's tokenizer.
+    copies:        streams of this rank.
     """
     models = {}
     for placed in plan.loaded_on(world.rank):
-        model = models[placed.name] = load_model_on_rank(plan, placed, world, groups, wait, pad_token_id)
+        model = models[placed.name] = load_model_on_rank(plan, placed, world, groups, wait, pad_token_id, copies)
         if placed.is_transient:
             if (reuse := plan.sizing.reuse(placed, world.rank)) is not None:
                 model.reused = ReusedWeights(model.engine, reuse)
@@ -128,7 +135,13 @@ def load_models(
 
 
 def load_model_on_rank(
-    plan: Plan, model: PlacedModel, world: World, groups: Groups, wait: Wait, pad_token_id: int | None = None
+    plan: Plan,
+    model: PlacedModel,
+    world: World,
+    groups: Groups,
+    wait: Wait,
+    pad_token_id: int | None = None,
+    copies: CopyStreams | None = None,
 ) -> LoadedModel:
     """Make the engine of ``model`` and check that this rank stores the planned parts.
 
@@ -162,6 +175,7 @@ def load_model_on_rank(
             pad_token_id=pad_token_id,
             stages=stages,
             in_node=in_node,
+            copies=copies,
         )
     )
     return LoadedModel(model, engine, dp, stages.replica, _shape(plan, model, engine.weights(), rank))

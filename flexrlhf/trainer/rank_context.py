@@ -14,6 +14,7 @@ import torch
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.display.events import Doing, Note, Send
+from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.memory_text import connected_memory
 from flexrlhf.plan.plan import Plan
@@ -43,6 +44,7 @@ class RankContext:
     send:       to the display of the run.
     groups:     process groups of the plan.
     models:     placed models that are loaded on this rank.
+    copies:     streams of their copies to host memory and back.
     scorers:    functions, services and rules that score responses.
     decode:     tokens to text, special tokens included.
     read_reply: tokens of a reply to its messages; None without an environment.
@@ -61,6 +63,7 @@ class RankContext:
     send: Send
     groups: Groups
     models: dict[ModelName, LoadedModel]
+    copies: CopyStreams
     scorers: ExternalScorers
     decode: Callable[..., str]
     read_reply: ReadReply | None
@@ -138,7 +141,8 @@ def open_rank(
     environments = make_environment_caller(plan, world, turns, decode, open_episodes(plan, world, closing), log)
     read_reply = None if turns is None else turns.messages
     scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True), read_reply)
-    models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id)
+    copies = CopyStreams(world.device)
+    models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id, copies)
     start_bytes = {"load": meter.peak()}
     meter.reset_peak()
     return RankContext(
@@ -152,6 +156,7 @@ def open_rank(
         send,
         groups,
         models,
+        copies,
         scorers,
         decode,
         read_reply,

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from flexrlhf.display.events import Send, StepDone
+from flexrlhf.engines.copy_streams import CopyTimes
 from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.metrics import Triple, add, evaluate
 from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, row_metric
@@ -164,6 +165,7 @@ class ResultsWriter(Observer):
         peak: int,
         start: Mapping[str, int],
         rows: int,
+        copies: CopyTimes,
     ) -> None:
         """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the timeline.
 
@@ -171,9 +173,11 @@ class ResultsWriter(Observer):
         peak:   the most that the rank used since its models were loaded.
         start:  the most that it used before, by ``load`` and ``resume``.
         rows:   bytes of all columns at the end of a step.
+        copies: times of copies to host memory and back.
         """
         self._store.set(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
         memory = {"models": usage, "peak": peak, "start": start, "rows": rows}
+        memory["copies"] = {"seconds": copies.copying, "waited": copies.waiting}
         self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
         if self._world.rank == 0:
             self._write_timeline()
@@ -194,6 +198,7 @@ class ResultsWriter(Observer):
             "peak_bytes": {rank: found["peak"] for rank, found in memory.items()},
             "row_bytes": {rank: found["rows"] for rank, found in memory.items()},
             "start_bytes": {rank: found["start"] for rank, found in memory.items()},
+            "host_copies": {rank: found["copies"] for rank, found in memory.items()},
         }
         first = max((span.step for span in spans), default=0) - self._plan.spec.timeline_steps
         write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)

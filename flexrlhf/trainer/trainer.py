@@ -15,6 +15,7 @@ from flexrlhf.operators.columns import POSITION
 from flexrlhf.strategies.instructions import (
     Checkpoint,
     Eval,
+    Instruction,
     Move,
     Offload,
     Release,
@@ -55,7 +56,7 @@ class Trainer:
 
         ``steps``: instructions that are not known before they are executed; None: those of the plan.
         """
-        self.plan, self._rank, self._models = rank.plan, rank, rank.models
+        self.plan, self._rank, self._models, self._copies = rank.plan, rank, rank.models, rank.copies
         self._start = ANEW if start is None else start.run_start(rank.plan)
         self._calls = LoopCalls()
         self._operators = make_operator_context(rank)
@@ -126,10 +127,12 @@ class Trainer:
 
     def begin_round(self, turn: int) -> None:
         """Begin to receive the weights that are due in a round."""
+        self._copies.join()
         self._syncs.begin_round(turn)
 
     def execute(self, execution: Execution) -> None:
         """Execute one instruction under its deadline; observers receive its beginning and its end."""
+        self._await_copies(execution.instruction)
         for observer in self._observers:
             observer.begin(execution)
         # an engine's library waits by itself, so a failed wait is named for the whole instruction
@@ -139,6 +142,13 @@ class Trainer:
             self._execute(execution)
             for observer in self._observers:
                 observer.end(execution)
+
+    def _await_copies(self, instruction: Instruction) -> None:
+        """Have ``instruction`` wait for the models that it uses, and for the memory of those that left."""
+        if not isinstance(instruction, Offload | Reload):
+            self._copies.join()
+            for name in instruction.touches:
+                self._copies.arrive(name)
 
     def _execute(self, execution: Execution) -> None:
         instruction, step = execution.instruction, execution.step
@@ -156,10 +166,12 @@ class Trainer:
                 self._saver.save(instruction, step)
             case Checkpoint():
                 self._checkpointer.write(step + 1)
-            case Offload():
-                self._models[instruction.model].offload(keeps=not instruction.is_refilled)
-            case Reload():
-                self._models[instruction.model].reload()
+            case Offload(model=name):
+                with self._copies.overlapping(name):
+                    self._models[name].offload(not instruction.is_refilled, not instruction.is_unchanged)
+            case Reload(model=name):
+                with self._copies.overlapping(name):
+                    self._models[name].reload()
             case Release():
                 self._models[instruction.model].release()
 
@@ -203,6 +215,7 @@ class Trainer:
         """
         rank = self._rank
         rank.show("writing what is left", next_step)
+        copies = self._copies.finish()
         self._syncs.store_all()
         if self._start.next_step < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
             self._checkpointer.write(next_step)
@@ -212,4 +225,6 @@ class Trainer:
         self.rows.finish()
         self._syncs.close()
         usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
-        self.results.finish(rank.flight.timeline, usage, rank.meter.peak(), rank.start_bytes, self.rows.most_bytes)
+        self.results.finish(
+            rank.flight.timeline, usage, rank.meter.peak(), rank.start_bytes, self.rows.most_bytes, copies
+        )

@@ -22,6 +22,7 @@ class WeightSyncs:
 
     def __init__(self, context: RankContext, start: RunStart = ANEW) -> None:
         self._models, self._steps = context.models, context.plan.spec.steps
+        self._copies = context.copies
         self._next_step = start.next_step
         self._mover = WeightMover(context.plan.spec.sync, context.wait)
         mine = [each for each in context.plan.schedule.for_rank(context.rank) if isinstance(each, Sync)]
@@ -100,6 +101,7 @@ class WeightSyncs:
         if step is None:
             return
         copy = self._models[name]
+        self._copies.join()
         with copy.on_device():
             self._receipts.pop(name).store(copy.engine.weights())
         copy.engine.weights_changed()

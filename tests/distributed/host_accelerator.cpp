@@ -1,8 +1,9 @@
 // An accelerator made of host memory: its tensors have a device of their own, their data are where the CPU reads them.
 //
 // Every operation without a kernel here runs on the CPU, on the same memory. So the numbers are those of the CPU, while
-// three things are those of a GPU: a call that mixes tensors of both raises, what is allocated is counted to the byte,
-// and so is each time that the host waits for numbers.
+// four things are those of a GPU: a call that mixes tensors of both raises, what is allocated is counted to the byte, so
+// is each time that the host waits for numbers, and copies on a stream of their own are made as late as they may be, some
+// of those to the device as early.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -24,8 +25,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
 #include <set>
 #include <unordered_map>
+#include <vector>
 
 namespace {
 
@@ -40,15 +45,109 @@ c10::Device the_device() {
 
 std::atomic<int64_t> allocated{0}, peak{0};
 
+// --- streams: the computing stream (0) has done its work when a call returns; copies on others wait for an event
+
+struct Step {
+  void* to = nullptr;
+  const void* from = nullptr;
+  size_t size = 0;
+  // a wait for the work of another stream, up to a position
+  int64_t stream = 0, position = 0;
+};
+
+struct Lane {
+  std::deque<Step> steps;
+  int64_t begun = 0, done = 0;
+};
+
+std::recursive_mutex lanes_lock;
+std::map<int64_t, Lane> lanes;
+std::atomic<int64_t> last_stream{0}, late_copies{0};
+thread_local int64_t current_stream = 0;
+
+void enqueue(int64_t stream, const Step& step) {
+  std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+  lanes[stream].steps.push_back(step);
+  ++lanes[stream].begun;
+}
+
+// Go on to a position; unless ``waits`` to the first wait for what has not been done.
+void advance(int64_t stream, int64_t position, bool waits = true) {
+  std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+  Lane& lane = lanes[stream];
+  while (lane.done < position) {
+    Step step = lane.steps.front();
+    if (step.stream != 0) {
+      if (!waits && lanes[step.stream].done < step.position) {
+        return;
+      }
+      advance(step.stream, step.position);
+    } else {
+      std::memcpy(step.to, step.from, step.size);
+    }
+    lane.steps.pop_front();
+    ++lane.done;
+  }
+}
+
+void advance_all() {
+  std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+  for (auto& [stream, lane] : lanes) {
+    advance(stream, lane.begun);
+  }
+}
+
+bool is_copied(const void* address, size_t size) {
+  auto start = reinterpret_cast<uintptr_t>(address);
+  auto overlaps = [&](const void* other, size_t length) {
+    auto first = reinterpret_cast<uintptr_t>(other);
+    return first < start + size && start < first + length;
+  };
+  for (const auto& [stream, lane] : lanes) {
+    for (const Step& step : lane.steps) {
+      if (step.size > 0 && (overlaps(step.to, step.size) || overlaps(step.from, step.size))) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 struct Block {
   void* address;
-  size_t size;
+  size_t size, capacity;
 };
+
+// freed memory that is still copied: the next allocation has it, as on a GPU
+std::vector<Block> copied_blocks;
+
+void* taken_block(size_t& capacity) {
+  std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+  for (auto each = copied_blocks.begin(); each != copied_blocks.end();) {
+    if (!is_copied(each->address, each->capacity)) {
+      std::free(each->address);
+      each = copied_blocks.erase(each);
+    } else if (each->capacity >= capacity) {
+      void* address = each->address;
+      capacity = each->capacity;
+      copied_blocks.erase(each);
+      return address;
+    } else {
+      ++each;
+    }
+  }
+  return nullptr;
+}
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
   allocated -= static_cast<int64_t>(block->size);
-  std::free(block->address);
+  std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+  if (is_copied(block->address, block->capacity)) {
+    copied_blocks.push_back(*block);
+  } else {
+    std::free(block->address);
+  }
   delete block;
 }
 
@@ -57,10 +156,15 @@ struct CountingAllocator final : c10::DeviceAllocator {
     if (size == 0) {
       return {nullptr, nullptr, &c10::detail::deleteNothing, the_device()};
     }
-    auto* block = new Block{std::aligned_alloc(ALIGNMENT, (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT), size};
-    TORCH_CHECK(block->address != nullptr, "no memory for ", size, " bytes");
-    // what is read before it is written shows
-    std::memset(block->address, 0xff, size);
+    size_t capacity = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    void* address = taken_block(capacity);
+    if (address == nullptr) {
+      address = std::aligned_alloc(ALIGNMENT, capacity);
+      TORCH_CHECK(address != nullptr, "no memory for ", size, " bytes");
+      // what is read before it is written shows
+      std::memset(address, 0xff, size);
+    }
+    auto* block = new Block{address, size, capacity};
     int64_t now = allocated += static_cast<int64_t>(size);
     for (int64_t highest = peak; now > highest && !peak.compare_exchange_weak(highest, now);) {
     }
@@ -97,7 +201,12 @@ struct CountingAllocator final : c10::DeviceAllocator {
 CountingAllocator allocator;
 REGISTER_ALLOCATOR(DEVICE, &allocator)
 
-// --- device, streams and events: work is done when a call returns
+// --- device and events
+
+struct Event {
+  std::chrono::steady_clock::time_point time;
+  int64_t stream, position;
+};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
@@ -112,47 +221,70 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+    return c10::Stream(c10::Stream::UNSAFE, device, current_stream);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
-    return getStream(device);
+    return c10::Stream(c10::Stream::DEFAULT, device);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    return getStream(device);
+    return c10::Stream(c10::Stream::UNSAFE, device, ++last_stream);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getStream(device);
+    return getNewStream(device, 0);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    return stream;
+    c10::Stream before = getStream(stream.device());
+    current_stream = stream.id();
+    return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return 1;
   }
-  bool queryStream(const c10::Stream&) const override {
-    return true;
+  bool queryStream(const c10::Stream& stream) const override {
+    std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+    return lanes[stream.id()].steps.empty();
   }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void synchronizeStream(const c10::Stream& stream) const override {
+    std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+    advance(stream.id(), lanes[stream.id()].begun);
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    advance_all();
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    std::lock_guard<std::recursive_mutex> lock(lanes_lock);
     if (*event == nullptr) {
-      *event = new Clock::time_point;
+      *event = new Event;
     }
-    *static_cast<Clock::time_point*>(*event) = Clock::now();
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), stream.id(), lanes[stream.id()].begun};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Clock::time_point*>(event);
+    delete static_cast<Event*>(event);
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    return true;
+  void block(void* event, const c10::Stream& stream) const override {
+    auto* awaited = static_cast<Event*>(event);
+    if (awaited == nullptr || awaited->stream == 0) {
+      return;
+    }
+    if (stream.id() == 0) {
+      advance(awaited->stream, awaited->position);
+    } else {
+      enqueue(stream.id(), {nullptr, nullptr, 0, awaited->stream, awaited->position});
+    }
   }
-  void synchronizeEvent(void*) const override {}
+  bool queryEvent(void* event) const override {
+    std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+    auto* awaited = static_cast<Event*>(event);
+    return lanes[awaited->stream].done >= awaited->position;
+  }
+  void synchronizeEvent(void* event) const override {
+    auto* awaited = static_cast<Event*>(event);
+    advance(awaited->stream, awaited->position);
+  }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    auto elapsed = *static_cast<Clock::time_point*>(end) - *static_cast<Clock::time_point*>(start);
+    auto elapsed = static_cast<Event*>(end)->time - static_cast<Event*>(start)->time;
     return std::chrono::duration<double, std::milli>(elapsed).count();
   }
-  using Clock = std::chrono::steady_clock;
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -360,8 +492,20 @@ at::Tensor empty_strided(
       size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
+void* data_of(const at::Tensor& tensor) {
+  return static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * tensor.element_size();
+}
+
 // Copies between the two devices; from this one to the host is a read.
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  bool is_plain = from.is_contiguous() && to.is_contiguous() && from.scalar_type() == to.scalar_type();
+  if (non_blocking && current_stream != 0 && is_plain && from.nbytes() == to.nbytes()) {
+    enqueue(current_stream, {data_of(to), data_of(from), to.nbytes()});
+    if (++late_copies % 2 && to.device().type() == DEVICE) {
+      advance(current_stream, lanes[current_stream].begun, false);
+    }
+    return to;
+  }
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   Call call("aten::_copy_from");
   reads += from.device().type() == DEVICE && to.device().type() != DEVICE;
@@ -471,6 +615,7 @@ TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) {
 
 TORCH_LIBRARY(accelerator, m) {
   m.def("host_reads() -> int", []() { return reads.load(); });
+  m.def("late_copies() -> int", []() { return late_copies.load(); });
 }
 
 } // namespace

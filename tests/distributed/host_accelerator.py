@@ -42,6 +42,11 @@ def host_reads() -> int:
     return int(torch.ops.accelerator.host_reads())
 
 
+def late_copies() -> int:
+    """Count of copies on streams of their own, which are made as late, or as early, as they may be."""
+    return int(torch.ops.accelerator.late_copies())
+
+
 class _Module:
     """Replacement for ``torch.cuda`` whose calls return once their work is done."""
 

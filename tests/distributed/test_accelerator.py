@@ -28,7 +28,7 @@ from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.manifest import checkpoint_directory
 from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.runs.run_directory import prepare_directory
-from flexrlhf.strategies.instructions import Checkpoint, Instruction, Run, Save, Sync
+from flexrlhf.strategies.instructions import Checkpoint, Instruction, Reload, Run, Save, Sync
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -179,6 +179,15 @@ def test_memory_at_every_moment_is_the_planned_memory(outcomes: Outcomes, rank: 
     kinds = {name.split()[0] for name in found}
     assert kinds == {"run", "sync", "checkpoint"} | ({"load", "resume", "save"} if rank == 0 else set())
     assert max(abs(measured - size) / size for size, measured in found.values()) < TOLERANCE
+
+
+def test_models_are_copied_on_streams_of_their_own(outcomes: Outcomes) -> None:
+    """Copies are made as late, or as early, as events allow, in equal runs too: a wait that lacks changes numbers."""
+    tight = outcomes.equal[EQUAL[1]]
+    assert any(isinstance(each, Reload) and each.overlaps for each in tight.plan.schedule.instructions)
+    for outcome in (tight, outcomes.whole):
+        copies = outcome.trace["otherData"]["host_copies"]
+        assert all(times["seconds"] > 0 for times in copies.values()), copies
 
 
 def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outcomes) -> None:

@@ -37,11 +37,15 @@ def check_residency(plan: Plan) -> None:
         transient = {model.name for model in plan.placement.on_rank(rank) if model.is_transient}
         here = {model.name for model in plan.placement.on_rank(rank)} - set(plan.offloaded.get(rank, ())) - transient
         states = {model.name: memory.state(rank, model.name) for model in plan.placement.on_rank(rank)}
+        changed = set[str]()
         needed = {id(x): memory.needed_for(rank, x) for x in plan.schedule.for_rank(rank) if capacity is not None}
         for _, step, instruction in walk(plan.schedule, rank, plan.spec.steps):
             if isinstance(instruction, Offload):
                 here.remove(instruction.model)
+                is_kept = not isinstance(instruction, Offload) or not instruction.is_unchanged
+                assert is_kept or instruction.model not in changed, f"rank {rank}: {instruction.model} has changed"
             elif isinstance(instruction, Reload):
+                changed.discard(instruction.model)
                 assert instruction.model not in here, f"rank {rank}: {instruction.model} is on the device already"
                 here.add(instruction.model)
             elif isinstance(instruction, Release):
@@ -50,6 +54,8 @@ def check_residency(plan: Plan) -> None:
                 assert instruction.destination not in here, f"rank {rank}: {instruction.destination} is not released"
                 here.add(instruction.destination)
             used = models_used(plan, rank, instruction)
+            if isinstance(instruction, Sync) or (isinstance(instruction, Run) and instruction.operator.kind == "train"):
+                changed |= {instruction.model} if isinstance(instruction, Run) else {instruction.destination}
             place = f"rank {rank}, step {step}: {instruction.kind} {instruction.label}"
             assert used <= here, f"{place} without {sorted(used - here)}"
             if used and capacity is not None:

@@ -41,6 +41,30 @@ def test_host_memory_is_kept_for_the_next_time() -> None:
     assert len(places) == 1
 
 
+def test_what_has_not_changed_is_not_copied_again() -> None:
+    values, host_offload = torch.arange(3.0), HostOffload(torch.device("cpu"))
+    host_offload.offload([values])
+    host_offload.reload()
+    values.fill_(7)
+    later = torch.ones(3)
+    # the first has a copy, the second none
+    host_offload.offload([values, later], changed=False)
+    assert host_offload.num_bytes == 24 and host_offload.readable(values).tolist() == [0, 1, 2]
+    host_offload.reload()
+    assert values.tolist() == [0, 1, 2] and later.tolist() == [1, 1, 1]
+    values.fill_(8)
+    host_offload.offload([values, later])
+    host_offload.reload()
+    assert values.tolist() == [8, 8, 8]
+    # without a copy of them there is nothing to come back
+    host_offload.offload([values, later], keeps=False)
+    host_offload.reload()
+    values.fill_(9)
+    host_offload.offload([values], changed=False)
+    host_offload.reload()
+    assert values.tolist() == [9, 9, 9]
+
+
 def test_released_storages_are_freed_and_allocated_again_for_all_sharers() -> None:
     whole, other = torch.arange(10.0), torch.ones(3, dtype=torch.float16)
     part, host_offload = whole[2:5], HostOffload(torch.device("cpu"))

@@ -141,7 +141,7 @@ class DeepSpeedEngine(Lender, Engine):
         # gradients are reduced during backward, and weights of stage 3 gathered layer by layer
         lockstep = placed.trained or self._settings.zero == 3
         self._passes = make_passes(context, self._model, self._engine, head, lockstep)
-        self._host_offload = HostOffload(context.device)
+        self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._gradient_bytes = 0
 
@@ -311,9 +311,9 @@ class DeepSpeedEngine(Lender, Engine):
         host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
         return MemoryUsage(weights, self._gradient_bytes, optimizer, host)
 
-    def offload(self, keeps: bool = True) -> None:
+    def offload(self, keeps: bool = True, changed: bool = True) -> None:
         self._usage_at_offload = self.memory_usage()
-        self._host_offload.offload([*self._stored(), *self._optimizer_tensors(), *self._gradients()], keeps)
+        self._host_offload.offload([*self._stored(), *self._optimizer_tensors(), *self._gradients()], keeps, changed)
 
     def reload(self) -> None:
         self._host_offload.reload()

@@ -90,7 +90,7 @@ class MegatronEngine(Lender, Engine):
             dp=context.dp,
             ranks=ranks,
         )
-        self._host_offload = HostOffload(context.device)
+        self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
@@ -146,10 +146,10 @@ class MegatronEngine(Lender, Engine):
             optimizer=storage_bytes(update.state_tensors()) if update else 0,
         )
 
-    def offload(self, keeps: bool = True) -> None:
+    def offload(self, keeps: bool = True, changed: bool = True) -> None:
         self._usage_at_offload = self.memory_usage()
         of_training = self._update.state_tensors() if self._update else []
-        self._host_offload.offload([*self._parameters(), *of_training], keeps)
+        self._host_offload.offload([*self._parameters(), *of_training], keeps, changed)
 
     def reload(self) -> None:
         self._host_offload.reload()

@@ -57,7 +57,7 @@ class TorchEngine(Lender, Engine):
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
         self._passes = make_passes(context, self._model, self._model, head, lockstep=self._is_sharded)
-        self._host_offload = HostOffload(context.device)
+        self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._update = self._make_update(context, partial) if placed.trained else None
         if settings.activation_checkpointing and placed.trained:
@@ -165,10 +165,10 @@ class TorchEngine(Lender, Engine):
             optimizer=sum(tensor.nbytes for tensor in self._optimizer_tensors()),
         )
 
-    def offload(self, keeps: bool = True) -> None:
+    def offload(self, keeps: bool = True, changed: bool = True) -> None:
         self._usage_at_offload = self.memory_usage()
         live = [local(parameter) for parameter in self._model.parameters()]
-        self._host_offload.offload([*live, *self._optimizer_tensors()], keeps)
+        self._host_offload.offload([*live, *self._optimizer_tensors()], keeps, changed)
 
     def reload(self) -> None:
         self._host_offload.reload()

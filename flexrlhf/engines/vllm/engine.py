@@ -201,7 +201,7 @@ class VllmEngine(Engine):
         asleep = self._vllm.sleep_mode
         return MemoryUsage(weights, 0, 0, host=asleep.num_host_bytes, unmapped=asleep.num_unmapped_bytes)
 
-    def offload(self, keeps: bool = True) -> None:
+    def offload(self, keeps: bool = True, changed: bool = True) -> None:
         assert self._vllm.child is None, "planning refuses a child next to models that need its memory"
         assert not self._responses, "the engine still decodes"
         with self._vllm.isolated():

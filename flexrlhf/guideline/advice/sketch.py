@@ -237,18 +237,23 @@ class Sketch:
         return self.has_shadows and (first in self.roles.trained) != (second in self.roles.trained)
 
     def switches(self, name: str) -> tuple[int, ...]:
-        """Transfers to or from host memory next to each call of a model that is offloaded while others compute.
+        """Transfers to or from host memory next to each call of a model that is offloaded while others compute; to it
+        only if the model has changed.
 
         Those at a weight sync are counted next to the last call before it.
         """
         listed = [each for each in self.instructions if isinstance(each, Run | Sync)]
         counts: list[int] = []
+        is_changed = False
         for index, each in enumerate(listed):
             if isinstance(each, Run) and each.model == name:
                 counts.append(0)
-            if name in each.touches and counts:
-                neighbours = listed[index - 1], listed[(index + 1) % len(listed)]
-                counts[-1] += sum(name not in other.touches for other in neighbours)
+            if name in each.touches:
+                comes, leaves = (name not in listed[at % len(listed)].touches for at in (index - 1, index + 1))
+                trains = isinstance(each, Run) and each.operator.kind == "train"
+                is_changed = trains or name in each.fills or (is_changed and not comes)
+                if counts:
+                    counts[-1] += comes + (leaves and is_changed)
         return tuple(counts)
 
 

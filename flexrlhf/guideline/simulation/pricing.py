@@ -107,6 +107,14 @@ class Pricer:
         return self._figures[node]
 
     @cached_property
+    def has_copy_streams(self) -> bool:
+        """Whether devices copy to host memory and back while they compute; a CPU makes copies itself."""
+        settings, ranks = self.plan.spec.cluster, range(self.plan.placement.num_ranks)
+        return settings.device == "cuda" or all(
+            self.plan.cluster.figures_or(rank, UNKNOWN) != UNKNOWN for rank in ranks
+        )
+
+    @cached_property
     def maker(self) -> CallMaker:
         """Maker of the plan's model calls."""
         plan = self.plan
@@ -223,7 +231,7 @@ class Pricer:
 
     def _switch(self, instruction: Offload | Reload) -> Cost:
         """Return the time of the first rank of a stage, which has most where shards are uneven."""
-        if instruction.is_refilled:
+        if instruction.is_refilled or (isinstance(instruction, Offload) and not instruction.copies):
             return self.costs.switch(0, self.device(instruction.ranks[0]))
         model = self.plan.placement[instruction.model]
         states = [self.plan.state(model, rank) for rank in model.layout.pp_set(instruction.ranks[0])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -64,6 +64,8 @@ class Simulation:
     instructions:  ``priced`` as the walk takes them
     seconds:       time of a settled step
     computed:      tokens that forward and training passes compute for each token of their texts; None without passes
+    copying:       longest time of a device's copies to host memory and back in a step, next to its work
+    exposed:       time by which they lengthen the step
     """
 
     plan: Plan
@@ -73,6 +75,8 @@ class Simulation:
     instructions: tuple[TimedInstruction, ...]
     seconds: float
     computed: float | None = None
+    copying: float = 0.0
+    exposed: float = 0.0
 
     @property
     def num_walked(self) -> int:
@@ -99,8 +103,9 @@ class Simulation:
     def _shares_of(self, rank: int) -> TimeShares:
         """Shares of one rank; instructions in the background do not count."""
         busy = {True: 0.0, False: 0.0}
-        for item in self.regular:
-            if rank in item.instruction.ranks and not item.instruction.proceeds_in_background:
+        for item, timed in zip(self.priced, self.instructions, strict=True):
+            is_background = item.instruction.proceeds_in_background or timed.copies
+            if rank in item.instruction.ranks and not item.is_rare and not is_background:
                 busy[isinstance(item.instruction, Run)] += item.cost.seconds / item.every
         period = self.seconds or 1.0
         return TimeShares(busy[True] / period, busy[False] / period)
@@ -223,9 +228,15 @@ def simulate(
     regular = [item for item in priced if not item.is_rare]
     settled = timed_instructions(pricer, regular, blocks)
     # one more block if there are environments
-    seconds = steady_seconds(settled, max((block + 1 for each in settled for block in each.blocks), default=0))
+    num_blocks = max((block + 1 for each in settled for block in each.blocks), default=0)
+    seconds = steady_seconds(settled, num_blocks)
+    copying = [
+        sum(each.seconds for each in settled if each.copies and block in each.blocks) for block in range(num_blocks)
+    ]
+    free = [replace(each, seconds=0.0) if each.copies else each for each in settled]
+    exposed = seconds - steady_seconds(free, num_blocks) if any(copying) else 0.0
     computed = _computed(pricer, (item.instruction for item in regular))
-    return Simulation(plan, lengths, priced, blocks, timed, seconds, computed)
+    return Simulation(plan, lengths, priced, blocks, timed, seconds, computed, max(copying, default=0.0), exposed)
 
 
 def _computed(pricer: Pricer, instructions: Iterable[Instruction]) -> float | None:

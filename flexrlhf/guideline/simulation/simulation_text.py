@@ -53,8 +53,17 @@ def _head(simulation: Simulation, source: CostSource) -> list[str]:
         *_parts(simulation, source),
         f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
         f"they wait (the bubble)",
+        *_copies(simulation),
         *_environments(simulation, source),
     ]
+
+
+def _copies(simulation: Simulation) -> Iterator[str]:
+    """Yield a line on copies of models to host memory and back, next to the work of a device."""
+    if simulation.copying:
+        copying, exposed = seconds_text(simulation.copying), seconds_text(simulation.exposed)
+        hidden = _percent(1 - simulation.exposed / simulation.copying)
+        yield f"  models are copied to host memory and back for {copying}, {hidden} hidden: a step is {exposed} longer"
 
 
 def _environments(simulation: Simulation, source: CostSource) -> Iterator[str]:

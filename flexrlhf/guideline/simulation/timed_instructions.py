@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.walk import TimedInstruction
-from flexrlhf.placement.placed import ModelName
+from flexrlhf.placement.placed import ModelName, Placement
 from flexrlhf.strategies.column_writers import ColumnWriters
 from flexrlhf.strategies.instructions import Instruction, Move, Offload, Release, Reload, Run, Sync
 
@@ -52,12 +52,33 @@ def timed_instructions(
     background = (item.instruction for item in priced if item.instruction.proceeds_in_background)
     copies = list(dict.fromkeys(name for each in background for name in each.fills))
     timed = [_timed(pricer, item, block_of, writers, copies) for item in priced]
+    if pricer.has_copy_streams:
+        timed = [*_with_copies(timed, [item.instruction for item in priced], pricer.plan.placement)]
     return [
         replace(each, calls=each.blocks, blocks=(len(blocks) + _lane(pricer, item.instruction),))
         if interacts(item.instruction)
         else each
         for each, item in zip(timed, priced, strict=True)
     ]
+
+
+def _with_copies(
+    timed: Sequence[TimedInstruction], instructions: Sequence[Instruction], placement: Placement
+) -> Iterator[TimedInstruction]:
+    """Yield ``timed`` with models that are copied to host memory and back while their devices go on.
+
+    The library of a rollout engine makes its copies while others wait.
+    """
+    found = (each.model for each in instructions if isinstance(each, Offload | Reload))
+    moved = [name for name in dict.fromkeys(found) if not placement[name].has_cache]
+    for item, each in zip(timed, instructions, strict=True):
+        models = tuple(moved.index(name) for name in each.touches if name in moved)
+        if not isinstance(each, Offload | Reload):
+            yield replace(item, needs=models)
+        elif models:
+            yield replace(item, copies="out" if isinstance(each, Offload) else "back", model=models[0])
+        else:
+            yield item
 
 
 def interacts(instruction: Instruction) -> bool:

@@ -2,7 +2,8 @@
 
 Ranks with the same models do the same at the same time, so they are one *block*. The simulator walks the instructions
 of a plan, the search the calls of a candidate. A copy has memory for one transfer of weights in the background: it
-begins once those before it are stored, and their source sends the next ones once it has ended. Not simulated is that a
+begins once those before it are stored, and their source sends the next ones once it has ended. Copies between a device
+and host memory are made next to its work, one after the other in each direction. Not simulated is that a
 sender of rows waits before the third Move on an edge whose first has not arrived.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self
 
 PERIODS = 3
 """Periods that are walked before some are measured: by then every step has the same batches in flight."""
@@ -68,6 +69,9 @@ class TimedInstruction:
     uses:      copies by number, whose weights must have come before it begins
     sends:     blocks that send the weights that it brings, and wait for the end of the transfer before
     calls:     blocks that have others execute it, and go on
+    copies:    whether it copies a model out to host memory or back, while its blocks go on; empty: neither
+    model:     number of that model
+    needs:     models by number, which must be on the device before it begins
     """
 
     blocks: tuple[int, ...]
@@ -82,6 +86,9 @@ class TimedInstruction:
     uses: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
+    copies: Literal["", "out", "back"] = ""
+    model: int = -1
+    needs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,9 @@ class _Clock:
     filled:  when the newest weights of each copy are there that come in the background
     link:    when the last weights have come so; they share a link
     stored:  when a copy that the last weights have come to was used first, which stores them
+    copiers: when the copies of a block in a direction are done, which are made one after the other
+    left:    when the memory of models that leave a block is free
+    moved:   when a model is copied in a direction
     visits:  visits so far
     """
 
@@ -140,11 +150,19 @@ class _Clock:
     filled: dict[int, float] = field(default_factory=dict)
     link: float = 0.0
     stored: dict[int, float] = field(default_factory=dict)
+    copiers: dict[tuple[int, str], float] = field(default_factory=dict)
+    left: dict[int, float] = field(default_factory=dict)
+    moved: dict[tuple[int, str, int], float] = field(default_factory=dict)
     visits: list[Visit] = field(default_factory=list)
 
     def execute(self, index: int, step: int) -> float:
         """Execute the instruction at ``index`` for batch ``step``; return when the last of its blocks has ended."""
         instruction = self.instructions[index]
+        if instruction.copies:
+            last = max(self._copy(index, instruction, step, block) for block in instruction.blocks)
+            self.done[step, index] = last
+            return last
+        self._await_copies(instruction)
         if instruction.fills >= 0:
             last = self._in_background(index, instruction, step)
         elif instruction.together or not instruction.blocking:
@@ -153,6 +171,24 @@ class _Clock:
             last = max(self._alone(index, instruction, step, block) for block in instruction.blocks)
         self.done[step, index] = last
         return last
+
+    def _copy(self, index: int, instruction: TimedInstruction, step: int, block: int) -> float:
+        """Begin to copy a model in one direction; the block goes on."""
+        way, now, seconds = instruction.copies, self.free[block], self.seconds(index, step)
+        self.visits.append(Visit(index, step, block, now, now, now, now))
+        if not seconds:
+            return now
+        start = max(now, self.copiers.get((block, way), 0.0), self.moved.get((block, "out", instruction.model), 0.0))
+        self.copiers[block, way] = self.moved[block, way, instruction.model] = end = start + seconds
+        if way == "out":
+            self.left[block] = end
+        return end
+
+    def _await_copies(self, instruction: TimedInstruction) -> None:
+        """Let the blocks of an instruction wait for memory that models leave, and for the models that it needs."""
+        for block in (*instruction.blocks, *instruction.calls) if self.copiers else ():
+            arrivals = (self.moved.get((block, "back", model), 0.0) for model in instruction.needs)
+            self.free[block] = max(self.free[block], self.left.get(block, 0.0), *arrivals)
 
     def _jointly(self, index: int, instruction: TimedInstruction, step: int) -> float:
         ready = self._ready(instruction, step)
