@@ -14,7 +14,7 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.strategies.instructions import Instruction, Offload, Release, Reload, Run, Sync
 
 
-class Change(NamedTuple):
+class Transition(NamedTuple):
     """An Offload or a Reload of one rank."""
 
     kind: type[Offload] | type[Reload]
@@ -22,8 +22,8 @@ class Change(NamedTuple):
     is_unchanged: bool = False
 
 
-Changes = dict[int, list[Change]]
-"""Changes next to instructions, by their index."""
+Transitions = dict[int, list[Transition]]
+"""Transitions next to instructions, by their index."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Residence:
     instructions: Sequence[Instruction]
     used: Sequence[Collection[ModelName]]
     rare: Sequence[bool]
-    before: Changes
-    after: Changes
+    before: Transitions
+    after: Transitions
     on_device: frozenset[ModelName]
     movable: frozenset[ModelName]
     engines: frozenset[ModelName]
@@ -70,7 +70,7 @@ class Residence:
                     for each in listed
                 ]
 
-    def _is_unchanged(self, index: int, change: Change, is_after: bool) -> bool:
+    def _is_unchanged(self, index: int, change: Transition, is_after: bool) -> bool:
         if self.rare[index] and is_after:
             return not self._is_changed_by(index, change.model)
         for place in self._back(index, is_after):
@@ -101,22 +101,22 @@ class Residence:
             if each.is_unchanged and not any(each.model in self.used[later] for later in range(first, index))
         }
 
-    def bring_forward(self, change: Change, due: int, first: int) -> None:
+    def bring_forward(self, change: Transition, due: int, first: int) -> None:
         """List a Reload of ``due`` before ``first``, and before it the models that leave."""
         for model, index in self.leaving(first, due).items():
-            self._move(Change(Offload, model, is_unchanged=True), index, first)
+            self._move(Transition(Offload, model, is_unchanged=True), index, first)
             for between in range(first, index):
                 self.present[between].discard(model)
         self._move(change, due, first)
         for between in range(first, due):
             self.present[between].add(change.model)
 
-    def _move(self, change: Change, index: int, first: int) -> None:
+    def _move(self, change: Transition, index: int, first: int) -> None:
         self.before[index].remove(change)
         self.before.setdefault(first, []).append(change)
 
 
-def _changed(models: set[ModelName], changes: Sequence[Change]) -> set[ModelName]:
+def _changed(models: set[ModelName], changes: Sequence[Transition]) -> set[ModelName]:
     gone = {each.model for each in changes if each.kind is Offload}
     return models - gone | {each.model for each in changes if each.kind is Reload}
 

@@ -17,7 +17,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
-from flexrlhf.strategies.prefetch import Change, Changes, Residence, bring_forward, stored_late
+from flexrlhf.strategies.prefetch import Residence, Transition, Transitions, bring_forward, stored_late
 from flexrlhf.strategies.workload import first_alike, works_of
 
 TRAINING = ("train", "update")
@@ -120,9 +120,9 @@ class _Walk:
     sleepers: frozenset[ModelName] = frozenset()
     transient: frozenset[ModelName] = frozenset()
     on_device: set[ModelName] = field(default_factory=set)
-    before: Changes = field(default_factory=dict)
-    after: Changes = field(default_factory=dict)
-    closing: list[Change] = field(default_factory=list)
+    before: Transitions = field(default_factory=dict)
+    after: Transitions = field(default_factory=dict)
+    closing: list[Transition] = field(default_factory=list)
     needs: dict[tuple[int, frozenset[ModelName]], int] = field(default_factory=dict)
 
     @property
@@ -195,8 +195,8 @@ class _Walk:
         return False
 
     @staticmethod
-    def _change(into: list[Change], out: Sequence[ModelName], back: Sequence[ModelName]) -> None:
-        into += [Change(Offload, name) for name in out] + [Change(Reload, name) for name in back]
+    def _change(into: list[Transition], out: Sequence[ModelName], back: Sequence[ModelName]) -> None:
+        into += [Transition(Offload, name) for name in out] + [Transition(Reload, name) for name in back]
 
     def bring_forward(self, late: frozenset[ModelName]) -> None:
         """Reload models before they are due where that fits, and mark what need not be copied.
@@ -298,14 +298,14 @@ def _settled(walk: _Walk) -> _Walk:
     stuck = set(walk.placed) - movable - walk.transient
     walk.on_device = set(stuck)
     walk.walk()
-    walk.closing = [Change(Offload, name) for name in sorted(walk.on_device - stuck)]
+    walk.closing = [Transition(Offload, name) for name in sorted(walk.on_device - stuck)]
     walk.on_device = stuck
     return walk
 
 
-def _merged(neighbour: Instruction | None, changes: Iterable[tuple[int, list[Change]]]) -> list[Instruction]:
+def _merged(neighbour: Instruction | None, changes: Iterable[tuple[int, list[Transition]]]) -> list[Instruction]:
     """Return one instruction for all ranks that offload, or reload, the same model next to ``neighbour``."""
-    ranks: dict[Change, list[int]] = defaultdict(list)
+    ranks: dict[Transition, list[int]] = defaultdict(list)
     for rank, mine in changes:
         for change in mine:
             ranks[change].append(rank)

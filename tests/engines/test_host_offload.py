@@ -41,7 +41,7 @@ def test_host_memory_is_kept_for_the_next_time() -> None:
     assert len(places) == 1
 
 
-def test_what_has_not_changed_is_not_copied_again() -> None:
+def test_unchanged_tensors_are_not_copied_again() -> None:
     values, host_offload = torch.arange(3.0), HostOffload(torch.device("cpu"))
     host_offload.offload([values])
     host_offload.reload()
