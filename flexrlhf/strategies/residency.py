@@ -201,8 +201,8 @@ class _Walk:
     def bring_forward(self, late: frozenset[ModelName]) -> None:
         """Reload models before they are due where that fits, and mark what need not be copied.
 
-        late:  copies that are left out, as are rollout engines, whose library copies them itself, and models that lend
-               weights to copies.
+        late:  copies that are left out, as are engines that sleep or whose library copies them itself, and models that
+               lend weights to copies.
         """
         lenders = {self.memory.sizing.placement[name].role for name in self.memory.sizing.reusing}
         engines = frozenset(name for name in self.placed if self.memory.sizing.placement[name].has_cache)
@@ -210,7 +210,11 @@ class _Walk:
         rare = [_is_rare(each) for each in self.instructions]
         residence = Residence(
             *(self.rank, self.instructions, used, rare, self.before, self.after),
-            *(frozenset(self.on_device), frozenset(self.placed) - engines - self.transient - late - lenders, engines),
+            *(
+                frozenset(self.on_device),
+                frozenset(self.placed) - engines - self.sleepers - self.transient - late - lenders,
+                engines,
+            ),
         )
         residence.mark_unchanged()
 
