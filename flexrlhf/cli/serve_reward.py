@@ -55,14 +55,8 @@ def serve_reward(
 
     A run names the service as reward: {url: http://HOST:PORT/}. Ends on Ctrl-C or SIGTERM.
     """
-    of_functions, of_models = (
-        {"workers": workers, "timeout": timeout},
-        {
-            "device": device,
-            "batch": batch,
-            "max-tokens": max_tokens,
-        },
-    )
+    of_functions = {"workers": workers, "timeout": timeout}
+    of_models = {"device": device, "batch": batch, "max-tokens": max_tokens}
     is_model = Path(path).is_dir()
     for option, value in (of_functions if is_model else of_models).items():
         if value is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flexrlhf.engines.base import Engine
 from flexrlhf.engines.copy_streams import CopyStreams
 
 
@@ -142,25 +143,19 @@ class HostOffload:
         return self._copies[storage._cdata]
 
 
-class Lender:
-    """Part of an engine that lends its weights to a copy (``Engine``)."""
+class Lender(Engine):
+    """An engine that lends its weights to a copy; ``Engine`` in engines/base.py documents the methods."""
 
     _host_offload: HostOffload
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the weights called ``names`` for a copy to use (``Engine.lend``)."""
         lendable = self._lendable()
         lent = {name: lendable[name] for name in names}
         self._host_offload.lend(lent.values())
         return lent
 
     def take_back(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """End the use of ``tensors`` (``Engine.take_back``)."""
         self._host_offload.take_back(tensors)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return this rank's part of every parameter (``Engine.weights``)."""
-        raise NotImplementedError
 
     def _lendable(self) -> dict[str, Tensor]:
         """Return this rank's part of every parameter as passes read it."""

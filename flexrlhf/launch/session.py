@@ -182,10 +182,8 @@ class Session:
     def _parts(self, operator: str, batch: CalledBatch, protocol: Split) -> Parts:
         """Return the prompts of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""
         called = batch.called.operator(OperatorCall(operator, batch.parts))
-        replicas, split = (
-            self.plan.placement.layout_of(called).replica_sets,
-            TransferProtocol(f"of {operator}", protocol),
-        )
+        replicas = self.plan.placement.layout_of(called).replica_sets
+        split = TransferProtocol(f"of {operator}", protocol)
         each = [split.parts(replicas, self.plan.batch.prompts(number)) for number in batch.parts]
         return tuple(tuple(chain.from_iterable(parts)) for parts in zip(*each, strict=True))
 

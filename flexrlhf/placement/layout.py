@@ -83,6 +83,10 @@ class Layout:
         sets, dp = self.tp_sets, self.dp
         return tuple(sum(sets[replica::dp], ()) for replica in range(dp))
 
+    def is_inside(self, other: Layout) -> bool:
+        """Whether each replica is on ranks of one replica of ``other``."""
+        return all(any(set(own) <= set(ranks) for ranks in other.replica_sets) for own in self.replica_sets)
+
     def dp_set(self, rank: int) -> tuple[int, ...]:
         """Return the data-parallel group of ``rank``: the ranks at the same position in every replica."""
         width = self.tp * self.dp

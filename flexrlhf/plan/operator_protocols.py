@@ -67,18 +67,13 @@ def _misfit(protocol: str, operator: Operator, placement: Placement, graph: Grap
             return f"its model has {layout.dp} replicas, which would each compute every row; use tp {len(layout.ranks)}"
         case "rank_zero" if len(layout.ranks) > 1:
             return f"its model is on {ranks_text(layout.ranks)}; place it on one"
-        case "3d_all_micro_dp" if layout.tp >= training.tp or not _is_inside(layout, training):
+        case "3d_all_micro_dp" if layout.tp >= training.tp or not layout.is_inside(training):
             return f"it has tp {layout.tp} in replicas that are not parts of those that train with tp {training.tp}"
-        case "pp_as_dp" if layout.pp >= training.pp or not _is_inside(layout, training):
+        case "pp_as_dp" if layout.pp >= training.pp or not layout.is_inside(training):
             return f"it has pp {layout.pp} in replicas that are not parts of those that train with pp {training.pp}"
         case "all_to_all":
             return _travels(operator, placement, graph, BatchShape.of(spec))
     return ""
-
-
-def _is_inside(layout: Layout, training: Layout) -> bool:
-    """Whether each replica of ``layout`` is on ranks of one that trains."""
-    return all(any(set(own) <= set(other) for other in training.replica_sets) for own in layout.replica_sets)
 
 
 def _travels(operator: Operator, placement: Placement, graph: Graph, batch: BatchShape) -> str:

@@ -362,6 +362,11 @@ class _Residence(_OfModel):
     def due(self, step: int, steps: int) -> bool:
         return super().due(step, steps) if self.rare else step >= 0
 
+    @property
+    def copies(self) -> bool:
+        """Whether weights and optimizer state are copied."""
+        return not self.is_refilled
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(_Residence):
@@ -374,8 +379,7 @@ class Offload(_Residence):
 
     @property
     def copies(self) -> bool:
-        """Whether host memory receives them."""
-        return not (self.is_refilled or self.is_unchanged)
+        return super().copies and not self.is_unchanged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,11 +210,9 @@ class _Walk:
         rare = [_is_rare(each) for each in self.instructions]
         residence = Residence(
             *(self.rank, self.instructions, used, rare, self.before, self.after),
-            *(
-                frozenset(self.on_device),
-                frozenset(self.placed) - engines - self.sleepers - self.transient - late - lenders,
-                engines,
-            ),
+            on_device=frozenset(self.on_device),
+            movable=frozenset(self.placed) - engines - self.sleepers - self.transient - late - lenders,
+            engines=engines,
         )
         residence.mark_unchanged()
 
@@ -263,10 +261,10 @@ def with_residency(
 
 
 def _with_next_use(instructions: Sequence[Instruction], placement: Placement) -> Iterator[Instruction]:
-    """Yield ``instructions`` with facts of the next use of a model: a rollout engine that sleeps until its Sync leaves
-    no copy of its weights, and a Reload overlaps calls before it.
+    """Yield ``instructions`` with facts of the next use of a model: whether a Reload overlaps calls before it, and
+    whether a rollout engine sleeps until its Sync, so that it leaves no copy of its weights.
 
-    With adapters it does: a Sync brings the adapters alone, merged into the weights that they change.
+    With adapters it leaves one: a Sync brings the adapters alone, merged into the weights that they change.
     """
     for index, each in enumerate(instructions):
         if not isinstance(each, Offload | Reload):

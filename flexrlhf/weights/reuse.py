@@ -16,6 +16,7 @@ from functools import cached_property
 from flexrlhf.config.engines import TORCH
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.boxes import intersection
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 from flexrlhf.weights.shards import Part, Parts, fused_name, parts_on, shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
@@ -106,5 +107,4 @@ def bytes_of(model: PlacedModel, elements: int) -> int:
 
 def _contains(outer: Part, inner: Part) -> bool:
     """Whether a part of a tensor, not empty, is inside another one, of which it then is a view."""
-    sides = zip(outer.box, inner.box, strict=True)
-    return inner.num_elements > 0 and all(one.start <= other.start and other.stop <= one.stop for one, other in sides)
+    return intersection(outer.box, inner.box) == inner.box

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.world import as_world
-from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, partition, shard, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
@@ -108,7 +108,7 @@ def device_of_local_rank(device: torch.device) -> Iterator[None]:
             os.environ["LOCAL_RANK"] = before
 
 
-class DeepSpeedEngine(Lender, Engine):
+class DeepSpeedEngine(Lender):
     """Copy of a model on this rank, or a ZeRO shard of one; ``Engine`` in engines/base.py documents the methods.
 
     ``weights`` of a 16-bit model are in 16 bits: the float32 masters are in flat partitions without parameter names.

@@ -17,7 +17,6 @@ from flexrlhf.config.engines import MEGATRON
 from flexrlhf.engines.base import (
     WEIGHTS,
     Batch,
-    Engine,
     EngineContext,
     Loss,
     MemoryUsage,
@@ -43,7 +42,7 @@ from flexrlhf.weights.shapes import model_sizes
 from flexrlhf.weights.shards import whole
 
 
-class MegatronEngine(Lender, Engine):
+class MegatronEngine(Lender):
     """Stage of a model on this rank; ``Engine`` in engines/base.py documents the methods.
 
     ``weights`` of a 16-bit model are in 16 bits: with zero 1 the float32 masters are in flat ranges.

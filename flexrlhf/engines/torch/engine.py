@@ -15,7 +15,6 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import (
     WEIGHTS,
     Batch,
-    Engine,
     EngineContext,
     Loss,
     MemoryUsage,
@@ -37,7 +36,7 @@ from flexrlhf.operators.columns import Column
 from flexrlhf.weights.shards import tensor_parallel_dim
 
 
-class TorchEngine(Lender, Engine):
+class TorchEngine(Lender):
     """Part of a model on this rank; ``Engine`` in engines/base.py documents the methods.
 
     A trained 16-bit model that FSDP2 does not shard has float32 master weights next to its parameters.

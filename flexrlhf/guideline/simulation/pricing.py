@@ -231,7 +231,7 @@ class Pricer:
 
     def _switch(self, instruction: Offload | Reload) -> Cost:
         """Return the time of the first rank of a stage, which has most where shards are uneven."""
-        if instruction.is_refilled or (isinstance(instruction, Offload) and not instruction.copies):
+        if not instruction.copies:
             return self.costs.switch(0, self.device(instruction.ranks[0]))
         model = self.plan.placement[instruction.model]
         states = [self.plan.state(model, rank) for rank in model.layout.pp_set(instruction.ranks[0])]
