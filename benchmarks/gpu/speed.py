@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.gpu.clock import TimeBudget, Unfinished
 from benchmarks.gpu.machine import Scale, memory_gb, peak_flops
 from benchmarks.gpu.results import LeftOut, Row
-from benchmarks.gpu.workload import run_config
+from benchmarks.gpu.workload import run_config, write_model
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.placement.placed import PlacedModel
@@ -56,9 +56,10 @@ def run_speed(
         if config is None:
             yield LeftOut(STAGE, algorithm, "no model fits the free memory")
             continue
+        model = write_model(directory, config, scale.dtype, device)
         try:
             yield from _measured(
-                algorithm, run_config(f"{algorithm}-speed", directory, scale, config, device), budget, peak
+                algorithm, run_config(f"{algorithm}-speed", directory, scale, model, device), budget, peak
             )
             yield _trl(algorithm, directory, scale, config, device, budget, trl)
         except Unfinished as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.machine import Scale
 from flexrlhf.data.quickstart.corpus import build_tokenizer
@@ -27,16 +30,30 @@ def write_data(directory: Path, scale: Scale) -> None:
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
-def run_config(name: str, directory: Path, scale: Scale, model: dict[str, Any], device: str, **rest: Any) -> Path:
-    """Write the YAML of a run and return its path. ``name`` begins with its algorithm."""
+def write_model(directory: Path, model: Mapping[str, Any], dtype: str, device: str) -> Path:
+    """Write a random model, made on ``device``; return its directory. Ranks would make each of theirs on one core."""
+    path = directory / f"model-{model['hidden_size']}"
+    if not path.exists():
+        with torch.device(device):
+            config = AutoConfig.for_model(**model)
+            AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(path)
+    return path
+
+
+def run_config(
+    name: str, directory: Path, scale: Scale, model: Mapping[str, Any] | Path, device: str, **rest: Any
+) -> Path:
+    """Write the YAML of a run; return its path. ``name`` begins with its algorithm, ``model`` is a config or directory."""
     algorithm = name.partition("-")[0]
-    settings = {"init": deepcopy(model), "dtype": scale.dtype, "micro_batch_tokens": scale.micro}
+    source = {"path": str(model)} if isinstance(model, Path) else {"init": deepcopy(dict(model))}
+    settings = {**source, "dtype": scale.dtype, "micro_batch_tokens": scale.micro}
+    reward = {"new_head": True} if isinstance(model, Path) else {}
     many = {"samples_per_prompt": scale.samples} if algorithm == "grpo" else {}
     rows = scale.prompts if algorithm == "grpo" else scale.prompts * scale.samples
     raw = {
         "name": name,
         "algorithm": {"name": algorithm, "prompts_per_step": rows, "num_mini_batches": 2, **many},
-        "models": {role: deepcopy(settings) for role in ROLES[algorithm]},
+        "models": {role: deepcopy(settings | (reward if role == "reward" else {})) for role in ROLES[algorithm]},
         "data": {
             "path": str(directory / "prompts.jsonl"),
             "tokenizer": str(directory / "tokenizer"),
