@@ -61,7 +61,7 @@ def run_speed(
             yield from _measured(
                 algorithm, run_config(f"{algorithm}-speed", directory, scale, model, device), budget, peak
             )
-            yield _trl(algorithm, directory, scale, config, device, budget, trl)
+            yield _trl(algorithm, directory, scale, model, device, budget, trl)
         except Unfinished as error:
             yield LeftOut(STAGE, algorithm, str(error))
     yield Row(STAGE, "peak of MFU", f"{peak / 1e12:.3g} TFLOP/s, {source}", {"flops": peak})
@@ -138,7 +138,7 @@ def _trl(
     algorithm: str,
     directory: Path,
     scale: Scale,
-    config: dict[str, Any],
+    model: Path,
     device: str,
     budget: TimeBudget,
     trl: str | None,
@@ -149,7 +149,7 @@ def _trl(
         return LeftOut(STAGE, name, "trl is not installed; --trl PYTHON names an environment that has it")
     request = directory / f"trl-{algorithm}.json"
     sizes = vars(replace(scale, small={}, large=()))
-    settings = {"algorithm": algorithm, "model": config, "device": device, "directory": str(directory)}
+    settings = {"algorithm": algorithm, "model": str(model), "device": device, "directory": str(directory)}
     request.write_text(json.dumps({**sizes, **settings}))
     script = Path(__file__).with_name("trl_steps.py")
     variables = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}

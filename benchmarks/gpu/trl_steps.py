@@ -19,7 +19,6 @@ import torch
 import trl
 from datasets import Dataset
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -57,7 +56,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 class Request:
     """Model and batch of the training.
 
-    fields:   sizes of ``benchmarks.gpu.machine.Scale``, the model's config, the device and the directory
+    fields:   sizes of ``benchmarks.gpu.machine.Scale``, the model's directory, the device and the run's directory
     lengths:  mean tokens of the responses of each generation
     """
 
@@ -95,17 +94,12 @@ class Request:
         } | rest
 
     def model(self, kind: Any, **settings: Any) -> Any:
-        """Return a model of a class of transformers, with random weights, which are the same in each call."""
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(**{**self.fields["model"], **settings})
-        return kind.from_config(config, dtype=getattr(torch, self.fields["dtype"]))
+        """Return the model, of a class of transformers; a head that its files lack has random weights."""
+        return kind.from_pretrained(self.fields["model"], dtype=getattr(torch, self.fields["dtype"]), **settings)
 
 
 def grpo(request: Request) -> tuple[Any, StepClock]:
     """Return TRL's GRPO, whose optimizer steps are calls of the clock."""
-    # TRL loads the reference from the model's directory
-    path = request.directory / "trl-model"
-    request.model(AutoModelForCausalLM, use_cache=True).save_pretrained(path)
     longest = request.fields["response"]
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -125,7 +119,7 @@ def grpo(request: Request) -> tuple[Any, StepClock]:
         )
     )
     trainer = trl.GRPOTrainer(
-        model=str(path),
+        model=request.fields["model"],
         reward_funcs=reward,
         args=arguments,
         train_dataset=Dataset.from_list(request.prompts),

@@ -43,7 +43,7 @@ def write_model(directory: Path, model: Mapping[str, Any], dtype: str, device: s
 def run_config(
     name: str, directory: Path, scale: Scale, model: Mapping[str, Any] | Path, device: str, **rest: Any
 ) -> Path:
-    """Write the YAML of a run; return its path. ``name`` begins with its algorithm, ``model`` is a config or directory."""
+    """Write the YAML of a run and return its path. ``name`` begins with its algorithm; ``model`` may be a directory."""
     algorithm = name.partition("-")[0]
     source = {"path": str(model)} if isinstance(model, Path) else {"init": deepcopy(dict(model))}
     settings = {**source, "dtype": scale.dtype, "micro_batch_tokens": scale.micro}
