@@ -173,8 +173,7 @@ class Session:
 
     def _call(self, call: OperatorCall, batch: CalledBatch) -> CalledBatch | Metrics:
         self._check_current(batch)
-        run = batch.called.add(call)[-1]
-        assert isinstance(run, Run), "a call ends with its run"
+        (run,) = (each for each in batch.called.add(call) if isinstance(each, Run))
         self._ranks.send({**call.message, "do": "call"})
         number = sum(isinstance(each, Run) for each in batch.called.instructions) - 1
         return Metrics(self, batch, number) if run.operator.kind in ("train", "loss") else batch
@@ -247,7 +246,8 @@ class Session:
         return load_run_tokenizer(self.plan)
 
     def _new_step(self) -> CalledStep:
-        return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch)
+        before = None if self._last is None else self._last.called
+        return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch, before)
 
     def _check_current(self, batch: CalledBatch) -> None:
         if self._batch is None or batch.called is not self._batch.called:

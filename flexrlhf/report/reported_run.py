@@ -161,7 +161,7 @@ def _as_called(plan: Plan, contents: RunContents) -> Plan:
     lines = read_lines(contents.directory / CALLS)
     if not lines or [line["step"] for line in lines[-1:]] != [row["step"] for row in contents.rows[-1:]]:
         return plan
-    called = called_again(lines[-1]["calls"], plan.graph, plan.placement, plan.batch)
+    called = called_again((line["calls"] for line in lines[-2:]), plan.graph, plan.placement, plan.batch)
     return replace(plan, schedule=called_schedule(plan.schedule.instructions, called, lines[-1]["step"]))
 
 

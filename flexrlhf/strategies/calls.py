@@ -1,7 +1,8 @@
 """Instructions of calls: a program calls operators of a graph in an order of its own, and each call becomes the moves
 of what it reads and the run itself, by the same builder as a schedule's.
 
-What the program calls is known only step by step, so rows move when they are first read.
+A program calls much the same in every step. So the columns that a call writes leave at once for the calls of the step
+before that read them, as in a schedule; other rows move when they are first read.
 """
 
 from __future__ import annotations
@@ -56,22 +57,31 @@ class OperatorCall:
 class CalledStep:
     """Calls of one step, in the order of the program.
 
+    expected:      readers of columns as they are written: the calls of the step before.
     written:       column → the tasks that have written it, each in some mini-batches.
+    called:        tasks on planned ranks so far, in order.
     instructions:  of the calls so far.
     """
 
     graph: Graph
     builder: Builder
+    expected: Sequence[OperatorTask] = ()
     written: dict[str, list[OperatorTask]] = field(default_factory=dict)
+    called: dict[OperatorTask, None] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, graph: Graph, placement: Placement, shape: BatchShape) -> CalledStep:
-        """Return a step without calls."""
-        return cls(graph, Builder(placement, shape))
+    def begin(
+        cls, graph: Graph, placement: Placement, shape: BatchShape, before: CalledStep | None = None
+    ) -> CalledStep:
+        """Return a step without calls. ``before``: the step before it; None: the first of a session."""
+        return cls(graph, Builder(placement, shape), () if before is None else tuple(before.called))
 
     def add(self, call: OperatorCall) -> list[Instruction]:
-        """Return the instructions of a call. Raises UserError for one that this step cannot have."""
+        """Return the instructions of a call: moves to it, its run, and moves from it to calls that are expected.
+
+        Raises UserError for a call that this step cannot have.
+        """
         operator = self.operator(call)
         self._check_columns(operator, call)
         task = OperatorTask(operator, self.graph.waves[call.operator], None, 0, called=call.mini_batches)
@@ -89,7 +99,9 @@ class CalledStep:
         self.builder.placement = planned
         for name in operator.writes:
             self.written.setdefault(name, []).append(task)
-        added = [*moves, run]
+        if not call.parts:
+            self.called[task] = None
+        added = [*moves, run, *self.builder.moves([task], self.expected)]
         self.instructions += added
         return added
 
@@ -198,13 +210,15 @@ CALLS = "calls.jsonl"
 
 
 def called_again(
-    messages: Iterable[Mapping[str, Any]], graph: Graph, placement: Placement, shape: BatchShape
+    steps: Iterable[Iterable[Mapping[str, Any]]], graph: Graph, placement: Placement, shape: BatchShape
 ) -> list[Instruction]:
-    """Return the instructions of a step by the messages of its calls."""
-    step = CalledStep.begin(graph, placement, shape)
-    for message in messages:
-        step.add(OperatorCall.of(message))
-    return step.instructions
+    """Return the instructions of the last of ``steps`` by the messages of their calls, in a row."""
+    step: CalledStep | None = None
+    for messages in steps:
+        step = CalledStep.begin(graph, placement, shape, step)
+        for message in messages:
+            step.add(OperatorCall.of(message))
+    return [] if step is None else step.instructions
 
 
 def around_calls(instructions: Sequence[Instruction], step: int, steps: int, before: bool) -> Iterator[Instruction]:

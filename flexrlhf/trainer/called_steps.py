@@ -72,7 +72,7 @@ class CalledTrainer:
         """``next_step``: that the program begins with, which is told."""
         self._trainer, self._rank, self._steps, self._feed = trainer, rank, steps, feed
         self._plan, self._next_step = rank.plan, next_step
-        self._called = self._new_step()
+        self._called = self._new_step(None)
         # position and run of each call of the step, and its message
         self._runs: list[tuple[int, Run]] = []
         self._messages: list[Message] = []
@@ -84,7 +84,7 @@ class CalledTrainer:
         while (message := self._feed.next())["do"] != "close":
             match message["do"]:
                 case "begin":
-                    self._called, self._runs, self._messages = self._new_step(), [], []
+                    self._called, self._runs, self._messages = self._new_step(self._called), [], []
                     self._take_prompts(message["examples"])
                     self._trainer.begin_round(self._next_step)
                     self._around(before=True)
@@ -102,8 +102,8 @@ class CalledTrainer:
         self._trainer.finish(self._next_step)
         return self._next_step
 
-    def _new_step(self) -> CalledStep:
-        return CalledStep.begin(self._plan.graph, self._plan.placement, self._plan.batch)
+    def _new_step(self, before: CalledStep | None) -> CalledStep:
+        return CalledStep.begin(self._plan.graph, self._plan.placement, self._plan.batch, before)
 
     def _take_prompts(self, path: str | None) -> None:
         """Take the prompts of a step from a file of the program's; without one they are of the data."""

@@ -25,17 +25,17 @@ PRETRAINED = "algorithm.ptx={path: texts.jsonl, coefficient: 0.5}"
 PLACEMENTS = [([1, 1, 1, 1], 2), ([0.5] * 4, 2), ([1, 1, 0.5, 0.5], 4), ([0.5] * 6, 4)]
 
 
-def begin(plan: Plan) -> CalledStep:
-    return CalledStep.begin(plan.graph, plan.placement, plan.batch)
+def begin(plan: Plan, before: CalledStep | None = None) -> CalledStep:
+    return CalledStep.begin(plan.graph, plan.placement, plan.batch, before)
 
 
-def call_all(plan: Plan, *without: str) -> list[Instruction]:
-    """The instructions of the operators in the order of the graph."""
-    step = begin(plan)
+def call_all(plan: Plan, *without: str, before: CalledStep | None = None) -> CalledStep:
+    """A step with calls of the operators in the order of the graph."""
+    step = begin(plan, before)
     for operator in plan.graph.operators:
         if operator.name not in without:
             step.add(OperatorCall(operator.name, plan.batch.mini_batches))
-    return step.instructions
+    return step
 
 
 def traffic(instructions: list[Instruction]) -> Counter[tuple[str, int, int]]:
@@ -49,13 +49,22 @@ def traffic(instructions: list[Instruction]) -> Counter[tuple[str, int, int]]:
 
 @pytest.mark.parametrize(("vector", "devices"), PLACEMENTS)
 def test_calls_in_the_order_of_the_graph_are_its_schedule(vector: list[float], devices: int) -> None:
-    """Each rank receives the rows that the schedule brings it, and runs what the schedule has it run."""
+    """Each rank receives the rows that the schedule brings it, and runs what the schedule has it run. From the second
+    step on rows leave right behind the run that has written them."""
     plan = whole_plan_of(vector, devices)
-    called, planned = call_all(plan), list(plan.schedule.instructions)
-    runs = [{each for each in some if isinstance(each, Run)} for some in (called, planned)]
-    assert runs[0] == runs[1]
-    received = [Counter({(c, d): n for (c, _, d), n in traffic(some).items()}) for some in (called, planned)]
-    assert received[0] == received[1]
+    first = call_all(plan)
+    second, planned = call_all(plan, before=first).instructions, list(plan.schedule.instructions)
+    for called in (first.instructions, second):
+        runs = [{each for each in some if isinstance(each, Run)} for some in (called, planned)]
+        assert runs[0] == runs[1]
+        received = [Counter({(c, d): n for (c, _, d), n in traffic(some).items()}) for some in (called, planned)]
+        assert received[0] == received[1]
+    written: tuple[str, ...] = ()
+    for each in second:
+        if isinstance(each, Run):
+            written = each.operator.writes
+        elif isinstance(each, Move):
+            assert set(each.columns) <= set(written)
 
 
 def test_calls_on_parts_of_a_batch_are_the_chunks_of_a_schedule() -> None:
@@ -83,11 +92,17 @@ def test_calls_on_parts_of_a_batch_are_the_chunks_of_a_schedule() -> None:
 
 def test_the_report_of_a_session_has_the_last_step_as_it_was_called(tmp_path: Path) -> None:
     plan = whole_plan_of([0.5] * 4, 2, "algorithm.num_mini_batches=2", f"runs={tmp_path}")
-    step, everything, first = begin(plan), plan.batch.mini_batches, range(1)
-    calls = [OperatorCall("generate", everything), OperatorCall("values", first, parts=((0, 1, 2, 3),))]
-    messages = [{"do": "call", **call.message} for call in calls]
+    before, everything, first = begin(plan), plan.batch.mini_batches, range(1)
+    earlier = [OperatorCall(name, everything) for name in ("generate", "ref_logprobs")]
+    for call in earlier:
+        before.add(call)
+    calls = [earlier[0], OperatorCall("values", first, parts=((0, 1, 2, 3),))]
+    step, steps = begin(plan, before), (earlier, calls)
     contents = RunContents(tmp_path, spec=plan.spec, rows=({"step": 0}, {"step": 1}))
-    (tmp_path / CALLS).write_text(json.dumps({"step": 1, "calls": messages}))
+    with (tmp_path / CALLS).open("w") as file:
+        for number, of_step in enumerate(steps):
+            messages = [{"do": "call", **call.message} for call in of_step]
+            file.write(json.dumps({"step": number, "calls": messages}) + "\n")
     called, notes = plan_of_run(contents)
     assert called is not None and not notes
     listed = [each for each in called.schedule.instructions if isinstance(each, Run | Move)]
@@ -121,16 +136,17 @@ def test_a_call_on_a_part_reads_that_part_alone() -> None:
 
 def test_rows_that_no_call_reads_do_not_travel() -> None:
     plan = whole_plan_of([0.5] * 4)
-    columns = {
-        column for column, _, _ in traffic(call_all(plan, "values", "advantages", "train_actor", "train_critic"))
-    }
-    assert "scores" not in columns and "tokens" in columns
+    without = ("values", "advantages", "train_actor", "train_critic")
+    first = call_all(plan, *without)
+    for step in (first, call_all(plan, *without, before=first)):
+        columns = {column for column, _, _ in traffic(step.instructions)}
+        assert "scores" not in columns and "tokens" in columns
 
 
 @pytest.mark.parametrize(("vector", "devices"), PLACEMENTS)
 def test_a_traced_step_is_priced_as_the_planned_one(vector: list[float], devices: int) -> None:
     plan = whole_plan_of(vector, devices)
-    traced = replace(plan, schedule=called_schedule(plan.schedule.instructions, call_all(plan), 0))
+    traced = replace(plan, schedule=called_schedule(plan.schedule.instructions, call_all(plan).instructions, 0))
     assert simulate(traced, Fixed()).seconds == pytest.approx(simulate(plan, Fixed()).seconds, rel=0.1)
 
 
