@@ -156,8 +156,10 @@ class ModelSpec(StrictModel):
     fallback_dtype: Literal["float16", "float32"] | None = Field(
         None, description="the type instead of bfloat16 on device classes without it, such as V100; null: refused"
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
-        "sdpa", description="kernel of transformers' attention; the last two on GPUs alone"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "auto",
+        description="auto: by the lengths of sequences, without a mask, in Llama, Mistral, Qwen2 and Qwen3, else sdpa; "
+        "or a kernel of transformers' attention, the last two on GPUs alone",
     )
     liger: bool = Field(False, description="norms and MLPs by Liger's kernels, on GPUs")
     compile: bool = Field(False, description="compile the layers (torch.compile), on GPUs")

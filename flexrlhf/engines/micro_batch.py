@@ -1,7 +1,7 @@
 """Micro-batches: rows of a batch laid out for one pass of a model, without padding between prompt and response.
 
-``memory/packed_rows.py`` decides which sequences are in which row of a pass. Here tokens, positions and attention mask
-of the rows are built from that, and the places at which the outputs of each sequence are read.
+``memory/packed_rows.py`` decides which sequences are in which row of a pass. Here tokens, positions and attention of
+the rows are built from that, and the places at which the outputs of each sequence are read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.engines.attended_spans import Span
+from flexrlhf.engines.attention import PassAttention
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import DTYPES
-from flexrlhf.memory.packed_rows import PackedPass, Place, TextGroup, Unit, as_units, may_pack, packed, units_of
+from flexrlhf.memory.packed_rows import (
+    PackedPass,
+    Place,
+    TextGroup,
+    Unit,
+    as_units,
+    may_pack,
+    packed,
+    takes_lengths,
+    units_of,
+)
 from flexrlhf.operators.columns import Lengths
 
 
@@ -32,6 +44,7 @@ class PassSettings:
     packs:    whether several sequences are in one row.
     shares:   whether sequences with the same prompt share one copy of it.
     dtype:    of the mask that separates sequences in a row.
+    masks:    whether attention reads a mask; else it takes the lengths of sequences.
     multiple: of which the tokens of a row are.
     """
 
@@ -40,18 +53,20 @@ class PassSettings:
     packs: bool = False
     shares: bool = False
     dtype: torch.dtype = torch.float32
+    masks: bool = True
     multiple: int = 1
 
 
 def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device) -> PassSettings:
     """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
-    window = getattr(config, "sliding_window", None)
+    of_model = config.model_type, settings.attention, getattr(config, "sliding_window", None), lengths.total
     return PassSettings(
         lengths=lengths,
         budget=settings.micro_batch_tokens,
-        packs=settings.pack_texts and may_pack(config.model_type, settings.attention, window, lengths.total),
+        packs=settings.pack_texts and may_pack(*of_model),
         shares=settings.share_prompts,
         dtype=DTYPES[settings.dtype],
+        masks=not takes_lengths(*of_model),
         # torch's attention would copy a mask of any other width in each layer
         multiple=1 if device.type == "cpu" else 8,
     )
@@ -65,7 +80,9 @@ class MicroBatch:
     order:           int64 (n,), their places in the batch that was split.
     tokens:          int64 (m, W).
     position_ids:    int64 (m, W), 0 at the first token of each sequence.
-    numbers:         int64 (2, m, W): the sequence of each token, and the prompt that it follows; -1 of padding.
+    attended:        the tokens that attend to each other; None: ``attention_mask`` is read.
+    numbers:         int64 (2, m, W): the sequence of each token, and the prompt that it follows; -1 of padding; None
+                     without a mask.
     mask_dtype:      of the mask that separates several sequences in a row; None: rows with one each, in a model that
                      masks padding itself.
     places:          int64 (n, L), places of the tokens of each sequence in the flattened m x W; 0 behind its end.
@@ -81,7 +98,8 @@ class MicroBatch:
     order: Tensor
     tokens: Tensor
     position_ids: Tensor
-    numbers: Tensor
+    attended: PassAttention | None
+    numbers: Tensor | None
     mask_dtype: torch.dtype | None
     places: Tensor
     prompt_lengths: Tensor
@@ -98,9 +116,9 @@ class MicroBatch:
         return self.tokens.shape[1]
 
     @property
-    def has_one_text_in_a_row(self) -> bool:
-        """Whether causal attention and positions from 0 suit the sequences, behind which all padding is."""
-        return self.mask_dtype is not None and self.num_texts == len(self.tokens)
+    def has_mask(self) -> bool:
+        """Whether attention reads a mask: causal attention suits one sequence in a row, behind which all padding is."""
+        return self.numbers is not None and (self.mask_dtype is None or self.num_texts != len(self.tokens))
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -109,11 +127,11 @@ class MicroBatch:
 
         Made anew for each pass, because the masks of a whole mini-batch are larger than a pass.
         """
+        if not self.has_mask or self.numbers is None:
+            return None
         texts, prompts = self.numbers.unbind()
         if self.mask_dtype is None:
             return (texts >= 0).long()
-        if self.has_one_text_in_a_row:
-            return None
         keys = texts[:, None, :]
         is_seen = ((texts[:, :, None] == keys) | (prompts[:, :, None] == keys)).tril()
         mask = torch.zeros(is_seen.shape, dtype=self.mask_dtype, device=texts.device)
@@ -188,7 +206,8 @@ def _composed(batch: Batch, prompts: Sequence[int], texts: _Texts, settings: Pas
         for unit in each.units:
             starts |= {row: starts[first]._replace(row=row) for row, first in units[unit].repeated.items()}
         numbers = [starts[row] for row in sorted(starts)]
-        yield _laid_out(batch, numbers, num_texts, texts, each, settings)
+        attended = None if settings.masks else _attended(each, units, fills=batch.rows.device.type != "cpu")
+        yield _laid_out(batch, numbers, num_texts, texts, each, settings, attended)
 
 
 def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch:
@@ -301,8 +320,40 @@ def _starts(place: int, row: Sequence[Place], units: Sequence[_Unit]) -> Iterato
             place += response
 
 
+def _attended(each: PackedPass, units: Sequence[_Unit], fills: bool) -> PassAttention:
+    """Return which tokens of the rows of a pass attend to each other.
+
+    fills: whether padding behind the sequences of a row is one more, for kernels that would skip places by copies.
+    """
+    own: list[Span] = []
+    responses: list[Span] = []
+    prompts: list[Span] = []
+    for number, row in enumerate(each.rows):
+        place = number * each.width
+        for unit, index in row:
+            group = units[unit].groups[index]
+            is_alone = len(group.responses) == 1
+            parts = (group.tokens,) if is_alone else (group.prompt, *group.responses)
+            if not is_alone and (answered := sum(group.responses)):
+                responses.append((place + group.prompt, answered))
+                prompts.append((place, group.prompt))
+            for length in filter(None, parts):
+                own.append((place, length))
+                place += length
+        left = (number + 1) * each.width - place
+        if fills and left:
+            own.append((place, left))
+    return PassAttention.of(own, responses, prompts)
+
+
 def _laid_out(
-    batch: Batch, starts: Sequence[_Start], num_texts: int, texts: _Texts, each: PackedPass, settings: PassSettings
+    batch: Batch,
+    starts: Sequence[_Start],
+    num_texts: int,
+    texts: _Texts,
+    each: PackedPass,
+    settings: PassSettings,
+    attended: PassAttention | None,
 ) -> MicroBatch:
     """Build the micro-batch of one pass. ``starts``: in the order of the batch; ``num_texts``: different ones."""
     shape = (len(each.rows), each.width)
@@ -324,7 +375,10 @@ def _laid_out(
     nothing = np.full(each.tokens, -1)
     # positions of padding go on, as if one sequence filled the row
     positions = filled(columns, np.tile(np.arange(each.width), len(each.rows)))
-    numbers = filled(np.where(in_prompt, prompt[:, None], number[:, None]), nothing)
+    numbers = None
+    if attended is None:
+        own_number = filled(np.where(in_prompt, prompt[:, None], number[:, None]), nothing)
+        numbers = np.stack([own_number, filled(prompt[:, None], nothing)])
     longest = int(responses.max())
     scored = np.flatnonzero(np.arange(longest) < responses[:, None])
 
@@ -340,7 +394,8 @@ def _laid_out(
         order=rows,
         tokens=on_device(filled(own, np.zeros_like(nothing))),
         position_ids=on_device(positions),
-        numbers=on_device(np.stack([numbers, filled(prompt[:, None], nothing)])),
+        attended=attended,
+        numbers=None if numbers is None else on_device(numbers),
         mask_dtype=settings.dtype if settings.packs else None,
         places=on_device(places),
         prompt_lengths=on_device(prompts),

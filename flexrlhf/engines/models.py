@@ -26,8 +26,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
+from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
 from flexrlhf.errors import UserError
+from flexrlhf.memory.packed_rows import PACKED_FAMILIES
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
@@ -95,6 +97,8 @@ def settle(model: PreTrainedModel, placed: PlacedModel, pad_token_id: int | None
         settle_padding(model.config, reads_last, placed.trained, None if placed.settings.lora else pad_token_id)
     # saved with the model; other tools select the class by it
     model.config.architectures = [type(model).__name__]
+    if placed.settings.attention == "auto" and model.config.model_type in PACKED_FAMILIES:
+        model.config._attn_implementation = BY_SEQUENCES
     if not placed.trained:
         model.requires_grad_(False)
     model.eval()
@@ -153,7 +157,7 @@ def may_lack_head(placed: PlacedModel) -> bool:
 def _options(placed: PlacedModel) -> dict[str, Any]:
     settings = placed.settings
     # without this option transformers takes sdpa, or eager where a family lacks it
-    attention = {} if settings.attention == "sdpa" else {"attn_implementation": settings.attention}
+    attention = {} if settings.attention in ("auto", "sdpa") else {"attn_implementation": settings.attention}
     return {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code, **attention}
 
 
@@ -193,13 +197,17 @@ def _check_loaded(key: str, info: Mapping[str, Any], optional: Collection[str]) 
         raise UserError(lacking(key, missing))
 
 
-def _scores_everywhere(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+def _scores_everywhere(
+    self: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **arguments: Any
+) -> Tensor:
     """Forward of a sequence classifier that returns scores at every position, float32 (n, width).
 
     The model's own forward returns one position, which it derives from the pad token instead of the mask.
     """
     base = getattr(self, self.base_model_prefix)
-    out = base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    out = base(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **arguments
+    )
     scores: Tensor = self.score(out.last_hidden_state).squeeze(-1).float()
     return scores.clone()  # a new tensor: FSDP2 warns of a module that returns a view
 

@@ -60,7 +60,7 @@ class Passes:
         """Sample responses, as ``Engine.generate``."""
         lengths = self.readout.lengths
         # where sequences may be packed, attention sees what a mask of all layers says
-        masks_once = self.pass_settings.packs and self.settings.attention == "sdpa"
+        masks_once = self.pass_settings.packs and self.settings.attention in ("auto", "sdpa")
         decoding = Decoding(self.model, batch, sampling, lengths.response, self.settings.share_prompts, masks_once)
         num_rows = max(1, self.settings.generate_tokens // (lengths.prompt + lengths.response))
         calls = decoding.calls(num_rows)
@@ -160,7 +160,9 @@ class Passes:
         return out.logits, out.scores
 
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
-        with _no_search_for_texts() if piece.has_one_text_in_a_row else nullcontext():
+        if piece.attended is not None:
+            arguments["attended"] = piece.attended
+        with nullcontext() if piece.has_mask else _no_search_for_texts():
             return self.call(
                 input_ids=piece.tokens,
                 attention_mask=piece.attention_mask,

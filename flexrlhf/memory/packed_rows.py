@@ -22,8 +22,8 @@ from flexrlhf.weights.shapes import ModelShape
 
 PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose attention in transformers takes any mask, where no window restricts it."""
-MASKED_ATTENTION = ("sdpa", "eager")
-"""Kernels of attention that take any mask as numbers."""
+PACKED_ATTENTION = ("auto", "sdpa", "eager")
+"""Values of ``attention`` that compute several sequences in a row: by their lengths, or under a mask as numbers."""
 EQUAL_WIDTH = 4096
 """Width at which dense attention over a row is taken to cost as much as all else: 6 times a hidden size of 683."""
 PASS_COST = 64
@@ -93,8 +93,13 @@ class PackedPass:
 
 def may_pack(model_type: str, attention: str, window: int | None, longest: int) -> bool:
     """Whether several sequences may be in one row. ``window``: of sliding attention; ``longest``: tokens of one."""
-    takes_masks = model_type in PACKED_FAMILIES and attention in MASKED_ATTENTION
-    return takes_masks and (window is None or window >= longest)
+    is_packed = model_type in PACKED_FAMILIES and attention in PACKED_ATTENTION
+    return is_packed and (window is None or window >= longest)
+
+
+def takes_lengths(model_type: str, attention: str, window: int | None, longest: int) -> bool:
+    """Whether passes compute attention by the lengths of sequences; the arguments are as in ``may_pack``."""
+    return attention == "auto" and may_pack(model_type, attention, window, longest)
 
 
 def units_of(group: TextGroup, budget: int, shares: bool, compares: bool) -> tuple[Unit, ...]:

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
+from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.models import compile_layers, load_model, use_kernels
 from flexrlhf.engines.optimizers import make_optimizer, optimizer_moments
 
@@ -27,9 +28,11 @@ def logits_of(model: PreTrainedModel) -> Tensor:
 
 
 def test_attention_is_chosen_at_load_and_gives_the_same_results() -> None:
-    plain, eager = load_model(placed(), 3), load_model(placed(attention="eager"), 3)
-    assert (plain.config._attn_implementation, eager.config._attn_implementation) == ("sdpa", "eager")
-    assert torch.allclose(logits_of(plain), logits_of(eager), atol=1e-5)
+    named = {name: load_model(placed(attention=name), 3) for name in ("auto", "sdpa", "eager")}
+    found = {name: model.config._attn_implementation for name, model in named.items()}
+    assert found == {"auto": BY_SEQUENCES, "sdpa": "sdpa", "eager": "eager"}
+    for model in named.values():
+        assert torch.allclose(logits_of(model), logits_of(named["eager"]), atol=1e-5)
 
 
 def test_compiled_layers_keep_their_names_and_results() -> None:

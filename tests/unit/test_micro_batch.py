@@ -19,6 +19,7 @@ APART = PassSettings(LENGTHS, 1000)
 PACKED = replace(APART, packs=True)
 SHARED = replace(PACKED, shares=True)
 WIDE = replace(SHARED, multiple=8)
+WITHOUT_MASK = replace(SHARED, masks=False)
 
 
 def batch_of(texts: list[tuple[int, int]], samples_per_prompt: int = 1, same_prompts: bool = False) -> Batch:
@@ -51,6 +52,15 @@ def seen(piece: MicroBatch) -> Tensor:
     m, width = piece.tokens.shape
     causal = torch.ones(width, width, dtype=torch.bool).tril().expand(m, width, width)
     mask = piece.attention_mask
+    if piece.attended is not None:
+        assert mask is None
+        flat = torch.zeros(m * width, m * width, dtype=torch.bool)
+        for part in piece.attended.parts:
+            for (query, queries), (key, keys) in zip(part.queries, part.keys, strict=True):
+                block = torch.ones(queries, keys, dtype=torch.bool)
+                flat[query : query + queries, key : key + keys] |= block.tril() if part.causal else block
+        assert piece.attended.pairs == flat.sum()
+        return torch.stack([flat[row * width :, row * width :][:width, :width] for row in range(m)])
     if mask is None:
         return causal
     return causal & mask.bool()[:, None] if mask.dim() == 2 else mask[:, 0] == 0
@@ -125,7 +135,11 @@ def test_other_prompts_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("compares", [True, False])
-@pytest.mark.parametrize("settings", [APART, PACKED, SHARED, WIDE], ids=["apart", "packed", "shared", "wide"])
+@pytest.mark.parametrize(
+    "settings",
+    [APART, PACKED, SHARED, WIDE, WITHOUT_MASK],
+    ids=["apart", "packed", "shared", "wide", "without a mask"],
+)
 def test_random_texts_see_themselves_alone(settings: PassSettings, compares: bool) -> None:
     rng = random.Random(0)
     for _ in range(60):

@@ -84,7 +84,9 @@ class MegatronEngine(Lender):
         self._passes = StagePasses(
             module=module,
             readout=Readout(placed.head, self._stage.head, context.lengths, context.temperature, rule),
-            pass_settings=pass_settings(self._settings, self.config, context.lengths, context.device),
+            pass_settings=replace(
+                pass_settings(self._settings, self.config, context.lengths, context.device), masks=True
+            ),
             groups=groups,
             dp=context.dp,
             ranks=ranks,
