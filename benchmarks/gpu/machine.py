@@ -26,7 +26,7 @@ class Scale:
     samples:    of a prompt, for GRPO
     prompt:     tokens
     response:   tokens, at most
-    micro:      tokens of a pass: PPO of 1.5 B then fits 80 GB
+    micro:      tokens of a pass; where that does not fit, half or a quarter
     steps:      of a run, of which the first is not counted
     """
 
@@ -60,7 +60,7 @@ ON_GPU = Scale(
     samples=4,
     prompt=256,
     response=128,
-    micro=2048,
+    micro=8192,
     steps=4,
 )
 """1.5 B parameters, on a small device 0.5 B or 60 M."""

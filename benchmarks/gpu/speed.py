@@ -52,28 +52,30 @@ def run_speed(
     """Yield the figures of PPO and GRPO on one rank. ``trl``: a Python with TRL, or None."""
     peak, source = peak_flops(scale.dtype)
     for algorithm in ("grpo", "ppo"):
-        config = _fitting(algorithm, directory, scale, device)
-        if config is None:
+        found = _fitting(algorithm, directory, scale, device)
+        if found is None:
             yield LeftOut(STAGE, algorithm, "no model fits the free memory")
             continue
+        config, micro = found
         model = write_model(directory, config, scale.dtype, device)
+        path = run_config(f"{algorithm}-speed", directory, replace(scale, micro=micro), model, device)
         try:
-            yield from _measured(
-                algorithm, run_config(f"{algorithm}-speed", directory, scale, model, device), budget, peak
-            )
+            yield from _measured(algorithm, path, budget, peak)
             yield _trl(algorithm, directory, scale, model, device, budget, trl)
         except Unfinished as error:
             yield LeftOut(STAGE, algorithm, str(error))
     yield Row(STAGE, "peak of MFU", f"{peak / 1e12:.3g} TFLOP/s, {source}", {"flops": peak})
 
 
-def _fitting(algorithm: str, directory: Path, scale: Scale, device: str) -> dict[str, Any] | None:
-    """Return the first config whose plan fits the free memory of the device."""
+def _fitting(algorithm: str, directory: Path, scale: Scale, device: str) -> tuple[dict[str, Any], int] | None:
+    """Return the first config whose plan fits the free memory of the device, and the most tokens of its passes."""
     free = memory_gb()
     for config in scale.large:
-        plan = make_plan(load_spec(run_config(f"{algorithm}-speed", directory, scale, config, device), ()))
-        if free is None or max(memory.peak_bytes for memory in plan.memories) < FREE * free * 1e9:
-            return config
+        for micro in (scale.micro, scale.micro // 2, scale.micro // 4):
+            path = run_config(f"{algorithm}-speed", directory, replace(scale, micro=micro), config, device)
+            memories = make_plan(load_spec(path, ())).memories
+            if free is None or max(memory.peak_bytes for memory in memories) < FREE * free * 1e9:
+                return config, micro
     return None
 
 

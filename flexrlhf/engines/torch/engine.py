@@ -239,8 +239,8 @@ def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        # exact: each 16-bit number is a float32 one
+        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
         parameter.grad = None
 
     return hook
