@@ -8,7 +8,7 @@ placement can give.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.systems.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
@@ -153,6 +153,7 @@ class PerCallSpace:
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
         # layouts differ, so weights move even if devices are the same
         moved: Relation = "overlapping" if relation == "same" else relation
-        between = ModelLink(first, second, moved, links, len(self.pool.nodes) > 1)
+        # the source's ranks first gather all weights, as ours gather ZeRO's shards of adapters
+        between = ModelLink(replace(first, tp=1), second, moved, links, len(self.pool.nodes) > 1)
         weights = SyncWeights(part, whole, -(-whole // int(BUCKET_BYTES)), 12 * self.models[role].layers)
         return between.sync_cost(self.costs, weights).seconds

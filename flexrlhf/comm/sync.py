@@ -43,7 +43,7 @@ class SyncChannel:
     dtype:     type in which the weights are sent.
     device:    of the buffers.
     group:     of senders and receivers; None if nothing crosses between ranks.
-    gather:    collective that makes adapters whole before they are merged; None: none are merged here.
+    gather:    collective of the adapters that this rank merges; None: none are merged here.
     overlaps:  whether it overlaps the computation of its ranks.
     reused:    weights that the copy has from its source on this rank without a transfer.
     """
@@ -209,10 +209,10 @@ class _Exchange:
         plan, gather = self._plan, self._channel.gather
         if plan.adapters is None or gather is None:
             return TrainedValues(source, plan.source_parts)
-        names = list(plan.adapters.shards[0])
+        names = list(plan.adapters.parts)
         self._num_bytes += gather.bytes_sent(names, torch.float32.itemsize)
         adapters = gather.whole(source, names, torch.float32)
-        return TrainedValues(source, plan.source_parts, plan.adapters.lora, adapters)
+        return TrainedValues(source, plan.source_parts, plan.adapters.lora, adapters, plan.adapters.parts)
 
     def _packed(
         self, bucket: RankBucket, values: TrainedValues | None, copy: Weights | None

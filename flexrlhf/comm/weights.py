@@ -106,13 +106,15 @@ class TrainedValues:
     weights:   live local parts.
     parts:     of the tensors that they are, by the copy's names.
     lora:      adapters that the copy stores inside the weights that they change; None: none.
-    adapters:  these, whole and in float32.
+    adapters:  these, in float32, and
+    merging:   the parts of them that change ``parts``.
     """
 
     weights: Weights
     parts: Parts
     lora: LoraSpec | None = None
     adapters: Weights = field(default_factory=dict)
+    merging: Parts = field(default_factory=dict)
 
     def __getitem__(self, region: Region) -> Tensor:
         """Return the elements of ``region``; merged in float32, so that the sum is rounded once."""
@@ -120,9 +122,13 @@ class TrainedValues:
         if self.lora is None:
             return view_of(self.weights[region.name].detach(), part, region.box)
         base, a, b = merged_from(region.name)
-        rows, columns = (slice(side.start, side.stop) for side in region.box)
+        rows, columns = region.box
+        rank = self.merging[a].box[0]
         values = view_of(self.weights[base].detach(), part, region.box).float()
-        return merged(self.lora, values, self.adapters[a][:, columns], self.adapters[b][rows])
+        return merged(self.lora, values, self._adapter(a, (rank, columns)), self._adapter(b, (rows, rank)))
+
+    def _adapter(self, name: str, box: Box) -> Tensor:
+        return view_of(self.adapters[name], self.merging[name], box)
 
 
 def view_of(local: Tensor, part: Part, box: Box) -> Tensor:

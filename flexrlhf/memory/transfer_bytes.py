@@ -14,8 +14,8 @@ from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.saving import saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import make_buckets, part_elements, parts_on, trained_parts
-from flexrlhf.weights.sync_plan import adapter_gathers, sent_dtype, volumes
+from flexrlhf.weights.shards import make_buckets, part_elements, trained_parts
+from flexrlhf.weights.sync_plan import merged_adapters, sent_dtype, volumes
 from flexrlhf.weights.transfers import NodeOf
 
 UNDER_WAY = "weights under way"
@@ -63,14 +63,13 @@ def sync_parts(
     if buffered:
         # in one bucket, or in as many as exist at a time
         parts["buckets"] = min(item * buffered, settings.bucket_bytes)
-    if rank in source.ranks and is_merged(destination, shape):
-        adapters = 4 * part_elements(parts_on(source, shape, rank), [name for name, _ in shape.trained])
+    if is_merged(destination, shape) and (adapters := merged_adapters(source, destination, shape, rank)) is not None:
         largest = max(math.prod(size) for _, size in shape_of(destination, shape).trained)
         region = min(largest, settings.bucket_bytes // item)
-        members = next((ranks for ranks in adapter_gathers(source, destination, shape) if rank in ranks), (rank,))
+        gathered = 4 * part_elements(adapters.parts, list(adapters.parts))
         # the base weights of a region in float32, B A, and their sum
         parts["merged"] = 3 * 4 * region
-        parts["gathered"] = _gathering(4 * count_elements(shape.trained), len(members)) or adapters
+        parts["gathered"] = _gathering(gathered, len(adapters.ranks)) or gathered
     return parts
 
 

@@ -145,10 +145,6 @@ def _check_sharding(model: PlacedModel) -> None:
         _require(model, "pp", lambda each: each.pp, lacks)
     if settings.lora is not None and model.rollout is None:
         _require(model, "lora", lambda each: each.lora, f"{engine} trains no adapters; remove it")
-    if settings.tp > 1 and settings.lora is not None and model.rollout is None:
-        raise UserError(
-            f"{model.key('tp')}: adapters (lora) go with tp 1 alone, found {settings.tp}; use 1 with zero 3"
-        )
 
 
 def _check_computation(model: PlacedModel) -> None:

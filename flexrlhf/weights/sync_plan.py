@@ -6,7 +6,7 @@ Pure data; ``comm/sync.py`` executes it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -44,12 +44,14 @@ class Adapters:
     """Adapters that are added to the weights that they change before these are sent.
 
     lora:    their settings.
-    ranks:   ranks that gather their shards of them, this one among them; a single one stores them whole.
-    shards:  parts that each of ``ranks`` stores of them, in their order.
+    ranks:   ranks that gather their shards of them, this one among them; a single one stores all that it merges.
+    parts:   parts that ``ranks`` store together, which change their parts of the weights.
+    shards:  part of each of these parts on each of ``ranks``, in their order.
     """
 
     lora: LoraSpec
     ranks: tuple[int, ...]
+    parts: Parts
     shards: tuple[Parts, ...]
 
 
@@ -124,7 +126,7 @@ def sync_on_rank(
         buckets=_on_rank(transfers, rank),
         source_parts=_sent_parts(source, destination, shape, rank) if rank in source.ranks else {},
         parts=trained_parts(destination, shape, rank) if rank in destination.ranks else {},
-        adapters=_adapters(source, destination, shape, rank),
+        adapters=merged_adapters(source, destination, shape, rank),
     )
 
 
@@ -202,10 +204,8 @@ def _gathered_bytes(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield sets of ranks that gather adapters, in float32, with the bytes that each sends to each."""
     for ranks in adapter_gathers(source, destination, shape):
-        yield (
-            ranks,
-            4 * max(part_elements(parts, list(parts)) for parts in _adapter_shards(source, destination, shape, ranks)),
-        )
+        shards = _adapter_shards(source, destination, shape, ranks)
+        yield ranks, 4 * max(part_elements(parts, list(parts)) for parts in shards)
 
 
 @dataclass(frozen=True)
@@ -316,12 +316,12 @@ def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:
 def adapter_gathers(
     source: PlacedModel, destination: PlacedModel, shape: ModelShape | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks that gather adapters before these are merged.
+    """Return the sets of ranks that gather adapters before these are merged: shards of the same part of the model.
 
     ``shape``: None: of a model that may have adapters.
     """
     merges = adapters_to_merge(source, destination) is not None and (shape is None or is_merged(destination, shape))
-    return tuple(ranks for ranks in source.gather_sets if len(ranks) > 1) if merges else ()
+    return tuple(dict.fromkeys(map(source.shard_set, source.ranks))) if merges and source.num_shards > 1 else ()
 
 
 def _sent_parts(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Parts:
@@ -333,20 +333,40 @@ def _sent_parts(source: PlacedModel, destination: PlacedModel, shape: ModelShape
     return {name: parts[base] for name, base in bases.items() if base in parts}
 
 
-def _adapters(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Adapters | None:
+def merged_adapters(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Adapters | None:
+    """Return the adapters that ``rank`` merges before a Sync sends the weights; None if it merges none."""
     lora = adapters_to_merge(source, destination)
     if lora is None or rank not in source.ranks:
         return None
-    ranks = next((each for each in adapter_gathers(source, destination, shape) if rank in each), (rank,))
-    return Adapters(lora, ranks, _adapter_shards(source, destination, shape, ranks))
+    shards = _adapter_shards(source, destination, shape, source.shard_set(rank))
+    together = {name: _together([parts[name] for parts in shards]) for name in shards[0]}
+    within = tuple({name: _within(together[name], part) for name, part in parts.items()} for parts in shards)
+    return Adapters(lora, source.shard_set(rank), together, within)
 
 
 def _adapter_shards(
     source: PlacedModel, destination: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]
 ) -> tuple[Parts, ...]:
+    """Return the part on each of ``ranks``, of one pipeline stage, of the adapters that are merged."""
     names = [part for name, _ in shape_of(destination, shape).trained for part in merged_from(name)[1:]]
     shards = (parts_on(source, shape, rank) for rank in ranks)
-    return tuple({name: parts[name] for name in names} for parts in shards)
+    return tuple({name: parts[name] for name in names if name in parts} for parts in shards)
+
+
+def _together(parts: Sequence[Part]) -> Part:
+    """Return the part that ``parts`` of a tensor cover together."""
+    sides = zip(*(part.box for part in parts), strict=True)
+    return Part(
+        parts[0].shape,
+        tuple(range(min(each.start for each in side), max(each.stop for each in side)) for side in sides),
+    )
+
+
+def _within(outer: Part, part: Part) -> Part:
+    """Return ``part``, which is inside ``outer``, as a part of the elements of ``outer``."""
+    sides = zip(outer.box, part.box, strict=True)
+    box = tuple(range(inner.start - whole.start, inner.stop - whole.start) for whole, inner in sides)
+    return Part(tuple(map(len, outer.box)), box, part.flat)
 
 
 def _on_rank(transfers: TransferPlan, rank: int) -> tuple[RankBucket, ...]:

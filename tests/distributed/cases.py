@@ -657,6 +657,7 @@ DEFAULT = [
     Case("reward-bare", "half", 2),
     Case("reward-uneven", "all", 2),
     Case("sft-adapters", "half", 2),
+    Case("adapters", "co-located", 2, "tp", "torch"),
     Case("adaptive", "six-chunks", 2),
     Case("normalised", "six", 2),
     Case("unknown", "co-located", 2),
@@ -758,8 +759,8 @@ def every_case() -> list[Case]:
     further = ("one-trunk", "one-trunk-uneven", "grpo-rule", "safe")
     with_adapters = ("adapters", "shared", "one-trunk-adapters", "grpo-shared")
     computed = {stage: ("two", "uneven", "scheduled", *further, *with_adapters) for stage in STAGES}
-    # adapters are not cut
-    computed |= {way: ("two", "uneven", *further) for way in ("tp", "tp-3", "mixed")}
+    computed["mixed"] = ("two", "uneven", *further)
+    computed |= {way: ("two", "uneven", *further, *with_adapters) for way in ("tp", "tp-3")}
     engines = [
         Case(setting, shape, 4, compute)
         for compute, settings in computed.items()
@@ -828,7 +829,7 @@ def _every_rollout() -> list[Case]:
         for compute in (*STAGES, "tp", "tp-3", "mixed"):
             cases += [Case(setting, shape, 4, compute, "vllm") for setting in ("two", "one-trunk", "grpo")]
             cases.append(Case("two", shape, 4, compute, "vllm-pp"))
-        for compute in ("replicas", *STAGES):
+        for compute in ("replicas", *STAGES, "tp", "tp-3"):
             settings = ("adapters", "shared", "one-trunk-adapters")
             cases += [Case(setting, shape, 4, compute, way) for setting in settings for way in ("vllm", ADAPTERS)]
     return [case for case in cases if _chunks_divide(case.setting, case.shape) and not _lacks_copy(case)]
@@ -843,13 +844,14 @@ def _lacks_copy(case: Case) -> bool:
 def _every_hybrid() -> list[Case]:
     """Torch on the ranks that train the actor, in its layouts and under each way to train it."""
     ways = (*STAGES, "tp", "tp-3", "tp-4", "megatron-tp-pp", "megatron-pp-dp")
+    adapting = (*STAGES, "tp", "tp-3")
     rollouts = [name for name in ROLLOUTS if name.startswith("torch")]
     settings = ("ends", "corrected", "one-trunk", "grpo-rule", "retokenized")
     cases = [Case(setting, "co-located", 4, rollout=rollout) for setting in settings for rollout in rollouts]
     for rollout in ("torch", "torch-tp"):
         cases += [Case("uneven", shape, 4, way, rollout) for shape in ("co-located", "halves") for way in ways]
         adapted = ("adapters", "shared", "one-trunk-adapters")
-        cases += [Case(setting, "co-located", 4, stage, rollout) for setting in adapted for stage in STAGES]
+        cases += [Case(setting, "co-located", 4, way, rollout) for setting in adapted for way in adapting]
     return cases
 
 

@@ -110,7 +110,7 @@ CHANGED = [
     Pair(Case("scheduled", "co-located", 2, "deepspeed-2"), Case("scheduled", "six", 4, "crossed")),
     Pair(Case("scheduled", "six", 4, "megatron-tp"), Case("scheduled", "six", 4, "megatron-pp")),
     Pair(Case("scheduled", "six", 4, "megatron-pp"), Case("scheduled", "six", 4, "crossed")),
-    Pair(Case("adapters", "co-located", 2, "deepspeed-3"), Case("adapters", "halves", 4)),
+    Pair(Case("adapters", "co-located", 2, "deepspeed-3"), Case("adapters", "co-located", 4, "tp-3")),
     Pair(Case("corrected", "lag", 2), Case("corrected", "lag", 4, "torch-3")),
     Pair(Case("corrected", "lag-every-3", 4), Case("corrected", "lag-every-3", 2)),
     Pair(Case("samples", "operators-engines", 4), Case("samples", "co-located", 2)),

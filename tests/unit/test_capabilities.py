@@ -60,10 +60,6 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "models.actor.tp: engine deepspeed has no tensor parallel, found tp 2; use 1, or engine torch",
         ),
         (
-            ("models.actor.tp=2", "models.actor.lora={}"),
-            "models.actor.tp: adapters (lora) go with tp 1 alone, found 2; use 1 with zero 3",
-        ),
-        (
             ("models.ref.lora={}",),
             "models.ref.lora: ref is not trained, so its adapters have no effect; remove it",
         ),
@@ -121,11 +117,6 @@ def test_what_only_deepspeed_has_names_deepspeed(setting: str) -> None:
             None,
             ("models.actor.offload_optimizer=true",),
             "models.actor.offload_optimizer: engine torch has none, found true; use false, or engine deepspeed",
-        ),
-        (
-            SIX,
-            ("models.actor.shadow.tp=2", "models.actor.lora={}"),
-            "models.actor.shadow.tp: adapters (lora) go with tp 1 alone, found 2; use 1 with zero 3",
         ),
     ],
 )

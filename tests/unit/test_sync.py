@@ -25,7 +25,7 @@ from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, shape_of
 from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import parts_on, trained_parts
+from flexrlhf.weights.shards import Parts, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import SyncPlan, is_in_place, plan_sync, sent_dtype, sync_bytes, transfers_of
 
 TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
@@ -124,12 +124,13 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> Wires:
 
 @dataclass(frozen=True)
 class Gathered(WeightGather):
-    """A collective that has happened: ``tensors`` are whole."""
+    """A collective that has happened: ``tensors`` are whole, of which ``parts`` are gathered."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
 
     def whole(self, weights: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: self.tensors[name].to(dtype) for name in names}
+        return {name: cut(self.tensors[name], self.parts[name]).to(dtype) for name in names}
 
 
 @dataclass
@@ -166,7 +167,8 @@ class Case:
         gather = None
         if plan.adapters is not None:
             group = A_GROUP if len(plan.adapters.ranks) > 1 else None
-            gather = Gathered(group, plan.adapters.ranks, plan.adapters.shards, wait, self.tensors)
+            adapters = plan.adapters
+            gather = Gathered(group, adapters.ranks, adapters.shards, wait, self.tensors, adapters.parts)
         group = None if is_in_place(self.source, self.shadow) else A_GROUP
         return SyncChannel(plan, self.sent, torch.device("cpu"), group, gather, self.overlaps)
 
@@ -400,7 +402,7 @@ def merged_by_peft(tensors: dict[str, Tensor], lora: LoraSpec) -> dict[str, Tens
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("zero", ["", "zero: 3", "engine: deepspeed, zero: 3"])
+@pytest.mark.parametrize("zero", ["", "zero: 3", "engine: deepspeed, zero: 3", "tp: 2", "tp: 2, zero: 3"])
 @pytest.mark.parametrize("colocated", [True, False])
 def test_an_engine_gets_the_weights_that_peft_merges(
     colocated: bool, zero: str, tp: int, dtype: str, wires: Wires

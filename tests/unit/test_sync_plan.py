@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from small_runs import TINY, placed_model, plan_of
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.shards import part_elements, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import (
     SyncPlan,
     adapter_gathers,
@@ -129,17 +131,25 @@ def test_adapters_are_sent_alone_where_the_copy_has_them_too() -> None:
     assert set(plan.parts) == set(trained_parts(follower, adapted, 1)) == adapted.adapters
 
 
-@pytest.mark.parametrize(("zero", "gathers"), [(0, ()), (3, ((0, 1),))])
-def test_adapters_are_gathered_where_they_are_merged(zero: int, gathers: tuple[tuple[int, ...], ...]) -> None:
-    """In float32 and by all ranks that have shards of them; base weights are not."""
-    settings = ("rollout={engine: vllm, dtype: bfloat16}", f"models.actor.zero={zero}", "models.actor.lora={rank: 2}")
-    plan = plan_of([0.5] * 6, 4, *settings)
-    actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
-    adapted = plan.shapes["actor"]
-    sets = adapter_gathers(actor, engine, adapted)
-    assert [len(ranks) for ranks in sets] == [len(ranks) for ranks in gathers]
-    on_rank = plan_sync(actor, engine, adapted, BUCKET, actor.ranks[0])
-    assert on_rank.adapters is not None and on_rank.adapters.ranks == (sets[0] if sets else actor.ranks[:1])
-    sent = 2 * 2 * sum(part.num_elements for part in trained_parts(engine, adapted, engine.ranks[0]).values())
-    sizes = [part.num_elements for part in trained_parts(actor, adapted, actor.ranks[0]).values()]
-    assert sync_bytes(actor, engine, adapted) == sent + (2 * 4 * sum(sizes) if zero else 0)
+@pytest.mark.parametrize(
+    ("settings", "gathers"),
+    [({}, ()), ({"zero": 3}, ((0, 1, 2, 3),)), ({"tp": 2}, ()), ({"zero": 3, "tp": 2}, ((0, 2), (1, 3)))],
+    ids=str,
+)
+def test_shards_of_adapters_are_gathered_where_they_are_merged(
+    settings: dict[str, Any], gathers: tuple[tuple[int, ...], ...]
+) -> None:
+    """In float32 and by the ranks that have shards of one tensor-parallel part; base weights are not."""
+    adapted = plan_of(None, 2, "rollout.engine=vllm", "models.actor.lora={rank: 4}").shapes["actor"]
+    actor = placed_model("actor", (0, 1, 2, 3), lora=LoraSpec(rank=4), **settings)
+    engine = replace(placed_model("actor.rollout", (4, 5), dtype="bfloat16"), rollout=RolloutSpec(engine="vllm"))
+    assert adapter_gathers(actor, engine, adapted) == gathers
+    received = 0
+    for rank in actor.ranks:
+        plan = plan_sync(actor, engine, adapted, BUCKET, rank)
+        assert plan.adapters is not None and plan.adapters.ranks == next((s for s in gathers if rank in s), (rank,))
+        stored = parts_on(actor, adapted, rank)
+        assert set(plan.adapters.parts) == {name for name, _ in adapted.trained}
+        received += (len(plan.adapters.ranks) - 1) * part_elements(stored, list(plan.adapters.parts))
+    sent = 2 * 2 * part_elements(parts := trained_parts(engine, adapted, 4), list(parts))
+    assert sync_bytes(actor, engine, adapted) == sent + 4 * received

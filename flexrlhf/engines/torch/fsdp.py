@@ -27,10 +27,10 @@ from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.skeletons import Skeleton, swap_values
-from flexrlhf.engines.torch.parallel_linear import ColumnLinear, RowLinear
+from flexrlhf.engines.torch.parallel_linear import ColumnLinear, ParallelStyle, RowLinear, shard_adapted
 from flexrlhf.weights.shards import tensor_parallel_dim
 
-_STYLES = {"colwise": ColumnLinear, "rowwise": RowLinear}
+_STYLES: dict[str, ParallelStyle] = {"colwise": ColumnLinear, "rowwise": RowLinear}
 _PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of weights that each tensor-parallel rank applies to its own heads."""
 
@@ -69,15 +69,17 @@ def apply_tensor_parallel(model: PreTrainedModel, head: LanguageHead | None, mes
     base_name = model.base_model_prefix
     plan: dict[str, str] = model.config.base_model_tp_plan
     styles = {f"{base_name}.{path}": _STYLES[style] for path, style in plan.items() if style in _STYLES}
+    ends = [path.replace("*", "").strip(".").split("..")[-1] for path, style in plan.items() if style == _PARTIAL]
+    partial = {name for name, _ in model.named_parameters() if name.rpartition(".")[0].endswith(tuple(ends))}
     for name, module in list(model.named_modules()):
         style = next((style for path, style in styles.items() if fnmatchcase(name, path)), None)
-        if style is not None:
+        if style is not None and hasattr(module, "base_layer"):
+            partial |= {f"{name}.{each}" for each in shard_adapted(module, style, mesh)}
+        elif style is not None:
             model.set_submodule(name, style(module, mesh))
     if head is not None and not model.config.tie_word_embeddings:
         _shard_head(head, mesh)
-    partial = [path.replace("*", "").strip(".") for path, style in plan.items() if style == _PARTIAL]
-    ends = tuple(path.split("..")[-1] for path in partial)
-    return frozenset(name for name, _ in model.named_parameters() if ends and name.rpartition(".")[0].endswith(ends))
+    return frozenset(partial)
 
 
 def _shard_head(head: LanguageHead, mesh: DeviceMesh) -> None:

@@ -175,7 +175,7 @@ class OptionEnumerator:
     def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, can: bool) -> Iterator[int]:
         """Sizes of tensor-parallel groups that mesh and heads allow; the one in the YAML alone, if there is one.
 
-        Adapters are trained with one rank; a rollout engine has any number.
+        Training with adapters is tried with 1: published steps with adapters, which costs are fitted to, have no other.
 
         ``can``: whether the engine has tensor parallelism.
         """

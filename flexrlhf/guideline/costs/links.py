@@ -151,11 +151,15 @@ class MeshSide:
         stages = min(self.pp, max(1, self.per_node // stage))
         return stages / self.pp * min(1.0, self.pp * min(self.per_node, stage) / self.shards)
 
-    def gathered(self, whole: int) -> Traffic:
-        """Return the traffic of gathering ``whole`` bytes of weights: every rank receives what the others have."""
-        if self.shards == 1:
+    def gathered_adapters(self, size: int) -> Traffic:
+        """Return the traffic of gathering adapters of ``size`` bytes: every rank receives what it merges.
+
+        Without ZeRO's shards it has that itself. Tensor-parallel ranks split one of the two matrices of an adapter.
+        """
+        if self.shards == self.replica:
             return Traffic(0, 0, 0)
-        return Traffic(whole, whole if self.node_share < 1 else 0)
+        merged = ceil(size * (1 + 1 / self.tp) / 2 / self.pp)
+        return Traffic(merged, merged if self.node_share < 1 else 0)
 
 
 def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:
@@ -261,4 +265,4 @@ class ModelLink:
         """Return the time of one weight sync."""
         traffic = sync_traffic(weights, self.source, self.destination, self.relation, self.several_nodes)
         links = self.links.of_ports(min(self.source.per_node, self.destination.per_node))
-        return costs.sync(traffic, self.source.gathered(weights.adapters), weights.num_tensors, links)
+        return costs.sync(traffic, self.source.gathered_adapters(weights.adapters), weights.num_tensors, links)
