@@ -26,7 +26,7 @@ from benchmarks.gpu.measurements import measured
 from benchmarks.gpu.placements import run_placements
 from benchmarks.gpu.results import LeftOut, Results, Row
 from benchmarks.gpu.runs import run_offloading, run_vllm
-from benchmarks.gpu.speed import run_speed
+from benchmarks.gpu.speed import run_long, run_speed
 from benchmarks.gpu.workload import write_data
 
 SECONDS = {
@@ -38,6 +38,7 @@ SECONDS = {
     "offload": (300, 120),
     "vllm": (600, 150),
     "speed": (600, 180),
+    "long": (300, 180),
     "placements": (420, 240),
 }
 """Longest time of each stage in seconds, on a GPU and on a CPU."""
@@ -70,6 +71,10 @@ class Job:
                 yield from run_vllm(self.directory, self.scale, self.device, budget)
             case "speed":
                 yield from run_speed(self.directory, self.scale, self.device, budget, self.trl)
+            case "long":
+                directory, scale = self.directory / "long", self.scale.of_long_sequences
+                write_data(directory, scale)
+                yield from run_long(directory, scale, self.device, budget)
             case "placements":
                 yield from run_placements(self.directory, self.scale, self.device, budget)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,6 +28,7 @@ class Scale:
     response:   tokens, at most
     micro:      tokens of a pass; where that does not fit, half or a quarter
     steps:      of a run, of which the first is not counted
+    long:       tokens of a sequence in the stage of long ones
     """
 
     small: dict[str, Any]
@@ -39,6 +40,12 @@ class Scale:
     response: int
     micro: int
     steps: int
+    long: int
+
+    @property
+    def of_long_sequences(self) -> Scale:
+        """The same with two long prompts a step, passes of a prompt's samples and models of 0.5 B at most."""
+        return replace(self, large=self.large[-2:], prompts=2, prompt=self.long - self.response, micro=2 * self.long)
 
 
 def _qwen(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
@@ -62,6 +69,7 @@ ON_GPU = Scale(
     response=128,
     micro=8192,
     steps=4,
+    long=32_768,
 )
 """1.5 B parameters, on a small device 0.5 B or 60 M."""
 ON_CPU = Scale(
@@ -74,6 +82,7 @@ ON_CPU = Scale(
     response=24,
     micro=2048,
     steps=4,
+    long=1024,
 )
 
 

@@ -22,6 +22,9 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.timeline import Span, read_trace
 
 STAGE = "speed"
+LONG = "long"
+KERNELS = ("auto", "sdpa")
+"""Kernels of attention of long sequences: by their lengths, and under a mask as numbers."""
 PHASES = ("generate", "forward", "train")
 FREE = 0.85
 """Fraction of the free memory that a plan may take."""
@@ -67,6 +70,24 @@ def run_speed(
     yield Row(STAGE, "peak of MFU", f"{peak / 1e12:.3g} TFLOP/s, {source}", {"flops": peak})
 
 
+def run_long(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+    """Yield the figures of GRPO of few long sequences on one rank, by kernel of attention."""
+    found = _fitting("grpo", directory, scale, device)
+    if found is None:
+        yield LeftOut(LONG, "GRPO", "no model fits the free memory")
+        return
+    model, scale = write_model(directory, found[0], scale.dtype, device), replace(scale, micro=found[1])
+    peak, _ = peak_flops(scale.dtype)
+    for kernel in KERNELS:
+        path = run_config(f"grpo-long-{kernel}", directory, scale, model, device)
+        settings = (f"models.all.attention={kernel}",)
+        try:
+            for row in _measured("grpo", path, budget, peak, settings):
+                yield replace(row, stage=LONG, measurement=f"{row.measurement}, attention {kernel}")
+        except Unfinished as error:
+            yield LeftOut(LONG, kernel, str(error))
+
+
 def _fitting(algorithm: str, directory: Path, scale: Scale, device: str) -> tuple[dict[str, Any], int] | None:
     """Return the first config whose plan fits the free memory of the device, and the most tokens of its passes."""
     free = memory_gb()
@@ -79,10 +100,13 @@ def _fitting(algorithm: str, directory: Path, scale: Scale, device: str) -> tupl
     return None
 
 
-def _measured(algorithm: str, path: Path, budget: TimeBudget, peak: float) -> Iterator[Row]:
-    plan = make_plan(load_spec(path, ()))
+def _measured(
+    algorithm: str, path: Path, budget: TimeBudget, peak: float, settings: Sequence[str] = ()
+) -> Iterator[Row]:
+    plan = make_plan(load_spec(path, settings))
+    further = (word for setting in settings for word in ("--set", setting))
     # one that takes too long leaves time for the others
-    budget.run([sys.executable, "-m", "flexrlhf", "run", str(path)], most=budget.left / 2)
+    budget.run([sys.executable, "-m", "flexrlhf", "run", str(path), *further], most=budget.left / 2)
     directory = plan.spec.directory
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
     lengths = [step["response_length"] for step in steps]
