@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
 from flexrlhf.comm.world import Wait, posted
 
@@ -55,3 +57,17 @@ class RankGroup:
 
     def _done(self, work: dist.Work | None) -> None:
         self.wait(posted(work), self.ranks)
+
+
+class Summed(Function):
+    """The sum over a group, in place, whose gradient all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.mark_dirty(values)
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

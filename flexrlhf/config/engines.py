@@ -46,6 +46,7 @@ class EngineFacts:
     node:               whether it can shard over the ranks of one node.
     tp:                 whether it has tensor parallelism.
     pp:                 whether it has pipeline stages.
+    cp:                 whether its ranks can share the tokens of a row (context parallelism).
     lora:               whether it trains adapters.
     offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
     config:             whether ``models.*.config`` passes settings on to its library.
@@ -94,6 +95,7 @@ class EngineFacts:
     node: bool = False
     tp: bool = False
     pp: bool = False
+    cp: bool = False
     lora: bool = True
     offload: bool = False
     config: bool = False
@@ -135,6 +137,7 @@ TORCH = EngineFacts(
     zero=(0, 2, 3),
     node=True,
     tp=True,
+    cp=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),

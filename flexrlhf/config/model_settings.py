@@ -67,6 +67,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
 Shard = Literal["all", "node"]
+ContextParallel = Literal["auto", "ulysses", "ring"]
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
 
@@ -79,6 +80,7 @@ class ShadowSpec(StrictModel):
     shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
+    cp: int | None = Field(None, ge=1, description="context-parallel ranks of a replica")
     dtype: Dtype | None = Field(None, description="type of weights and passes")
     micro_batch_tokens: int | None = Field(None, ge=1, description="computed tokens of one forward pass")
     generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
@@ -140,6 +142,14 @@ class ModelSpec(StrictModel):
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
     pp: int = Field(1, ge=1, description="pipeline stages of a replica, of equally many layers (megatron)")
+    cp: int = Field(
+        1, ge=1, description="context-parallel ranks of a replica, each with a part of the tokens of every row (torch)"
+    )
+    context_parallel: ContextParallel = Field(
+        "auto",
+        description="attention over context-parallel ranks: ulysses exchanges tokens for heads, in ring keys and "
+        "values travel, also between nodes; auto: ulysses where cp x tp divides the heads",
+    )
     sequence_parallel: bool = Field(
         True, description="tensor-parallel ranks split what lies between split layers along the texts (megatron)"
     )
@@ -194,6 +204,10 @@ class ModelSpec(StrictModel):
         """Logits, in float32, that ``logits_mb`` has room for."""
         return int((self.logits_mb or SMALL_LOGITS_MB) * 1e6 / 4)
 
+    def is_ring(self, heads: int) -> bool:
+        """Whether keys and values travel around the context-parallel ranks of a model with so many query heads."""
+        return self.context_parallel == "ring" or (self.context_parallel == "auto" and heads % (self.cp * self.tp) != 0)
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is not None and self.init is not None:
@@ -224,12 +238,14 @@ class ModelSpec(StrictModel):
         """Return the settings of a copy that is not trained and has ``own`` ones, without those for training or for
         another engine's library.
 
-        Of another engine it has one pipeline stage and is sharded over all ranks, unless its own settings differ.
+        Of another engine it has one pipeline stage and context-parallel rank and is sharded over all ranks, unless its
+        own settings differ.
         """
         dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
         is_other = own.get("engine", self.engine) != self.engine
         if is_other:
-            dropped |= {"config": {}, "pp": own.get("pp", 1), "shard": own.get("shard", "all")}
+            dropped |= {"config": {}, "shard": own.get("shard", "all")}
+            dropped |= {name: own.get(name, 1) for name in ("pp", "cp")}
         if is_other or own.get("zero", self.zero) != 3:
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})

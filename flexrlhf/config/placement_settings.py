@@ -157,6 +157,7 @@ class OperatorPlacement(PlacementEntry):
     shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
+    cp: int | None = Field(None, ge=1, description="context-parallel ranks of a replica")
     shadow: bool = Field(
         False,
         strict=True,
@@ -167,7 +168,7 @@ class OperatorPlacement(PlacementEntry):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that are given."""
-        given = {name: getattr(self, name) for name in ("engine", "zero", "shard", "tp", "pp")}
+        given = {name: getattr(self, name) for name in ("engine", "zero", "shard", "tp", "pp", "cp")}
         return {name: value for name, value in given.items() if value is not None}
 
 

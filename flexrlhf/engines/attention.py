@@ -12,7 +12,7 @@ and ``gradients`` of ``attended_spans.py``, as ``_Attention`` here does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ from flexrlhf.engines.attended_spans import AttendedSpans, Span, attended, gradi
 
 BY_SEQUENCES = "by_sequences"
 """Name of the attention function in transformers."""
+
+
+class SharedAttention(Protocol):
+    """Attention of the tokens of a pass that this rank has."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Return attention (m, W, H, D) of queries (m, H, W, D) and keys and values (m, K, W, D), as ``attend``."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +61,11 @@ class PassAttention:
     def pairs(self) -> int:
         """Pairs of a query and a key that it attends to."""
         return sum(part.pairs for part in self.parts)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+        out: Tensor = attend(flat[0], flat[1], flat[2], self, scale)
+        return out.unflatten(0, (len(query), -1))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -97,16 +110,14 @@ def transformers_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    attended: PassAttention | None = None,
+    attended: SharedAttention | None = None,
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Return attention (m, W, H, D), and no weights, of queries (m, H, W, D) and keys and values (m, K, W, D)."""
     if attended is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **arguments)
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    out: Tensor = attend(flat[0], flat[1], flat[2], attended, scaling)
-    return out.unflatten(0, (len(query), -1)), None
+    return attended.attend(query, key, value, scaling), None
 
 
 AttentionInterface.register(BY_SEQUENCES, transformers_attention)

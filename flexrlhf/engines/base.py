@@ -4,8 +4,8 @@ A new engine is a class with the methods of ``Engine``, constructed from an ``En
 describes it and names the class.
 
 Shapes: n rows of this rank, P prompt positions (left-padded), R response positions (right-padded). Rows may differ from
-one data-parallel rank to the next and be none; the ranks of a replica, of its tensor-parallel parts and pipeline
-stages, receive the same rows.
+one data-parallel rank to the next and be none; the ranks of a replica, of its context-parallel and tensor-parallel
+parts and pipeline stages, receive the same rows.
 """
 
 from __future__ import annotations
@@ -190,6 +190,18 @@ class ShardRanks:
 
 
 @dataclass(frozen=True)
+class ContextRanks:
+    """Ranks of a model whose rows are split over context-parallel ranks.
+
+    parts:    ranks that have the other parts of the tokens of the same rows.
+    weights:  ranks that have the same part of the model, with any rows: these and the data-parallel ones.
+    """
+
+    parts: RankGroup
+    weights: RankGroup
+
+
+@dataclass(frozen=True)
 class EngineContext:
     """Arguments of an engine's constructor, which all ranks of the placed model call.
 
@@ -207,7 +219,8 @@ class EngineContext:
     timeout_seconds: longest wait of these groups.
     pad_token_id:    of the run; None: the run has no data.
     stages:          groups of an engine with pipeline stages.
-    in_node:         groups of a model that is sharded in each node; None: it is sharded over ``dp``, or not at all.
+    in_node:         groups of a model that is sharded in each node; None: it is sharded over all, or not at all.
+    cp:              groups of a model with context-parallel ranks; None: a rank computes all tokens of its rows.
     copies:          streams of this rank's copies to host memory and back; None: the engine has its own.
     """
 
@@ -226,7 +239,13 @@ class EngineContext:
     pad_token_id: int | None = None
     stages: StageRanks | None = None
     in_node: ShardRanks | None = None
+    cp: ContextRanks | None = None
     copies: CopyStreams | None = None
+
+    @property
+    def same_part(self) -> RankGroup:
+        """Ranks that have the same part of the model, over which gradients are summed."""
+        return self.dp if self.cp is None else self.cp.weights
 
 
 @dataclass(frozen=True)

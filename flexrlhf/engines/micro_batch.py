@@ -21,6 +21,7 @@ from flexrlhf.engines.attended_spans import Span
 from flexrlhf.engines.attention import PassAttention
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import DTYPES
+from flexrlhf.engines.row_split import RowPart, RowSplit
 from flexrlhf.memory.packed_rows import (
     PackedPass,
     Place,
@@ -46,6 +47,7 @@ class PassSettings:
     dtype:    of the mask that separates sequences in a row.
     masks:    whether attention reads a mask; else it takes the lengths of sequences.
     multiple: of which the tokens of a row are.
+    split:    of the rows over context-parallel ranks; None: this rank computes all tokens.
     """
 
     lengths: Lengths
@@ -55,9 +57,12 @@ class PassSettings:
     dtype: torch.dtype = torch.float32
     masks: bool = True
     multiple: int = 1
+    split: RowSplit | None = None
 
 
-def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device) -> PassSettings:
+def pass_settings(
+    settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device, split: RowSplit | None = None
+) -> PassSettings:
     """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
     of_model = config.model_type, settings.attention, getattr(config, "sliding_window", None), lengths.total
     return PassSettings(
@@ -68,7 +73,8 @@ def pass_settings(settings: ModelSpec, config: Any, lengths: Lengths, device: to
         dtype=DTYPES[settings.dtype],
         masks=not takes_lengths(*of_model),
         # torch's attention would copy a mask of any other width in each layer
-        multiple=1 if device.type == "cpu" else 8,
+        multiple=(1 if device.type == "cpu" else 8) * (1 if split is None else split.multiple),
+        split=split,
     )
 
 
@@ -91,6 +97,7 @@ class MicroBatch:
     scored:          int64 (k,), places of the tokens of responses in the flattened n x r, r the longest response.
     shortest_prompt, longest_response: tokens.
     num_texts:       different sequences.
+    part:            part of the rows on this rank; None: all of them.
     idle:            whether it stands for no row, so that its outputs do not count.
     """
 
@@ -108,6 +115,7 @@ class MicroBatch:
     shortest_prompt: int
     longest_response: int
     num_texts: int
+    part: RowPart | None = None
     idle: bool = False
 
     @property
@@ -388,6 +396,13 @@ def _laid_out(
         tensor = torch.from_numpy(values)
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
+    part = None
+    if settings.split is not None:
+        before = np.minimum(np.maximum(prompts[:, None] - 1 + np.arange(longest), 0), len(columns) - 1)
+        predicting = np.take_along_axis(places, before, 1).flatten()[scored]
+        split = settings.split
+        mine, at, counted = split.part(each.width, predicting)
+        part = RowPart(on_device(mine), on_device(at), on_device(counted), split.ranks)
     rows = on_device(order)
     return MicroBatch(
         batch=batch.select(rows),
@@ -404,4 +419,5 @@ def _laid_out(
         shortest_prompt=int(prompts.min()),
         longest_response=longest,
         num_texts=num_texts,
+        part=part,
     )

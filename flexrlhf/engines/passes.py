@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, masking_utils
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, add_moments
+from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches, pass_settings
@@ -29,6 +30,7 @@ from flexrlhf.engines.readout import (
     totals_of,
     without_gradient,
 )
+from flexrlhf.engines.row_split import RowPart, RowSplit
 from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.operators.columns import Column
 
@@ -43,8 +45,8 @@ class Passes:
     settings:       of the placed model: token budgets of micro-batches.
     pass_settings:  by which sequences are laid out in micro-batches.
     dp:             data-parallel group of the model.
-    lockstep:       whether ranks of ``dp`` gather weights or reduce gradients during a pass, so that all of them must
-                    call the model equally often: a rank with fewer rows makes idle passes up to the largest count.
+    lockstep:       ranks that gather weights or reduce gradients during a pass, so that all of them must call the model
+                    equally often: a rank with fewer rows makes idle passes up to the largest count. None: none do.
     """
 
     model: PreTrainedModel
@@ -53,11 +55,24 @@ class Passes:
     settings: ModelSpec
     pass_settings: PassSettings
     dp: RankGroup
-    lockstep: bool
+    lockstep: RankGroup | None
+
+    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
+        """Sample responses, as ``Engine.generate``; context-parallel ranks to a part of the prompts each."""
+        split, count = self.pass_settings.split, len(batch) // batch.samples_per_prompt
+        if split is None:
+            return self._generate(batch, sampling)
+        bounds = (count * each // split.num_parts for each in (split.index, split.index + 1))
+        own = slice(*(bound * batch.samples_per_prompt for bound in bounds))
+        columns = {}
+        for name, values in self._generate(batch.select(own), sampling).items():
+            whole = values.new_zeros(len(batch), *values.shape[1:])
+            whole[own] = values
+            columns[name] = split.ranks.sum(whole)
+        return columns
 
     @torch.no_grad()
-    def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
-        """Sample responses, as ``Engine.generate``."""
+    def _generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         lengths = self.readout.lengths
         # where sequences may be packed, attention sees what a mask of all layers says
         masks_once = self.pass_settings.packs and self.settings.attention in ("auto", "sdpa")
@@ -134,8 +149,8 @@ class Passes:
         return pieces + [idle_micro_batch(self.pass_settings, batch.rows.device)] * num_idle if num_idle else pieces
 
     def _num_passes(self, count: int) -> int:
-        """Return ``count``, or in lockstep the largest count of all data-parallel ranks."""
-        return self.dp.largest(count, self.model.device) if self.lockstep else count
+        """Return ``count``, or in lockstep the largest count of all its ranks."""
+        return count if self.lockstep is None else self.lockstep.largest(count, self.model.device)
 
     def _compute(self, piece: MicroBatch, request: PassRequest) -> Computed:
         """Compute the requested quantities in one pass."""
@@ -152,7 +167,7 @@ class Passes:
             assert not logits, "a scalar head has no log-probs"
             return None, self._call(piece)
         # the last positions of each row, among which are all that predict a response token
-        kept = 0 if self.readout.head is not None else piece.width - piece.shortest_prompt + 1
+        kept = 0 if self.readout.head is not None or piece.part is not None else piece.width - piece.shortest_prompt + 1
         if heads == "causal":
             assert not scores, "a language head has no values or scores"
             return self._call(piece, logits_to_keep=kept, use_cache=False).logits, None
@@ -160,6 +175,9 @@ class Passes:
         return out.logits, out.scores
 
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
+        if piece.part is not None:
+            with _no_search_for_texts():
+                return self._call_part(piece, piece.part, **arguments)
         if piece.attended is not None:
             arguments["attended"] = piece.attended
         with nullcontext() if piece.has_mask else _no_search_for_texts():
@@ -169,6 +187,18 @@ class Passes:
                 position_ids=piece.position_ids,
                 **arguments,
             )
+
+    def _call_part(self, piece: MicroBatch, part: RowPart, **arguments: Any) -> Any:
+        """Run the model on this rank's part of the rows, whose attention is shared with the other parts' ranks."""
+        split = self.pass_settings.split
+        assert split is not None and piece.attended is not None, "parts of rows attend by the lengths of sequences"
+        return self.call(
+            input_ids=piece.tokens[:, part.columns],
+            attention_mask=None,
+            position_ids=piece.position_ids[:, part.columns],
+            attended=shared_attention(piece.attended, split, piece.width),
+            **arguments,
+        )
 
 
 @contextmanager
@@ -183,12 +213,22 @@ def _no_search_for_texts() -> Iterator[None]:
 
 
 def make_passes(
-    context: EngineContext, model: PreTrainedModel, call: Callable[..., Any], head: LanguageHead | None, lockstep: bool
+    context: EngineContext,
+    model: PreTrainedModel,
+    call: Callable[..., Any],
+    head: LanguageHead | None,
+    lockstep: bool,
+    split: RowSplit | None = None,
 ) -> Passes:
-    """Return the passes of the model of ``context``; the other arguments go to ``Passes`` and ``Readout``."""
+    """Return the passes of the model of ``context``; the other arguments go to ``Passes`` and ``Readout``.
+
+    lockstep:  whether ranks with the same part of the model must call it equally often.
+    split:     of the rows over context-parallel ranks.
+    """
     placed, config = context.placed, model.config
     rule = score_rule(config, placed.trained)
     readout = Readout(placed.head, head, context.lengths, context.temperature, rule)
     settings = placed.settings
-    laid_out = pass_settings(settings, config, context.lengths, context.device)
-    return Passes(model, call, readout, settings, laid_out, context.dp, lockstep)
+    laid_out = pass_settings(settings, config, context.lengths, context.device, split)
+    together = context.same_part if lockstep else None
+    return Passes(model, call, readout, settings, laid_out, context.dp, together)

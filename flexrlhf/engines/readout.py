@@ -65,16 +65,24 @@ class Readout:
         """Make our language head return the requested log-probs of ``piece`` instead of logits."""
         if self.head is None or "logprobs" not in request.quantities:
             return nullcontext()
-        temperature = request.temperature or self.temperature
+        temperature, part = request.temperature or self.temperature, piece.part
+        if part is not None:
+            return self.head.scoring(part.places, piece.scored_tokens[part.scored], temperature, request.entropy)
         return self.head.scoring(piece.predicting_places, piece.scored_tokens, temperature, request.entropy)
 
     def read(self, piece: MicroBatch, request: PassRequest, logits: Tensor | None, scores: Tensor | None) -> Computed:
         """Return the requested quantities.
 
         logits: output of the language head, that of ``scoring`` where the head is ours; None: no log-prob is requested.
-        scores: outputs (m, W) of the scalar head.
+        scores: outputs (m, W) of the scalar head; of a part of the rows (m, w), as are ``logits``.
         """
         computed: Computed = {}
+        if (part := piece.part) is not None:
+            if logits is not None:
+                assert self.head is not None, "parts of rows are of models with our head"
+                logits = part.join(logits, 0, part.scored, len(piece.scored))
+            if scores is not None:
+                scores = part.join(scores, 1, part.columns, piece.width)
         if logits is not None:
             computed |= self._logprobs(piece, logits, request)
         if scores is not None:

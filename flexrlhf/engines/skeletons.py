@@ -97,7 +97,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 def _rank(context: EngineContext) -> int:
     """Return the number of this rank in the run."""
-    for each in (context.dp, context.tp):
+    for each in (context.same_part, context.tp):
         if each.group is not None:
             return each.ranks[dist.get_rank(each.group)]
     return context.dp.ranks[0]

@@ -139,6 +139,18 @@ class Blocks:
         given = self._given_mask(width) if packed else 0
         return (in_flight or tokens) * (kept + self.saved_outside_layers() + given) + tokens * once
 
+    def exchanged_bytes(self, tokens: int, cp: int, is_ring: bool, train: bool) -> int:
+        """Return the bytes of attention over the ranks that share rows, of which each has ``tokens``: of Ulysses sent
+        and received heads; of a ring keys and values that leave and arrive, float32 outputs as these are joined, and
+        backward gradients that travel, too.
+        """
+        query, key, item = self._query // self.tp, self._key // self.tp, self.item
+        if not is_ring:
+            repeated = max(key, cp * self.sizes.head_dim)
+            return 2 * item * tokens * (query + 2 * repeated)
+        travelling = 4 * key * item + (4 * key * 4 if train else 0)
+        return tokens * (travelling + 2 * 4 * query)
+
     def stage_bytes(self, tokens: int, in_flight: int) -> int:
         """Return the bytes of hidden states between stages: received and sent ones of all micro-batches in flight, and
         gradients of both of one; without gradients ``in_flight`` is 0.

@@ -287,7 +287,7 @@ class Sizing:
         settings, texts = model.settings, self.texts_of(model.role)
         blocks = layers_on_rank(model, shape.sizes, rank)
         if work.kind == "generate":
-            rows = texts.rows_decoded(model, work.rows)
+            rows = texts.rows_decoded(model, work.rows and -(-work.rows // model.layout.cp))
             if not model.has_cache:
                 return blocks.decode_bytes(rows, texts.prompt, texts.response)
             most = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)
@@ -296,6 +296,11 @@ class Sizing:
             received = {"between stages": blocks.received_bytes(most)} if blocks.stage else {}
             return {**blocks.paged_decode_bytes(rows, step), **received}
         size, train = self.pass_size(model, work), work.kind == "train"
+        shared: dict[str, int | None] = {}
+        if (cp := model.layout.cp) > 1:
+            is_ring = settings.is_ring(shape.sizes.heads)
+            size = size.of_part(cp)
+            shared = {"exchanged": blocks.exchanged_bytes(size.tokens, cp, is_ring, train)}
         # a stage begins as many micro-batches as there are stages from it on before the first one returns
         in_flight = size.in_flight(blocks.pp - blocks.stage, work.texts)
         between = blocks.stage_bytes(size.tokens, in_flight if train else 0)
@@ -308,12 +313,12 @@ class Sizing:
             logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
             activations = blocks.forward_bytes(size.tokens, size.width, size.packed)
-            return {**larger(activations=activations, logits=logits), **stages}
+            return {**larger(activations=activations, logits=logits), **stages, **shared}
         if model.head == "both":
             logits += blocks.value_bytes(size.tokens)
         recompute = settings.activation_checkpointing
         activations = blocks.train_bytes(size.tokens, size.width, recompute, size.packed, in_flight)
-        return {"activations": activations, **({"logits": logits} if logits else {}), **stages}
+        return {"activations": activations, **({"logits": logits} if logits else {}), **stages, **shared}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:
         shape = self.shapes.get(model.role)

@@ -137,13 +137,13 @@ class EngineBytes:
         if model.split != "whole":
             scattered, stepped = UNREDUCED_BYTES * trained.root, 8 * trained.largest // model.num_shards
             return max(scattered, stepped, self._summed_shards(model, trained))
-        summed = 4 * trained.largest if model.layout.dp > 1 else 0
+        summed = 4 * trained.largest if model.layout.of_weights.dp > 1 else 0
         return max(summed, 8 * trained.largest if model.layout.tp > 1 else 4 * trained.total)
 
     @staticmethod
     def _summed_shards(model: PlacedModel, trained: Units) -> int:
         """Return the bytes of the largest bucket of gradients that is summed over nodes."""
-        if model.num_shards == model.layout.dp:
+        if model.num_shards == model.layout.of_weights.dp:
             return 0
         most, largest = (-(-4 * elements // model.num_shards) for elements in (trained.total, trained.largest))
         return max(min(GRADIENT_BUCKET_BYTES, most), largest)
@@ -164,13 +164,13 @@ class DeepSpeedBytes(EngineBytes):
 
     def frozen_weights(self, model: PlacedModel, shape: ModelShape, rank: int) -> int:
         if model.settings.zero == 3:
-            return item_bytes(model) * _zero3_elements(shape.parameters, model.layout.dp)
+            return item_bytes(model) * _zero3_elements(shape.parameters, model.layout.of_weights.dp)
         return super().frozen_weights(model, shape, rank)
 
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         settings, stage = model.settings, model.settings.zero
         per = self.per_parameter(model)
-        weights, gradients, optimizer = zero_split(stage, model.layout.dp)
+        weights, gradients, optimizer = zero_split(stage, model.layout.of_weights.dp)
         state = State(
             weights=per.weights * _deepspeed_elements(shape.parameters, stage, weights),
             gradients=per.gradients * _deepspeed_elements(shape.trained, stage, gradients),
@@ -192,7 +192,7 @@ class DeepSpeedBytes(EngineBytes):
         Stage 1 keeps whole gradients on the device; stage 2 in 16 bits keeps its partition there.
         """
         stage, item = model.settings.zero, item_bytes(model)
-        partition = _deepspeed_elements(shape.trained, stage, model.layout.dp)
+        partition = _deepspeed_elements(shape.trained, stage, model.layout.of_weights.dp)
         if stage == 3:
             return replace(state, gradients=0, optimizer=0, host=state.optimizer + 2 * 4 * partition)
         largest = item * max((math.prod(size) for _, size in shape.trained), default=0)
@@ -224,14 +224,14 @@ class DeepSpeedBytes(EngineBytes):
             return 4 * bucket + single
         if settings.zero == 2:
             # in float32 a second copy of the partition joins the first one; in 16 bits the bucket is cast to be summed
-            partition = 4 * -(-trained.total // model.layout.dp)
+            partition = 4 * -(-trained.total // model.layout.of_weights.dp)
             return item * bucket + (4 * filled + partition if item == 4 else 6 * filled)
         # the bucket itself is kept (State.buffers): its gradients in the order of the ranks, and the sums
         return 8 * filled + single
 
     def update(self, model: PlacedModel, trained: Units) -> int:
         settings = model.settings
-        part = -(-trained.total // model.layout.dp) if settings.zero else trained.total
+        part = -(-trained.total // model.layout.of_weights.dp) if settings.zero else trained.total
         if settings.offload_optimizer and settings.zero:
             return 0
         if settings.zero == 3:
@@ -278,7 +278,7 @@ class MegatronBytes(EngineBytes):
         per, is_split = self.per_parameter(model), model.settings.zero == 1
         elements = elements_on_rank(model, shape.parameters, rank)
         buffer = megatron_buffer(model, shape, rank) if is_split else elements
-        updated = buffer // model.layout.dp if is_split else elements
+        updated = buffer // model.layout.of_weights.dp if is_split else elements
         return State(
             weights=per.weights * buffer,
             gradients=per.gradients * buffer,
@@ -289,7 +289,7 @@ class MegatronBytes(EngineBytes):
 
     def update(self, model: PlacedModel, trained: Units) -> int:
         # buffers are reduced where they are; the norm of all gradients takes a number of each tensor
-        part = -(-trained.total // model.layout.dp) if model.settings.zero else trained.total
+        part = -(-trained.total // model.layout.of_weights.dp) if model.settings.zero else trained.total
         return 4 * max(part, trained.largest)
 
 
@@ -299,7 +299,7 @@ def megatron_buffer(model: PlacedModel, shape: ModelShape, rank: int) -> int:
         count * -(-elements_on_rank(model, (kind,), rank) // MEGATRON_ALIGNMENT) * MEGATRON_ALIGNMENT
         for kind, count in count_kinds(shape.parameters).items()
     )
-    multiple = math.lcm(model.layout.dp, MEGATRON_BUFFER_MULTIPLE)
+    multiple = math.lcm(model.layout.of_weights.dp, MEGATRON_BUFFER_MULTIPLE)
     return -(-starts // multiple) * multiple
 
 

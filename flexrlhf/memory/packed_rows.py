@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -281,6 +281,12 @@ class PassSize:
         """Return the tokens of at most so many passes of calls with ``texts`` sequences a row."""
         several = passes * self.tokens
         return several if self.total is None else max(self.tokens, min(several, texts * self.total))
+
+    def of_part(self, cp: int) -> PassSize:
+        """Return the size on one of ``cp`` ranks that share the tokens of every row, whose attention has no mask."""
+        tokens = -(-self.tokens // cp)
+        total = None if self.total is None else -(-self.total // cp)
+        return replace(self, tokens=tokens, width=0, responses=min(self.responses, tokens), total=total)
 
 
 def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:

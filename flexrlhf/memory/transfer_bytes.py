@@ -137,7 +137,7 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
     item = 4 * (1 + num_moments(settings.optimizer))
     if settings.zero in (1, 2) and model.facts.split(settings.zero) == "whole":
         # each replica copies the elements that it updates
-        return item * -(-part_elements(parts, list(parts)) // model.layout.dp)
+        return item * -(-part_elements(parts, list(parts)) // model.layout.of_weights.dp)
     return item * part_elements(parts, sorted(written_names(model, shape, rank)))
 
 

@@ -9,12 +9,14 @@ from flexrlhf.placement.placed import PlacedModel
 
 SHARD, COPIES = "shard", "copies"
 """Purposes of groups inside a data-parallel group: ranks that store different parts, ranks that store the same one."""
+WEIGHTS = "weights"
+"""Purpose of the groups of data-parallel and context-parallel ranks together."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose: compute, shard, copies, tp, pp, ends, replica, model (of a placed model),
-    move, sync or gather.
+    """Ranks that communicate for one purpose: compute, weights, shard, copies, cp, tp, pp, ends, replica, model (of a
+    placed model), move, sync or gather.
 
     A single rank needs none, unless a library requires one (``alone``).
     """
@@ -33,11 +35,13 @@ class Group:
 
 
 def compute_groups(model: PlacedModel) -> list[Group]:
-    """Return the groups of an engine: data-parallel, tensor-parallel, pipelines, and those that a library requires."""
+    """Return the groups of an engine: data-parallel, context-parallel, tensor-parallel, pipelines, and those that a
+    library requires."""
     layout = model.layout
     pipelines = tuple(dict.fromkeys(map(layout.pp_set, model.ranks)))
     purposes: list[tuple[str, tuple[int, ...]]] = [
         *(("compute", ranks) for ranks in dict.fromkeys(map(layout.dp_set, model.ranks))),
+        *_context_purposes(layout),
         *_shard_purposes(model),
         *(("tp", ranks) for ranks in layout.tp_sets),
         *(("pp", ranks) for ranks in pipelines),
@@ -52,6 +56,15 @@ def compute_groups(model: PlacedModel) -> list[Group]:
     return groups
 
 
+def _context_purposes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the groups of context-parallel ranks, and of the ranks that sum gradients."""
+    if layout.cp == 1:
+        return []
+    return [("cp", ranks) for ranks in dict.fromkeys(map(layout.cp_set, layout.ranks))] + [
+        (WEIGHTS, ranks) for ranks in dict.fromkeys(map(layout.of_weights.dp_set, layout.ranks))
+    ]
+
+
 def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
     """Return the groups of a model with several copies of its shards: ranks that gather, ranks that store the same."""
     if not is_sharded_in_nodes(model):
@@ -63,7 +76,7 @@ def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
 
 def is_sharded_in_nodes(model: PlacedModel) -> bool:
     """Whether parts of a data-parallel group, such as the ranks of a node, each store all of the model's state."""
-    return 1 < model.num_shards < model.layout.dp
+    return 1 < model.num_shards < model.layout.of_weights.dp
 
 
 def pipeline_ends(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
@@ -73,7 +86,9 @@ def pipeline_ends(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 
 def replica_purpose(layout: Layout) -> str:
     """Return the purpose of the group of a replica's ranks."""
-    return "tp" if layout.pp == 1 else "pp" if layout.tp == 1 else "replica"
+    degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    several = [name for name, degree in degrees.items() if degree > 1] or ["tp"]
+    return several[0] if len(several) == 1 else "replica"
 
 
 def model_purpose(layout: Layout) -> str:

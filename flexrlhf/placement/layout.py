@@ -22,10 +22,12 @@ from flexrlhf.placement.protocols import TransferProtocol
 
 @dataclass(frozen=True)
 class Layout:
-    """``dp * tp * pp`` ranks: tp fastest, then dp, pp (Megatron's order). Ranks of a replica compute the same rows.
+    """``dp * cp * tp * pp`` ranks: tp fastest, then cp, dp, pp (Megatron's order). Ranks of a replica compute the same
+    rows.
 
     row_shares:  relative share of rows of each replica; empty: equal.
     protocol:    function of a user's own that splits the prompts of a mini-batch over replicas; None: by the shares.
+    cp:          context-parallel ranks, each of which computes a part of the tokens of every row.
     """
 
     ranks: tuple[int, ...]
@@ -33,9 +35,12 @@ class Layout:
     pp: int = 1
     row_shares: tuple[Fraction, ...] = ()
     protocol: TransferProtocol | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        assert len(self.ranks) % (self.tp * self.pp) == 0, f"{len(self.ranks)} ranks, tp {self.tp}, pp {self.pp}"
+        assert len(self.ranks) % (self.width * self.pp) == 0, (
+            f"{len(self.ranks)} ranks, tp {self.tp}, cp {self.cp}, pp {self.pp}"
+        )
         assert not self.row_shares or len(self.row_shares) == self.dp, f"{self.row_shares} for dp {self.dp}"
 
     def __hash__(self) -> int:
@@ -44,33 +49,47 @@ class Layout:
     @cached_property
     def _hash(self) -> int:
         """Hash, computed once: layouts are keys of many tables, and may have ten thousand ranks."""
-        return hash((self.ranks, self.tp, self.pp, self.row_shares, self.protocol))
+        return hash((self.ranks, self.tp, self.pp, self.row_shares, self.protocol, self.cp))
 
     @cached_property
     def places(self) -> dict[int, int]:
         """Position of each rank in ``ranks``."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
+    @property
+    def width(self) -> int:
+        """Ranks of a replica in each stage."""
+        return self.cp * self.tp
+
     @cached_property
     def dp(self) -> int:
         """Number of replicas."""
-        return len(self.ranks) // (self.tp * self.pp)
+        return len(self.ranks) // (self.width * self.pp)
+
+    @cached_property
+    def of_weights(self) -> Layout:
+        """Layout of the weights, for which the context-parallel ranks are further replicas."""
+        return self if self.cp == 1 else Layout(self.ranks, self.tp, self.pp)
 
     def replica(self, rank: int) -> int:
         """Return the number of the replica that ``rank`` belongs to."""
-        return self.places[rank] // self.tp % self.dp
+        return self.places[rank] // self.width % self.dp
 
     def tp_index(self, rank: int) -> int:
         """Return the number of the tensor-parallel part on ``rank``."""
         return self.places[rank] % self.tp
 
+    def cp_index(self, rank: int) -> int:
+        """Return the number of the part of every row on ``rank``."""
+        return self.places[rank] // self.tp % self.cp
+
     def stage(self, rank: int) -> int:
         """Return the number of the pipeline stage on ``rank``."""
-        return self.places[rank] // (self.tp * self.dp)
+        return self.places[rank] // (self.width * self.dp)
 
     def is_first_of_replica(self, rank: int) -> bool:
         """Whether ``rank`` is the one of its replica that acts for all of them, such as to write rows."""
-        return self.tp_index(rank) == self.stage(rank) == 0
+        return self.tp_index(rank) == self.cp_index(rank) == self.stage(rank) == 0
 
     @property
     def tp_sets(self) -> tuple[tuple[int, ...], ...]:
@@ -80,7 +99,8 @@ class Layout:
     @cached_property
     def replica_sets(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each replica, stage by stage."""
-        sets, dp = self.tp_sets, self.dp
+        width, dp = self.width, self.dp
+        sets = [self.ranks[start : start + width] for start in range(0, len(self.ranks), width)]
         return tuple(sum(sets[replica::dp], ()) for replica in range(dp))
 
     def is_inside(self, other: Layout) -> bool:
@@ -89,13 +109,18 @@ class Layout:
 
     def dp_set(self, rank: int) -> tuple[int, ...]:
         """Return the data-parallel group of ``rank``: the ranks at the same position in every replica."""
-        width = self.tp * self.dp
+        width = self.width * self.dp
         start = self.stage(rank) * width
-        return self.ranks[start + self.tp_index(rank) : start + width : self.tp]
+        return self.ranks[start + self.places[rank] % self.width : start + width : self.width]
+
+    def cp_set(self, rank: int) -> tuple[int, ...]:
+        """Return the context-parallel group of ``rank``: the ranks that have the other parts of its rows."""
+        start = self.places[rank] // self.width * self.width
+        return self.ranks[start + self.tp_index(rank) : start + self.width : self.tp]
 
     def pp_set(self, rank: int) -> tuple[int, ...]:
         """Return the pipeline of ``rank``: the ranks at the same position in every stage of its replica."""
-        width = self.tp * self.dp
+        width = self.width * self.dp
         return self.ranks[self.places[rank] % width :: width]
 
     @cached_property
@@ -306,6 +331,7 @@ def generation_layout(training: Layout, tp: int, pp: int = 1) -> Layout:
     The part of the weights that a rank generates with contains the part that it trains: generation groups take one
     rank of every ``training.tp / tp``. Raises ValueError if no such order exists.
     """
+    training = training.of_weights
     if training.tp % tp or training.pp % pp:
         raise ValueError(
             f"generation with tp {tp} and pp {pp} keeps no training part whole: they must divide tp {training.tp} and "

@@ -19,7 +19,7 @@ from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.place import check_classes, make_layout, on_devices, sharded_as_set
+from flexrlhf.placement.place import Degrees, check_classes, make_layout, on_devices, sharded_as_set
 from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator, Placement
 from flexrlhf.placement.ratios import Roles, assign_ranks
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
@@ -121,14 +121,14 @@ def _way(
     model, section = _model_of(operator.role, spec), f"placement.operators.{operator.name}"
     if _is_of_rollout(operator, roles):
         rollout = spec.rollout.model_copy(update={"tp": entry.tp or spec.rollout.tp, "pp": entry.pp or spec.rollout.pp})
-        layout = make_layout(operator.name, section, entry, ranks, (rollout.tp, rollout.pp), cluster)
+        layout = make_layout(operator.name, section, entry, ranks, Degrees(rollout.tp, rollout.pp), cluster)
         settings = rollout_settings(model, layout, spec.model_copy(update={"rollout": rollout}))
         return _Way(layout, settings, rollout, entry.shadow)
     model = model.of_shadow if entry.shadow else model
     is_other = entry.engine not in (None, model.engine)
-    dropped = {"config": {}, "pp": 1, "shard": "all"} if is_other else {}
+    dropped = {"config": {}, "pp": 1, "cp": 1, "shard": "all"} if is_other else {}
     settings = model.model_copy(update={**dropped, **entry.settings})
-    layout = make_layout(operator.name, section, entry, ranks, (settings.tp, settings.pp), cluster)
+    layout = make_layout(operator.name, section, entry, ranks, Degrees.of(settings), cluster)
     return _Way(layout, settings, None, entry.shadow)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
@@ -40,16 +41,17 @@ def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cl
     Where that copy has more tensor-parallel ranks, each rank's part of the engine contains the part that it trains.
     """
     entry = PlacementEntry(ranks=trained.ranks)
-    if (spec.rollout.tp, spec.rollout.pp) == (trained.layout.tp, trained.layout.pp) and trained.layout.row_shares:
-        entry = entry.model_copy(update={"row_shares": trained.layout.row_shares})
+    rollout, layout = spec.rollout, trained.layout
+    if (rollout.tp, rollout.pp, 1) == (layout.tp, layout.pp, layout.cp) and layout.row_shares:
+        entry = entry.model_copy(update={"row_shares": layout.row_shares})
     model = _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
-    if spec.rollout.is_hybrid and spec.rollout.sleep:
+    if rollout.is_hybrid and rollout.sleep:
         # adapters alone would be sent, and the weights that they do not change would be lost
         model = replace(model, is_hybrid=trained.settings.lora is None)
-    training, own = trained.layout, model.layout
-    if training.tp % own.tp or training.pp % own.pp or own.row_shares:
+    own = model.layout
+    if layout.tp % own.tp or layout.pp % own.pp or own.row_shares:
         return model
-    return replace(model, layout=generation_layout(training, own.tp, own.pp))
+    return replace(model, layout=generation_layout(layout, own.tp, own.pp))
 
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
@@ -114,11 +116,11 @@ def _placed(
 ) -> PlacedModel:
     model = spec.models.of(name.role) or ModelSpec()
     if name.is_rollout:
-        layout = make_layout(name, "rollout", entry, ranks, (spec.rollout.tp, spec.rollout.pp), cluster)
+        layout = make_layout(name, "rollout", entry, ranks, Degrees(spec.rollout.tp, spec.rollout.pp), cluster)
         settings = on_devices(rollout_settings(model, layout, spec), model.fallback_dtype, ranks, cluster)
         return PlacedModel(name, layout, False, settings, spec.rollout)
     settings = on_devices(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks, cluster)
-    layout = make_layout(name, f"models.{name}", entry, ranks, (settings.tp, settings.pp), cluster)
+    layout = make_layout(name, f"models.{name}", entry, ranks, Degrees.of(settings), cluster)
     placed = PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
     return sharded_as_set(placed, cluster)
 
@@ -130,7 +132,7 @@ def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
     """
     if model.settings.shard == "all" or model.split == "whole":
         return model
-    counts = Counter(cluster.node_of(ranks[0]) for ranks in model.layout.replica_sets)
+    counts = Counter(cluster.node_of(ranks[0]) for ranks in model.layout.of_weights.replica_sets)
     least, most = min(counts.values()), max(counts.values())
     if least < most:
         few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
@@ -146,17 +148,37 @@ def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
     return replace(model, sharded_over=0 if len(counts) == 1 else most)
 
 
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees of a replica.
+
+    tp:       tensor-parallel ranks.
+    pp:       pipeline stages.
+    cp:       context-parallel ranks.
+    crosses:  whether context-parallel ranks may be on several nodes.
+    """
+
+    tp: int
+    pp: int
+    cp: int = 1
+    crosses: bool = False
+
+    @classmethod
+    def of(cls, settings: ModelSpec) -> Self:
+        """Return the degrees of a model's settings: of ring attention, which says so, ranks may be anywhere."""
+        return cls(settings.tp, settings.pp, settings.cp, settings.context_parallel == "ring")
+
+
 def make_layout(
-    name: str, section: str, entry: PlacementEntry, written: tuple[int, ...], degrees: tuple[int, int], cluster: Cluster
+    name: str, section: str, entry: PlacementEntry, written: tuple[int, ...], degrees: Degrees, cluster: Cluster
 ) -> Layout:
-    """Return the layout on ascending ranks, of ``degrees`` tp and pp; ``row_shares`` are in the order in which the
-    user wrote the ranks.
+    """Return the layout on ascending ranks; ``row_shares`` are in the order in which the user wrote the ranks.
 
     ``section``: of the YAML, with the degrees. Raises UserError for degrees and shares that do not fit the ranks.
     """
-    ranks, (tp, pp) = tuple(sorted(written)), degrees
-    _check_degrees(name, section, ranks, tp, pp, cluster)
-    layout = Layout(ranks, tp, pp)
+    ranks = tuple(sorted(written))
+    _check_degrees(name, section, ranks, degrees, cluster)
+    layout = Layout(ranks, degrees.tp, degrees.pp, cp=degrees.cp)
     shares = entry.row_shares
     if shares is None:
         # a replica is as fast as its slowest rank
@@ -166,20 +188,32 @@ def make_layout(
         shares = tuple(Fraction(min(map(speeds.__getitem__, replica))) for replica in layout.replica_sets)
     elif len(shares) != layout.dp:
         raise UserError(f"placement: {name} has {layout.dp} replicas, but row_shares has {len(shares)} entries")
-    elif tp == pp == 1:
+    elif layout.dp == len(ranks):
         shares = tuple(share for _, share in sorted(zip(written, shares, strict=True)))
     return replace(layout, row_shares=() if len(set(shares)) == 1 else shares)
 
 
-def _check_degrees(name: str, section: str, ranks: tuple[int, ...], tp: int, pp: int, cluster: Cluster) -> None:
-    """Raise UserError for degrees that do not divide the ranks, and for tensor-parallel ranks of a replica on several
-    nodes, whose links are slow.
+def _check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Degrees, cluster: Cluster) -> None:
+    """Raise UserError for degrees that do not divide the ranks, and for ranks of a replica that would exchange
+    activations between nodes, whose links are slow.
     """
-    size = len(ranks)
+    size, tp, pp, cp = len(ranks), degrees.tp, degrees.pp, degrees.cp
     if size % pp:
         stages = either(n for n in range(1, size + 1) if size % n == 0)
         raise UserError(f"{section}.pp: {pp} does not divide the {size} devices of {name}; use {stages}")
     if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster):
+        fits = [n for n in range(1, size + 1) if size % (n * tp * pp) == 0]
+        if cp not in fits:
+            raise UserError(
+                f"{section}.cp: {cp} does not divide the {size // (tp * pp)} copies of {name} on its {size} devices; "
+                f"use {either(fits)}"
+            )
+        if not degrees.crosses and not _stays_on_node(ranks, cp * tp, cluster):
+            stay = [n for n in fits if _stays_on_node(ranks, n * tp, cluster)]
+            raise UserError(
+                f"{section}.cp: {cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel "
+                f"ring"
+            )
         return
     works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster)]
     if size % (tp * pp):

@@ -81,7 +81,7 @@ class PlacedModel:
     operator:     the first operator that it computes, where operators are placed; else nothing.
     is_hybrid:    whether it is a rollout engine that is filled to generate, and freed afterwards.
     is_kept:      whether it is a shadow, where operators are placed.
-    sharded_over: replicas of a node, over which its state is sharded; 0: all replicas.
+    sharded_over: replicas of the weights in a node, over which they are sharded; 0: all replicas.
     """
 
     name: ModelName
@@ -110,27 +110,29 @@ class PlacedModel:
     @cached_property
     def split(self) -> Split:
         """Split of the weights over replicas between passes."""
-        return "whole" if self.layout.dp == 1 else self.facts.split(self.settings.zero)
+        return "whole" if self.layout.of_weights.dp == 1 else self.facts.split(self.settings.zero)
 
     @property
     def num_shards(self) -> int:
-        """Replicas that store different parts of the weights between passes."""
-        return 1 if self.split == "whole" else self.sharded_over or self.layout.dp
+        """Replicas of the weights that store different parts of them between passes."""
+        return 1 if self.split == "whole" else self.sharded_over or self.layout.of_weights.dp
 
     def shard_set(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the data-parallel group of ``rank`` that together store its weights."""
-        first = self.layout.replica(rank) // self.num_shards * self.num_shards
-        return self.layout.dp_set(rank)[first : first + self.num_shards]
+        """Return the ranks with the same part of the model as ``rank`` that together store its weights."""
+        layout = self.layout.of_weights
+        first = layout.replica(rank) // self.num_shards * self.num_shards
+        return layout.dp_set(rank)[first : first + self.num_shards]
 
     def copy_set(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the data-parallel group of ``rank`` that store the same part as it."""
-        return self.layout.dp_set(rank)[self.layout.replica(rank) % self.num_shards :: self.num_shards]
+        """Return the ranks with the same part of the model as ``rank`` that store the same shard of it."""
+        layout = self.layout.of_weights
+        return layout.dp_set(rank)[layout.replica(rank) % self.num_shards :: self.num_shards]
 
     @property
     def gather_sets(self) -> tuple[tuple[int, ...], ...]:
         """Smallest sets of ranks that together store all weights."""
-        replicas, number = self.layout.replica_sets, self.num_shards
-        if number == self.layout.dp:
+        replicas, number = self.layout.of_weights.replica_sets, self.num_shards
+        if number == len(replicas):
             return (self.ranks,)
         return tuple(sum(replicas[first : first + number], ()) for first in range(0, len(replicas), number))
 

@@ -33,7 +33,7 @@ class Transfer:
 def route(column: str, produced: Holdings, available: Holdings, needed: Holdings) -> list[Transfer]:
     """Return transfers that bring each rank of ``needed`` the prompts that it lacks, from ranks that produced them.
 
-    Of several producers (tp and pp ranks of one replica produce the same rows) receivers take turns.
+    Of several producers (cp, tp and pp ranks of one replica produce the same rows) receivers take turns.
     """
     owners: dict[int, list[int]] = defaultdict(list)
     for rank, prompts in produced.items():

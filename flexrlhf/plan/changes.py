@@ -27,7 +27,7 @@ LEAST_RESPONSE = 128
 MOST_TIMES = 64
 """Most devices that are suggested, as a multiple of those there are."""
 OF_MODELS = (
-    *("zero", "shard", "tp", "pp", "micro_batch_tokens", "generate_tokens"),
+    *("zero", "shard", "tp", "pp", "cp", "micro_batch_tokens", "generate_tokens"),
     *("activation_checkpointing", "offload_optimizer"),
 )
 OF_ROLLOUT = ("tp", "pp", "kv_tokens")

@@ -143,8 +143,21 @@ def _check_sharding(model: PlacedModel) -> None:
     if settings.pp > 1:
         lacks = f"{engine} has no pipeline stages, found pp {settings.pp}; use 1"
         _require(model, "pp", lambda each: each.pp, lacks)
+    if settings.cp > 1:
+        lacks = f"engine {model.engine} has no context parallel, found cp {settings.cp}; use 1"
+        _require(model, "cp", lambda each: each.cp, lacks)
+        _check_context_parallel(model)
     if settings.lora is not None and model.rollout is None:
         _require(model, "lora", lambda each: each.lora, f"{engine} trains no adapters; remove it")
+
+
+def _check_context_parallel(model: PlacedModel) -> None:
+    """Raise UserError for kernels that do not compute a part of a row."""
+    settings = model.settings
+    if settings.attention != "auto":
+        raise UserError(f"{model.key('cp')}: goes with attention auto, found {settings.attention}; use auto, or cp 1")
+    if settings.compile:
+        raise UserError(f"{model.key('cp')}: goes with compile false, found true; use false, or cp 1")
 
 
 def _check_computation(model: PlacedModel) -> None:

@@ -46,12 +46,13 @@ def check_models(
             _check_shared_trunk(model, shape)
         if model.settings.liger and model.rollout is None:
             _check_liger(model, shape)
+        longest = 0 if lengths is None else lengths.of_role(model.role).total
         if model.rollout is None and not model.facts.transformers_modules:
-            _check_mapped(model, shape, 0 if lengths is None else lengths.of_role(model.role).total)
+            _check_mapped(model, shape, longest)
         if shape is None:
             _check_unknown_shape(model)
         else:
-            _check_split(model, shape)
+            _check_split(model, shape, longest)
 
 
 def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
@@ -188,7 +189,7 @@ def check_capabilities(placement: Placement, cluster: Cluster) -> None:
 def _check_unknown_shape(model: PlacedModel) -> None:
     """Raise UserError for settings that need parameter shapes, where the architecture has none known."""
     settings = model.settings
-    for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("lora", None)):
+    for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("cp", 1), ("lora", None)):
         if getattr(settings, name) != default:
             raise UserError(
                 f"{model.key(name)}: needs parameter shapes before loading, which are unknown for this architecture; "
@@ -196,15 +197,36 @@ def _check_unknown_shape(model: PlacedModel) -> None:
             )
 
 
-def _check_split(model: PlacedModel, shape: ModelShape) -> None:
+def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
     """Raise UserError for a split of the model that its sizes do not allow."""
     settings, sizes = model.settings, shape.sizes
     if settings.tp > 1:
         _check_heads(model, shape)
+    if settings.cp > 1:
+        _check_parts_of_rows(model, shape, longest)
     if settings.pp > 1 and sizes is not None and sizes.layers % settings.pp:
         stages = [n for n in range(1, sizes.layers + 1) if sizes.layers % n == 0]
         raise UserError(
             f"{model.key('pp')}: {settings.pp} does not divide its {sizes.layers} layers; use {either(stages)}"
+        )
+
+
+def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) -> None:
+    """Raise UserError if context-parallel ranks cannot share the attention of a model."""
+    settings, sizes = model.settings, shape.sizes
+    if sizes is None or sizes.family not in LLAMA_LIKE:
+        raise UserError(f"{model.key('cp')}: only {', '.join(LLAMA_LIKE)} models compute parts of a row; use 1")
+    if shape.window is not None and shape.window < longest:
+        raise UserError(
+            f"{model.key('cp')}: sliding attention, of {shape.window} tokens in this model, is not shared by ranks, "
+            f"and texts have up to {longest}; use 1"
+        )
+    if settings.context_parallel == "ulysses" and sizes.heads % (settings.cp * settings.tp):
+        fits = [n for n in range(1, sizes.heads + 1) if sizes.heads % (n * settings.tp) == 0]
+        each = "" if settings.tp == 1 else f" on each of {settings.tp} tensor-parallel ranks"
+        raise UserError(
+            f"{model.key('cp')}: {settings.cp} does not divide its {sizes.heads // settings.tp} heads{each}, which "
+            f"ulysses distributes; use {either(fits)}, or context_parallel ring"
         )
 
 

@@ -132,11 +132,13 @@ def _ring_bytes(plan: Plan, model: PlacedModel) -> Mapping[int, float]:
 def _summing(model: PlacedModel) -> Iterable[tuple[int, ...]]:
     """Return the sets of ranks that exchange gradients: data-parallel groups, or ranks of different nodes with the same
     shards."""
-    return dict.fromkeys(map(model.layout.dp_set if _is_sharded_over_all(model) else model.copy_set, model.ranks))
+    return dict.fromkeys(
+        map(model.layout.of_weights.dp_set if _is_sharded_over_all(model) else model.copy_set, model.ranks)
+    )
 
 
 def _is_sharded_over_all(model: PlacedModel) -> bool:
-    return model.num_shards == model.layout.dp > 1
+    return model.num_shards == model.layout.of_weights.dp > 1
 
 
 def _gathers(model: PlacedModel) -> bool:

@@ -59,7 +59,7 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
 def _misfit(protocol: str, operator: Operator, placement: Placement, graph: Graph, spec: Spec) -> str:
     """Return why the layout of ``operator`` is not that of a named protocol; empty if it is."""
     layout, training = placement.layout_of(operator), placement[operator.role].layout
-    replica = layout.tp * layout.pp
+    replica = len(layout.replica_sets[0])
     match protocol:
         case "dp_proto" if replica > 1:
             return f"a replica of its model has {replica} ranks, which compute the same rows; use 3d_proto"

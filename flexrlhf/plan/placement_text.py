@@ -140,6 +140,7 @@ def computing_text(model: PlacedModel) -> str:
     """Return the engine, and sharding and dtype if they are not the default."""
     settings, layout = model.settings, model.layout
     shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
+    shown += [f"cp {layout.cp}"] if layout.cp > 1 else []
     shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
     shown += [f"pp {layout.pp}"] if layout.pp > 1 else []
     shown += [f"zero {zero_text(model)}"] if settings.zero else []

@@ -22,8 +22,8 @@ MOST_COLUMNS = 64
 ENVIRONMENT = "environment"
 CAPTION = (
     "A column is a rank, a row a placed model (a copy of a role's weights). dp: number of the replica that the rank is "
-    "of, of so many; tp, pp: its tensor-parallel part and pipeline stage. Row environment: processes of the whole node "
-    "that play episodes. Above: node and device class."
+    "of, of so many; cp, tp, pp: its part of the rows' tokens, its tensor-parallel part and pipeline stage. Row "
+    "environment: processes of the whole node that play episodes. Above: node and device class."
 )
 
 
@@ -154,9 +154,11 @@ def _part(model: PlacedModel, column: RankColumn) -> str:
         return ""
     layout, rank = model.layout, column.ranks[0]
     if len(column.ranks) > 1:
-        shown = [f"{word} {size}" for word, size in (("dp", layout.dp), ("tp", layout.tp), ("pp", layout.pp))]
+        sizes = (("dp", layout.dp), ("cp", layout.cp), ("tp", layout.tp), ("pp", layout.pp))
+        shown = [f"{word} {size}" for word, size in sizes]
         return " ".join(text for text in shown if not text.endswith(" 1"))
     parts = [f"dp {layout.replica(rank) + 1}/{layout.dp}"] * (layout.dp > 1)
+    parts += [f"cp {layout.cp_index(rank) + 1}/{layout.cp}"] * (layout.cp > 1)
     parts += [f"tp {layout.tp_index(rank) + 1}/{layout.tp}"] * (layout.tp > 1)
     parts += [f"pp {layout.stage(rank) + 1}/{layout.pp}"] * (layout.pp > 1)
     return "<br>".join(parts)

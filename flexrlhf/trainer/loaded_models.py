@@ -11,12 +11,21 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.engines.base import Engine, EngineContext, MemoryUsage, ShardRanks, StageRanks, make_engine
+from flexrlhf.engines.base import (
+    ContextRanks,
+    Engine,
+    EngineContext,
+    MemoryUsage,
+    ShardRanks,
+    StageRanks,
+    make_engine,
+)
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import (
     COPIES,
     SHARD,
+    WEIGHTS,
     is_sharded_in_nodes,
     model_purpose,
     pipeline_ends,
@@ -154,6 +163,9 @@ def load_model_on_rank(
 
     tp_ranks = next(ranks for ranks in layout.tp_sets if rank in ranks)
     dp, tp = ranks_of("compute", layout.dp_set(rank)), ranks_of("tp", tp_ranks)
+    cp = None
+    if layout.cp > 1:
+        cp = ContextRanks(ranks_of("cp", layout.cp_set(rank)), ranks_of(WEIGHTS, layout.of_weights.dp_set(rank)))
     in_node = None
     if is_sharded_in_nodes(model):
         in_node = ShardRanks(ranks_of(SHARD, model.shard_set(rank)), ranks_of(COPIES, model.copy_set(rank)))
@@ -167,6 +179,7 @@ def load_model_on_rank(
             num_updates=plan.num_updates(model.role) if model.trained else 0,
             dp=dp,
             tp=tp,
+            cp=cp,
             alone=groups.alone(rank),
             device=world.device,
             kv_bytes=plan.sizing.kv_bytes(model),

@@ -169,7 +169,7 @@ def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
 
 def position_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
     """Return all that the part of a model on a rank depends on: the stage, the tensor-parallel part and the shard."""
-    layout = model.layout
+    layout = model.layout.of_weights
     return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % model.num_shards
 
 

@@ -242,7 +242,7 @@ def volumes(
     received = _lacking(own, needed)
     if is_in_place(source, destination):
         return Volumes(0, received, received, 0)
-    width, alike = len(destination.layout.replica_sets[0]), _stored_whole(destination, shape)
+    width, alike = len(destination.layout.of_weights.replica_sets[0]), _stored_whole(destination, shape)
     packed = sum(part.num_elements * (width if name in alike else 1) for name, part in own.items())
     common = set(source.ranks) & set(destination.ranks)
     packed *= 1 + bool(common and common != set(destination.ranks))
@@ -299,8 +299,8 @@ def _crossing(
 
 @lru_cache(maxsize=64)
 def _stored_whole(model: PlacedModel, shape: ModelShape) -> frozenset[str]:
-    """Return the trained parameters of which all ranks of a replica that store some store the same part."""
-    replica = [trained_parts(model, shape, rank) for rank in model.layout.replica_sets[0]]
+    """Return the trained parameters of which all ranks of one replica that store some store the same part."""
+    replica = [trained_parts(model, shape, rank) for rank in model.layout.of_weights.replica_sets[0]]
     names = {name for parts in replica for name in parts}
     return frozenset(name for name in names if len({parts[name] for parts in replica if name in parts}) == 1)
 

@@ -482,6 +482,14 @@ COMPUTE: dict[str, Raw] = {
     "unshared": _everywhere(share_prompts=False),
     "tp": _everywhere(tp=2),
     "tp-3": _everywhere(tp=2, zero=3),
+    "cp": _everywhere(cp=2),
+    "cp-3": _everywhere(cp=2, zero=3),
+    "cp-ring": _everywhere(cp=2, context_parallel="ring"),
+    "cp-ring-2": _everywhere(cp=2, context_parallel="ring", zero=2),
+    "cp-tp-3": _everywhere(cp=2, tp=2, zero=3),
+    # more parts than heads of keys and values
+    "cp-4": _everywhere(cp=4),
+    "cp-ring-4": _everywhere(cp=4, context_parallel="ring", zero=3),
     # as many parts as it has heads of keys and values
     "tp-4": _everywhere() | {"actor": {"path": "assets:models/even-actor", "tp": 4}},
     # each side in its own way
@@ -747,6 +755,7 @@ DEFAULT = [
     Case("grpo", "lag", 4, "megatron-pp"),
     Case("safe", "six", 4, "megatron-tp"),
     KILLED,
+    Case("grpo", "co-located", 2, "cp"),
     Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
@@ -780,8 +789,30 @@ def every_case() -> list[Case]:
         for shape in shapes
     ]
     return list(
-        dict.fromkeys([*_every_shape(), *engines, *placed, *_every_rollout(), *_every_hybrid(), *_every_megatron()])
+        dict.fromkeys(
+            [
+                *_every_shape(),
+                *engines,
+                *placed,
+                *_every_rollout(),
+                *_every_hybrid(),
+                *_every_megatron(),
+                *_every_part_of_rows(),
+            ]
+        )
     )
+
+
+def _every_part_of_rows() -> list[Case]:
+    """Rows split over two and four ranks, packed and with shared prompts, alone and next to replicas."""
+    settings = ("two", "uneven", "pieces", "samples", "grpo", "one-trunk", "safe", "sft", "dpo", "reward-uneven")
+    two, four = ("cp", "cp-3", "cp-ring", "cp-ring-2"), ("cp-3", "cp-ring", "cp-tp-3", "cp-4", "cp-ring-4")
+    shapes = {"sft": "all", "reward-uneven": "all"}
+    return [
+        Case(setting, shapes.get(setting, "co-located"), ranks, way)
+        for ranks, ways in ((2, two), (4, four))
+        for setting, way in product(settings, ways)
+    ]
 
 
 def _every_megatron() -> list[Case]:

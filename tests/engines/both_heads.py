@@ -33,11 +33,22 @@ CASES: dict[str, dict[str, Any]] = {
     "FSDP2 with adapters": _BASE | {"zero": 3, "lora": LORA},
     "FSDP2, recomputed": _BASE | {"zero": 3, "activation_checkpointing": True},
     "tensor parallel": _BASE | {"tp": 2},
+    "parts of rows": _BASE | {"cp": 2, "lora": LORA},
+    "parts of rows in a ring": _BASE
+    | {"cp": 2, "context_parallel": "ring", "zero": 3, "activation_checkpointing": True},
     **(_DEEPSPEED if find_spec("deepspeed") is not None else {}),
 }
 """Settings of the model on two ranks."""
-USUAL = ("replicas with adapters", "FSDP2 stage 3", "tensor parallel", "DeepSpeed stage 2", "DeepSpeed stage 3")
+USUAL = (
+    *("replicas with adapters", "FSDP2 stage 3", "tensor parallel", "parts of rows", "parts of rows in a ring"),
+    *("DeepSpeed stage 2", "DeepSpeed stage 3"),
+)
 """Cases outside the long matrix."""
+
+
+def has_all_rows(case: str) -> bool:
+    """Whether both ranks compute all rows in this case."""
+    return not {"tp", "cp"}.isdisjoint(CASES[case])
 
 
 def shared(coefficient: float = 0.5) -> Loss:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from both_heads import CASES, COLUMNS_OF_BOTH, INIT, UPDATES, parts_of, prompts, rows_of, sampling
+from both_heads import CASES, COLUMNS_OF_BOTH, INIT, UPDATES, has_all_rows, parts_of, prompts, rows_of, sampling
 from small_models import LENGTHS, SEED
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.engines.base import Engine, EngineContext, make_engine
+from flexrlhf.engines.base import ContextRanks, Engine, EngineContext, make_engine
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
@@ -36,7 +36,7 @@ def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
 def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) -> dict[str, Tensor]:
     """The weights after some updates, whole; columns and responses of this rank's rows."""
     spec = ModelSpec(init=INIT, **settings)
-    model = PlacedModel(ModelName("actor"), Layout(BOTH, tp=spec.tp), True, spec, head="both")
+    model = PlacedModel(ModelName("actor"), Layout(BOTH, tp=spec.tp, cp=spec.cp), True, spec, head="both")
     shape = model_shape("actor", spec, "both")
     assert shape is not None
     if spec.lora is not None:
@@ -50,20 +50,22 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
             temperature=1.0,
             seed=SEED,
             num_updates=UPDATES,
-            dp=alone if spec.tp > 1 else together,
+            dp=alone if has_all_rows(name) else together,
             tp=together if spec.tp > 1 else alone,
             alone=groups.alone(world.rank),
             device=torch.device("cpu"),
             kv_bytes=0,
             store=dist.PrefixStore(name, world.store),
+            cp=ContextRanks(together, together) if spec.cp > 1 else None,
         )
     )
     planned = {each: part.num_elements for each, part in parts_on(model, shape, world.rank).items()}
     assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, name
-    share = slice(None) if spec.tp > 1 else rows_of(world.rank)
-    losses = engine.losses(parts_of(0, None if spec.tp > 1 else world.rank))
+    of_rank = None if has_all_rows(name) else world.rank
+    share = slice(None) if of_rank is None else rows_of(of_rank)
+    losses = engine.losses(parts_of(0, of_rank))
     for step in range(UPDATES):
-        engine.train(parts_of(step, None if spec.tp > 1 else world.rank))
+        engine.train(parts_of(step, of_rank))
     found = engine.forward(prompts().select(share), COLUMNS_OF_BOTH) | {"losses": torch.stack([*losses.values()])}
     found |= {
         f"response {each}": column for each, column in engine.generate(prompts().select(share), sampling()).items()

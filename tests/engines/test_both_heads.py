@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from both_heads import CASES, COLUMNS_OF_BOTH, INIT, UPDATES, USUAL, parts_of, prompts, sampling, shared
+from both_heads import CASES, COLUMNS_OF_BOTH, INIT, UPDATES, USUAL, has_all_rows, parts_of, prompts, sampling, shared
 from forked import run_ranks
 from small_models import (
     LENGTHS,
@@ -366,6 +366,9 @@ def test_peft_reads_the_adapters_of_a_saved_model_as_a_policy(tmp_path: Path) ->
 
 # --- shared by two ranks
 
+OVER_RANKS = ("zero", "tp", "cp", "context_parallel", "engine")
+"""Settings that change how ranks share the work."""
+
 
 @pytest.fixture(scope="module")
 def of_two_ranks(
@@ -386,7 +389,7 @@ def of_two_ranks(
 )
 def test_two_ranks_compute_the_same_as_one(case: str, of_two_ranks: tuple[dict[str, dict[str, Tensor]], ...]) -> None:
     """Rows are shared unevenly, and of the second loss one rank has none."""
-    settings = {name: value for name, value in CASES[case].items() if name not in ("zero", "tp", "engine")}
+    settings = {name: value for name, value in CASES[case].items() if name not in OVER_RANKS}
     engine = trunk_of(INIT, **settings)
     before, losses = snapshot(engine), engine.losses(parts_of(0, None))
     for step in range(UPDATES):
@@ -397,14 +400,14 @@ def test_two_ranks_compute_the_same_as_one(case: str, of_two_ranks: tuple[dict[s
     first, second = (found[case] for found in of_two_ranks)
     tolerance = 0.1 if "dtype" in settings else 1e-4
     # without the sum of squares, which is none of parts of a sum
-    both = first["losses"] if CASES[case].get("tp") else first["losses"] + second["losses"]
+    both = first["losses"] if has_all_rows(case) else first["losses"] + second["losses"]
     assert torch.allclose(both[:, :2], torch.stack([*losses.values()])[:, :2], rtol=tolerance, atol=tolerance)
     for name, column in expected.items():
-        found = first[name] if CASES[case].get("tp") else torch.cat([first[name], second[name]])
+        found = first[name] if has_all_rows(case) else torch.cat([first[name], second[name]])
         assert torch.allclose(found, column, rtol=tolerance, atol=tolerance), name
     if "dtype" not in settings:
         tokens = [found["response tokens"] for found in (first, second)]
-        assert torch.equal(tokens[0] if CASES[case].get("tp") else torch.cat(tokens), responses["tokens"])
+        assert torch.equal(tokens[0] if has_all_rows(case) else torch.cat(tokens), responses["tokens"])
     weights = engine.weights()
     found = {name.removeprefix("weight "): w for name, w in first.items() if name.startswith("weight ")}
     assert "score.weight" in found

@@ -65,7 +65,7 @@ def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, dp: RankGro
     settings = ModelSpec(init=TINY, generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response))
     readout = Readout("causal", head, LENGTHS, 1.0)
     laid_out = pass_settings(settings, model.config, LENGTHS, torch.device("cpu"))
-    return Passes(model, model, readout, settings, laid_out, dp or ONE_RANK, lockstep=dp is not None)
+    return Passes(model, model, readout, settings, laid_out, dp or ONE_RANK, lockstep=dp)
 
 
 @pytest.fixture(scope="module")

@@ -232,6 +232,63 @@ def test_tensor_parallel_needs_a_plan_of_the_family(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("devices", "overrides", "words"),
+    [
+        (6, ("models.actor.cp=4",), "4 does not divide the 6 copies of actor on its 6 devices; use 1, 2, 3 or 6"),
+        (
+            4,
+            ("models.actor.cp=4", "models.actor.context_parallel=ulysses"),
+            "4 does not divide its 2 heads, which ulysses distributes; use 1 or 2, or context_parallel ring",
+        ),
+        (
+            4,
+            ("models.actor.cp=2", "models.actor.tp=2", "models.actor.context_parallel=ulysses"),
+            "2 does not divide its 1 heads on each of 2 tensor-parallel ranks, which ulysses distributes; use 1, or "
+            "context_parallel ring",
+        ),
+        (
+            4,
+            ("models.actor.cp=4", "cluster={nodes: [{count: 2, devices: 2}]}"),
+            "4 ranks of actor would lie on two nodes; use 1 or 2, or context_parallel ring",
+        ),
+        (
+            2,
+            (DEEPSPEED, "models.actor.cp=2"),
+            "engine deepspeed has no context parallel, found cp 2; use 1, or engine torch",
+        ),
+        (
+            2,
+            ("models.actor.attention=eager", "models.actor.cp=2"),
+            "goes with attention auto, found eager; use auto, or cp 1",
+        ),
+        (
+            2,
+            ("models.actor.compile=true", "models.actor.cp=2"),
+            "goes with compile false, found true; use false, or cp 1",
+        ),
+        (
+            2,
+            ("models.actor.init={model_type: mistral, sliding_window: 8}", "models.actor.cp=2"),
+            "sliding attention, of 8 tokens in this model, is not shared by ranks, and texts have up to 12; use 1",
+        ),
+    ],
+)
+def test_context_parallel_ranks_share_heads_or_form_a_ring_on_one_node(
+    devices: int, overrides: tuple[str, ...], words: str
+) -> None:
+    assert refused(None, devices, *overrides) == f"models.actor.cp: {words}"
+
+
+def test_a_ring_that_is_written_may_lie_on_two_nodes() -> None:
+    nodes = "cluster={nodes: [{count: 2, devices: 2}]}"
+    plan = plan_of(None, 4, "models.actor.cp=4", "models.actor.context_parallel=ring", nodes)
+    assert {(group.purpose, group.ranks) for group in plan.groups if group.purpose.endswith(" actor")} >= {
+        ("cp actor", (0, 1, 2, 3)),
+        ("weights actor", (0, 1, 2, 3)),
+    }
+
+
 # --- devices
 
 

@@ -67,6 +67,26 @@ def test_ranks_of_a_replica_hold_its_parts_and_those_of_other_replicas_the_same(
     assert [layout.dp_set(rank) for rank in layout.ranks] == [(1, 4, 8), (3, 6, 9)] * 3
 
 
+def test_context_parallel_ranks_have_one_replica_s_rows_and_are_replicas_of_the_weights() -> None:
+    """Ranks 10-17: tp fastest, then cp, then dp."""
+    layout = Layout(tuple(range(10, 18)), tp=2, cp=2)
+    assert (layout.dp, layout.replica_sets) == (2, ((10, 11, 12, 13), (14, 15, 16, 17)))
+    assert [layout.cp_index(rank) for rank in layout.ranks] == [0, 0, 1, 1] * 2
+    assert [layout.replica(rank) for rank in layout.ranks] == [0] * 4 + [1] * 4
+    assert layout.cp_set(13) == (11, 13) and layout.dp_set(13) == (13, 17)
+    assert [rank for rank in layout.ranks if layout.is_first_of_replica(rank)] == [10, 14]
+    weights = layout.of_weights
+    assert (weights.dp, weights.dp_set(13)) == (4, (11, 13, 15, 17))
+    assert weights.replica_sets == ((10, 11), (12, 13), (14, 15), (16, 17))
+
+
+def test_stages_of_context_parallel_ranks_are_behind_all_replicas() -> None:
+    layout = Layout(tuple(range(8)), pp=2, cp=2)
+    assert layout.replica_sets == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert [layout.stage(rank) for rank in layout.ranks] == [0] * 4 + [1] * 4
+    assert layout.pp_set(6) == (2, 6) and layout.cp_set(6) == (6, 7) and layout.dp_set(6) == (4, 6)
+
+
 def test_without_tensor_parallel_every_rank_is_a_replica() -> None:
     layout = Layout((2, 5))
     assert layout.tp_sets == ((2,), (5,))

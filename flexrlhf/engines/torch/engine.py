@@ -23,6 +23,7 @@ from flexrlhf.engines.base import (
     StateTensor,
     TrainingState,
 )
+from flexrlhf.engines.context_parallel import row_split
 from flexrlhf.engines.host_offload import HostOffload, Lender
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
@@ -55,7 +56,8 @@ class TorchEngine(Lender):
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
-        self._passes = make_passes(context, self._model, self._model, head, lockstep=self._is_sharded)
+        split = row_split(context, self._model)
+        self._passes = make_passes(context, self._model, self._model, head, self._is_sharded, split)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._update = self._make_update(context, partial) if placed.trained else None
@@ -78,7 +80,7 @@ class TorchEngine(Lender):
             live[name].register_post_accumulate_grad_hook(_accumulate_into(master))
         return Update(
             settings.optimizer,
-            Gradients(trained, context.dp, context.tp, self._copies(context)),
+            Gradients(trained, context.same_part, context.tp, self._copies(context)),
             context.num_updates,
             is_scaled=settings.dtype == "float16",
             changed=self._publish_masters,
@@ -87,7 +89,7 @@ class TorchEngine(Lender):
     def _copies(self, context: EngineContext) -> RankGroup | None:
         """Ranks that store the same part of the model; None: this one alone."""
         if not self._is_sharded:
-            return context.dp
+            return context.same_part
         return None if context.in_node is None else context.in_node.copies
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ _PARTIAL = "replicated_with_grad_allreduce"
 def make_meshes(context: EngineContext) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Return the meshes of the ranks that FSDP2 shards over and of the tensor-parallel group; None for one rank."""
     device_type, tp = context.device.type, context.tp.group
-    sharing = context.dp if context.in_node is None else context.in_node.shards
+    sharing = context.same_part if context.in_node is None else context.in_node.shards
     dp = sharing.group
     if tp is not None and dp is not None:
         names = _axis("dp", dp), _axis("tp", tp)

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear as linear_map
 
+from flexrlhf.comm.reduce import Summed
+
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as AdaptedLinear
 
@@ -88,7 +90,7 @@ class RowLinear(ParallelLinear):
         super().__init__(linear, mesh, Shard(1), Replicate())
 
     def leave(self, output: Tensor) -> Tensor:
-        total: Tensor = _Sum.apply(output, self.group)
+        total: Tensor = Summed.apply(output, self.group)
         bias = self._bias()
         return total if bias is None else total + bias
 
@@ -132,17 +134,3 @@ class _SumOfGradients(Function):
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
-
-
-class _Sum(Function):
-    """The sum over a group, in place, whose gradient all ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(values)
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None

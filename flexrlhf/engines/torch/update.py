@@ -54,14 +54,14 @@ class Gradients:
     """All gradients of one model on this rank.
 
     trained: the trained parameters, in the same order on all ranks.
-    dp:      data-parallel group.
+    summed:  ranks whose gradients are summands: data-parallel and context-parallel ones.
     tp:      tensor-parallel group.
-    copies:  ranks of ``dp`` that store the same part of each parameter; FSDP2 has summed over the others already.
+    copies:  ranks of ``summed`` that store the same part of each parameter; FSDP2 has summed over the others already.
              None: this rank alone.
     """
 
     trained: Sequence[TrainedParameter]
-    dp: RankGroup
+    summed: RankGroup
     tp: RankGroup
     copies: RankGroup | None
 
@@ -103,9 +103,9 @@ class Gradients:
         replicated = self._square_sum([item.gradient for item in self.trained if not item.is_tp_shard])
         total = self.tp.sum(tp_shards) + replicated
         copies = 1 if self.copies is None else len(self.copies.ranks)
-        if copies < len(self.dp.ranks):
+        if copies < len(self.summed.ranks):
             # over all ranks, which so get the same bits
-            total = self.dp.sum(total) / copies
+            total = self.summed.sum(total) / copies
         return total.sqrt().float()
 
     def _square_sum(self, gradients: Sequence[Tensor]) -> Tensor:

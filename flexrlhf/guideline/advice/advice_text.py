@@ -144,10 +144,11 @@ def _vector(ratios: Sequence[Fraction]) -> str:
 
 def _settings(item: FeasibleCandidate) -> list[str]:
     models = item.plan.placement.models
-    has_stages = any(facts_of(model.engine).pp for model in models if model.rollout is None)
-    degrees = ("dp", "tp", *(("pp",) if has_stages else ()), "zero")
+    further = ["pp"] * any(facts_of(model.engine).pp for model in models if model.rollout is None)
+    further += ["cp"] * any(model.layout.cp > 1 for model in models)
+    degrees = ("dp", "tp", *further, "zero")
     head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
-    rows = [head, *(_settings_of(model, item, has_stages) for model in models)]
+    rows = [head, *(_settings_of(model, item, degrees[:-1]) for model in models)]
     schedule = item.plan.spec.schedule
     last = f"chunks {schedule.num_chunks}, lag {schedule.lag}"
     return [*table(rows, f"<<{'>' * len(degrees)}>><"), last, *_engines(item), *_in_host_memory(item)]
@@ -177,14 +178,13 @@ def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
         yield f"in host memory while others compute: {', '.join(names)}; a node's host needs {bytes_text(later)}{more}"
 
 
-def _settings_of(model: PlacedModel, item: FeasibleCandidate, has_stages: bool) -> tuple[str, ...]:
+def _settings_of(model: PlacedModel, item: FeasibleCandidate, degrees: Sequence[str]) -> tuple[str, ...]:
     settings, layout = model.settings, model.layout
     width = item.plan.lengths.prompt + item.plan.lengths.response
     tokens = "-" if model.rollout is not None else str(settings.micro_batch_tokens)
     decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
     recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
-    stages = (layout.pp,) if has_stages else ()
-    split = (*(str(number) for number in (layout.dp, layout.tp, *stages)), zero_text(model))
+    split = (*(str(getattr(layout, degree)) for degree in degrees), zero_text(model))
     return (model.name, ranks_text(model.ranks), *split, tokens, decoded, recompute)
 
 
@@ -375,14 +375,16 @@ def _peak(advice: OperatorAdvice) -> int:
 
 
 def _operators(plan: Plan) -> list[str]:
-    rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", "dp", "tp", "pp", "zero", "copy")]
+    further = ["cp"] * any(model.layout.cp > 1 for model in plan.placement.models)
+    degrees = ("dp", "tp", "pp", *further)
+    rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", *degrees, "zero", "copy")]
     for run in plan.schedule.instructions:
         if isinstance(run, Run) and run.operator.name in plan.placement.operators:
             model = plan.placement[run.model]
-            degrees = map(str, (model.layout.dp, model.layout.tp, model.layout.pp))
-            own = span_of(model.ranks), model.engine, *degrees, zero_text(model), model.name
+            sizes = (str(getattr(model.layout, degree)) for degree in degrees)
+            own = span_of(model.ranks), model.engine, *sizes, zero_text(model), model.name
             rows.append((run.operator.name, *own))
-    return table(rows, "<<<>>>><")
+    return table(rows, f"<<<{'>' * len(degrees)}><")
 
 
 def write_operator_advice(advice: OperatorAdvice, path: Path) -> None:

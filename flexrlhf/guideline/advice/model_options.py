@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
+from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
@@ -19,7 +20,7 @@ from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
-from flexrlhf.guideline.simulation.pricing import side_of
+from flexrlhf.guideline.simulation.pricing import is_ring, side_of
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
@@ -36,6 +37,9 @@ from flexrlhf.weights.sync_plan import sent_dtype
 T = TypeVar("T")
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
+CONTEXT_PARALLEL = (1, 2, 4, 8)
+LONG_ROW = 8192
+"""Tokens of a prompt and its response from which several context-parallel ranks are tried."""
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
 PASS_TOKENS = (0, 4096, 8192, 32768)
@@ -97,7 +101,7 @@ class OptionEnumerator:
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
         """Option of a model with ``settings``, taken from an option with other calls."""
-        layout = _layout(mesh.size, settings.tp, settings.pp)
+        layout = _layout(mesh.size, settings.tp, settings.pp, settings.cp)
         rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
         return self._option(model, mesh, _on(model, mesh, layout, settings, rollout))
 
@@ -107,11 +111,11 @@ class OptionEnumerator:
         assert base is not None, f"{model.role} is resolved"
         if not mesh.device.bf16 and base.dtype == "bfloat16":
             base = base.model_copy(update={"dtype": base.fallback_dtype})
-        layouts = [(zero, _layout(mesh.size, tp, pp)) for zero, tp, pp in self._splits(model, mesh, base)]
+        layouts = [(zero, _layout(mesh.size, tp, pp, cp)) for zero, tp, pp, cp in self._splits(model, mesh, base)]
         # replicas without a row only where there is no other way
         most = max(self.batch.num_prompts, min((layout.dp for _, layout in layouts), default=0))
         for zero, layout in layouts:
-            tp, pp = layout.tp, layout.pp
+            tp, pp, cp = layout.tp, layout.pp, layout.cp
             if layout.dp > most:
                 continue
             if model.is_rollout:
@@ -120,21 +124,39 @@ class OptionEnumerator:
                     yield PlacedModel(model.name, layout, False, settings, rollout)
             else:
                 own = base.of_shadow if model.is_shadow else base
-                settings = own.model_copy(update={"zero": zero, "tp": tp, "pp": pp})
+                settings = own.model_copy(update={"zero": zero, "tp": tp, "pp": pp, "cp": cp})
                 for sharded in self._shards(model, mesh, layout, settings):
                     placed = _on(model, mesh, layout, sharded)
                     for change in self._offloads(model, base, zero):
                         yield from self._with_batch_sizes(model, mesh, _with(placed, change))
 
-    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int]]:
-        """(ZeRO stage, tp, pp) of the ways to shard the model."""
+    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int, int]]:
+        """(ZeRO stage, tp, pp, cp) of the ways to shard the model."""
         serves = self._facts(model, base)
         least = min(self._stages(model, base, serves.zero), default=0)
         for tp in self._tensor_parallel(model, mesh, base, serves.tp):
             for pp in self._pipelines(model, mesh.size // tp, base, serves.pp):
-                for zero in self._stages(model, base, serves.zero):
-                    if zero == least or tp * pp < mesh.size:
-                        yield zero, tp, pp
+                for cp in self._parts_of_rows(model, mesh, base, tp * pp):
+                    for zero in self._stages(model, base, serves.zero):
+                        if zero == least or tp * pp < mesh.size:
+                            yield zero, tp, pp, cp
+
+    def _parts_of_rows(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, split: int) -> Iterator[int]:
+        """Numbers of context-parallel ranks that mesh and heads allow; the one in the YAML alone, if there is one, and
+        several only for long rows: they exchange states in every layer, and replicas do not.
+
+        ``split``: ranks of a replica without them.
+        """
+        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "cp")
+        data, own = self.spec.data, base.of_shadow if model.is_shadow else base
+        is_long = data.max_prompt_tokens + data.max_response_tokens >= LONG_ROW
+        is_open = is_long and self._facts(model, base).cp and sizes is not None and sizes.family in LLAMA_LIKE
+        is_open &= not model.is_rollout and own.attention == "auto" and not own.compile
+        for cp in (CONTEXT_PARALLEL if is_open else (1,)) if in_yaml is None else (in_yaml,):
+            ranks, heads = cp * split, 1 if sizes is None else sizes.heads
+            is_near = own.context_parallel == "ring" or ranks <= mesh.per_node
+            if mesh.size % ranks == 0 and is_near and (in_yaml is not None or heads % ranks == 0):
+                yield cp
 
     def _shards(
         self, model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec
@@ -308,7 +330,7 @@ class OptionEnumerator:
         # a rollout engine's cache is allocated all the time
         cache = None if placed.rollout is None else placed.settings.generate_tokens
         settings = sharding, placed.settings.offload_optimizer, cache
-        return placed.role, placed.trained, where, layout.tp, layout.pp, settings
+        return placed.role, placed.trained, where, layout.tp, layout.pp, layout.cp, settings
 
     def _calls(
         self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel
@@ -317,8 +339,8 @@ class OptionEnumerator:
         state_key, layout, zero = self._state_key(placed, mesh), placed.layout, placed.settings.zero
         # the stages of a rollout engine work in turn
         split = layout.dp, layout.tp, 1 if model.is_rollout else layout.pp
-        over = placed.sharded_over
-        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, stages_spread=True, sharded_over=over)
+        over, parts = placed.sharded_over, (layout.cp, is_ring(placed, self.shapes[placed.role]))
+        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts)
         for call in model.calls:
             kind = call.kind
             if kind == "switch":
@@ -422,9 +444,9 @@ def _fastest_within(figures: Mapping[PlacedModel, tuple[float, int]], room: int)
 
 
 @lru_cache(maxsize=1024)
-def _layout(size: int, tp: int, pp: int) -> Layout:
+def _layout(size: int, tp: int, pp: int, cp: int) -> Layout:
     """Layout on the first ``size`` devices."""
-    return Layout(tuple(range(size)), tp, pp)
+    return Layout(tuple(range(size)), tp, pp, cp=cp)
 
 
 def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:

@@ -252,6 +252,7 @@ class OperatorSpace(Space):
             shard=None if settings.shard == model.shard else settings.shard,
             tp=settings.tp,
             pp=settings.pp if facts_of(settings.engine).pp else None,
+            cp=None if settings.cp == model.cp else settings.cp,
             shadow=is_kept,
         )
 

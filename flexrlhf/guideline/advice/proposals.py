@@ -68,7 +68,7 @@ def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
         "zero",
         "shard",
         "tp",
-        *(("pp",) if facts_of(settings.engine).pp else ()),
+        *(name for name, can in (("pp", facts_of(settings.engine).pp), ("cp", settings.cp > 1)) if can),
         "micro_batch_tokens",
         "generate_tokens",
     )

@@ -245,7 +245,7 @@ class Space:
         if (follower.name, side) not in self._weights_cache:
             layout = Layout(tuple(range(side.size)), side.tp, side.pp)
             settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
-            over = side.shards // side.replica
+            over = side.shards // side.parts
             kind = follower.rollout, follower.head
             model = PlacedModel(follower.name, layout, False, settings, *kind, sharded_over=over)
             self._weights_cache[follower.name, side] = synced_weights(

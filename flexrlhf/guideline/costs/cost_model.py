@@ -97,7 +97,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices of one placed model and how they share its work: ``dp`` replicas of ``tp * pp`` devices.
+    """Devices of one placed model and how they share its work: ``dp`` replicas of ``cp * tp * pp`` devices.
 
     device:         slowest class among them
     links:          slowest links among them
@@ -105,10 +105,12 @@ class Mesh:
     tp:             tensor-parallel ranks
     pp:             pipeline stages
     per_node:       devices of the mesh in each node that it spans
-    zero:           ZeRO stage over the replicas
-    sharded_over:   replicas of a node, over which ZeRO shards; 0: all replicas
+    zero:           ZeRO stage over the copies of the weights
+    sharded_over:   copies of a node, over which ZeRO shards; 0: all copies
     stages_spread:  whether all replicas of a stage are next to each other, and the next stage behind them; else all
                     stages of a replica are
+    cp:             context-parallel ranks
+    is_ring:        whether keys and values travel around these, else heads are exchanged for tokens
     """
 
     device: DeviceClass
@@ -120,10 +122,17 @@ class Mesh:
     zero: int = 0
     stages_spread: bool = False
     sharded_over: int = 0
+    cp: int = 1
+    is_ring: bool = False
 
     @property
     def size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights, before ZeRO shards them: on each replica's context-parallel ranks."""
+        return self.dp * self.cp
 
     @property
     def spans_nodes(self) -> bool:
@@ -131,8 +140,8 @@ class Mesh:
 
     @property
     def num_shards(self) -> int:
-        """Replicas over which ZeRO shards."""
-        return self.sharded_over or self.dp
+        """Copies over which ZeRO shards."""
+        return self.sharded_over or self.copies
 
     @property
     def between_replicas(self) -> int:
@@ -142,7 +151,7 @@ class Mesh:
     @property
     def between_stages(self) -> int:
         """Ranks from a stage of a replica to the next one's; all of them send to the next stage at once."""
-        return self.tp * self.dp if self.stages_spread else self.tp
+        return self.tp * self.copies if self.stages_spread else self.tp * self.cp
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,10 @@ class MeanPass:
     def tokens(self) -> float:
         """Computed tokens of all passes."""
         return self.count * self.rows * self.width
+
+    def of_part(self, cp: int) -> MeanPass:
+        """Return the work of one of ``cp`` ranks that share the tokens of every row, as if it had so many rows less."""
+        return self if cp == 1 else replace(self, rows=self.rows / cp, responses=self.responses / cp)
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ class MeshSide:
     zero:      ZeRO stage
     shards:    ranks that together store all weights; 1: each has them whole
     pp:        pipeline stages of a replica; the ranks of a stage are next to each other
+    cp:        context-parallel ranks of a replica
     """
 
     size: int
@@ -133,10 +134,16 @@ class MeshSide:
     zero: int = 0
     shards: int = 1
     pp: int = 1
+    cp: int = 1
 
     @property
     def replica(self) -> int:
         """Ranks of a replica, which all have its rows."""
+        return self.cp * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Ranks that together compute with all weights."""
         return self.tp * self.pp
 
     @property
@@ -165,9 +172,9 @@ class MeshSide:
 def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:
     """Whether a rank of the reader needs rows that it has not written itself."""
     if relation == "same" and writer.pp == reader.pp == 1:
-        return writer.tp % reader.tp != 0
+        return writer.replica % reader.replica != 0
     if relation == "same":
-        return writer.dp > 1 and (writer.tp, writer.pp) != (reader.tp, reader.pp)
+        return writer.dp > 1 and (writer.tp, writer.pp, writer.cp) != (reader.tp, reader.pp, reader.cp)
     return relation == "disjoint" or reader.size > writer.size or writer.dp > 1
 
 
@@ -212,7 +219,7 @@ def sync_traffic(
     if not weights.part or not lacking:
         return Traffic(0, 0, 0)
     own = source.node_share
-    stores = min(destination.per_node, max(destination.replica, destination.shards))
+    stores = min(destination.per_node, max(destination.parts, destination.shards))
     replicas = destination.per_node // stores
     if relation == "same":
         served = 1.0
@@ -230,9 +237,9 @@ def sync_traffic(
 
 def _lacking(source: MeshSide, destination: MeshSide) -> float:
     """Return the share of its part that a rank of the destination has not as a rank of the source, at most."""
-    if source.shards == source.replica and source.tp == destination.tp:
+    if source.shards == source.parts and source.tp == destination.tp:
         return 1 - 1 / source.pp
-    is_elsewhere = source.shards == source.replica and min(source.tp, destination.tp) > 1
+    is_elsewhere = source.shards == source.parts and min(source.tp, destination.tp) > 1
     return 1.0 if is_elsewhere else 1 - 1 / source.shards
 
 

@@ -165,7 +165,7 @@ class MeasuredCosts:
         if call.recompute == "full":
             again = call.model.layers / mesh.pp * model.block("forward", tokens)
             stages = [stage + again for stage in stages]
-        dp = mesh.dp if mesh.dp in times.update else min(times.update)
+        dp = mesh.copies if mesh.copies in times.update else min(times.update)
         update = times.update[dp].seconds(_trained_bytes(call, mesh), call.model.layers / mesh.pp)
         parts = _through(stages, passes)
         parts |= {"optimizer": update, "gradients": self._reduce(call, mesh, times, dp)}
@@ -175,13 +175,13 @@ class MeasuredCosts:
         """Return the time of one sum of gradients over replicas, beyond the sum over ``dp`` that measured updates
         include."""
         line, ranks = self.measured.reduce, self.measured.machine.ranks
-        if mesh.dp == 1:
+        if mesh.copies == 1:
             return 0.0
         size = _trained_bytes(call, mesh)
         if line is None:
             seconds = AnalyticCosts().call(call, mesh).parts.get("gradients", 0.0) / call.updates
             return max(seconds, self._replica_sum(size, mesh))
-        measured = _over(line, size, mesh.dp, ranks) - (_over(line, size, dp, ranks) if dp > 1 else 0.0)
+        measured = _over(line, size, mesh.copies, ranks) - (_over(line, size, dp, ranks) if dp > 1 else 0.0)
         return max(0.0, measured, self._replica_sum(size, mesh))
 
     def _replica_sum(self, size: float, mesh: Mesh) -> float:
@@ -197,6 +197,7 @@ class MeasuredCosts:
         names = ["gather"] if mesh.zero == 3 and prices.times.shards == 1 else []
         names += ["tensor parallel"] if unsummed and line is None else []
         names += ["pipeline"] if mesh.pp > 1 and line is None else []
+        names += ["context parallel"] if mesh.cp > 1 else []
         analytic = AnalyticCosts().call(call, mesh).parts if names else {}
         parts = {name: analytic[name] for name in names if analytic.get(name)}
         if line is not None and unsummed:

@@ -111,7 +111,7 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
     """
     gradients = call.item * call.model.trained_parameters / (mesh.tp * mesh.pp)
     groups, per_node = _groups(mesh)
-    copies, part = mesh.dp // mesh.num_shards, gradients / mesh.num_shards
+    copies, part = mesh.copies // mesh.num_shards, gradients / mesh.num_shards
     across = call.updates * all_reduce_seconds(part, copies, 1, mesh.links, groups * per_node)
     if mesh.zero == 3:
         gather = 2 * micro_batches * gather_weights_seconds(call, mesh, profile)
@@ -135,7 +135,7 @@ def gather_weights_seconds(call: Call, mesh: Mesh, profile: EngineProfile) -> fl
 def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACROSS)) -> float:
     """Return the time of a sum of ``size`` bytes on each rank over the replicas of a model."""
     groups, per_node = _groups(mesh)
-    return all_reduce_seconds(size, mesh.dp, per_node, mesh.links, groups, figures)
+    return all_reduce_seconds(size, mesh.copies, per_node, mesh.links, groups, figures)
 
 
 def _groups(mesh: Mesh) -> tuple[int, int]:
@@ -180,6 +180,12 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
         for name, seconds in stage.items():
             parts[name] = parts.get(name, 0.0) + times * seconds
     number = ceil(sum(times for times, _ in shapes))
+    if mesh.cp > 1:
+        parts["context parallel"] = sum(
+            times * (1 + repeats) * _parts_seconds(call, mesh, shape.tokens, backward=False)
+            + times * training * _parts_seconds(call, mesh, shape.tokens, backward=True)
+            for times, shape in shapes
+        )
     if mesh.pp > 1:
         parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * sum(stages[0].values()) / profile.chunks
         hops = (number + mesh.pp - 1) * (2 if training else 1)
@@ -198,6 +204,27 @@ def _pass_shapes(call: Call) -> list[tuple[float, PassShape]]:
     head = min(call.mean_response, call.width) if call.model.head == "causal" else 1
     rows = [(full, micro_rows)] + ([(1, rest)] if rest else [])
     return [(times, PassShape(each, call.width, each * head, call.item)) for times, each in rows]
+
+
+def _parts_seconds(call: Call, mesh: Mesh, tokens: float, backward: bool) -> float:
+    """Return the time of exchanges for the attention of a pass with ``tokens`` of its rows on each rank.
+
+    Ulysses sends queries, keys and values to the ranks of their heads, and outputs back. In a ring keys and values
+    visit all other ranks; backward their gradients in float32, too, until they are back.
+    """
+    model, others = call.model, mesh.cp - 1
+    queries, keys = (heads * model.head_dim / mesh.tp for heads in (model.heads, model.kv_heads))
+    if mesh.is_ring:
+        each, messages = others * 2 * keys * call.item, others
+        if backward:
+            each, messages = each + mesh.cp * 2 * keys * 4, messages + mesh.cp
+    else:
+        repeated = max(keys, mesh.cp * model.head_dim)
+        each, messages = others / mesh.cp * 2 * (queries + repeated) * call.item, 2
+    size, within = int(tokens * each), mesh.cp * mesh.tp <= mesh.per_node
+    # over a node's border go the messages of one rank to the next, for each tensor-parallel part
+    traffic = Traffic(size, 0, messages) if within else Traffic(size, size * mesh.tp, messages)
+    return call.model.layers / mesh.pp * travel_seconds(traffic, mesh.links)
 
 
 def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:

@@ -182,6 +182,9 @@ class CallMaker:
         epochs = self.epochs if trains else 1
         # replicas wait for each other at every update, else at the end
         fullest = list(map(max, zip(*rows, strict=True))) if trains else max(rows, key=sum)
+        cp = model.layout.cp
+        if kind == "generate":  # of prompts that context-parallel ranks share
+            fullest = [-(-number // cp) for number in fullest]
         most = sum(fullest)
         at_once = self._reserved.rows_decoded(model, max(fullest) if trains else most)
         pages = _pages(model, at_once) if kind == "generate" and model.has_cache else None
@@ -202,7 +205,9 @@ class CallMaker:
             recompute="full" if trains and settings.activation_checkpointing else "none",
             offload_optimizer=settings.offload_optimizer,
             offload_parameters=settings.offload_parameters,
-            passes=None if kind == "generate" else self._passes(model, shape, fullest, epochs * texts, compares),
+            passes=None
+            if kind == "generate"
+            else self._passes(model, shape, fullest, epochs * texts, compares).of_part(cp),
             adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
             prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
             pages=pages,

@@ -190,6 +190,8 @@ class Pricer:
             zero=model.settings.zero,
             stages_spread=True,
             sharded_over=model.sharded_over,
+            cp=layout.cp,
+            is_ring=is_ring(model, self.shape(model)),
         )
 
     def _move(self, move: Move) -> Cost:
@@ -270,7 +272,13 @@ def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """Return the layout of ``model`` as one end of an exchange."""
     shards = max(map(len, model.gather_sets))
     layout = model.layout
-    return MeshSide(len(model.ranks), per_node, layout.dp, layout.tp, model.settings.zero, shards, layout.pp)
+    degrees = layout.pp, layout.cp
+    return MeshSide(len(model.ranks), per_node, layout.dp, layout.tp, model.settings.zero, shards, *degrees)
+
+
+def is_ring(model: PlacedModel, shape: ModelShape) -> bool:
+    """Whether keys and values travel around the context-parallel ranks of ``model``."""
+    return shape.sizes is not None and model.settings.is_ring(shape.sizes.heads)
 
 
 def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Run, reader: Run) -> int:

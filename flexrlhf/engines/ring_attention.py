@@ -1,0 +1,147 @@
+"""Ring attention: keys and values travel around the ranks that have the parts of a row (Liu et al. 2023).
+
+Outputs over the keys of each rank are joined by their log-sum-exps. Backward, each part's gradients are computed from
+the joined result, and gradients of keys and values travel with these, back to the rank that they are of.
+
+Tensors are flat, as in ``attended_spans.py``: queries (t, H, D), keys and values (t, K, D) of the t tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from flexrlhf.comm.point_to_point import exchange
+from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.engines.attended_spans import NO_KEYS, AttendedSpans, Span, attended, gradients, joined
+from flexrlhf.engines.row_split import RowSplit
+
+Arrival = tuple[AttendedSpans, ...]
+"""Attention of this rank's tokens to the keys of one rank, no query to a key twice."""
+
+
+def arrivals(parts: Sequence[AttendedSpans], split: RowSplit, width: int) -> tuple[Arrival, ...]:
+    """Return the attention of this rank's tokens to the keys of each rank, in the order in which these arrive: its own
+    come first.
+
+    ``parts``: attention of the whole pass, whose rows have ``width`` tokens. No span reaches over the end of a row.
+    """
+    order = [(split.index - step) % split.num_parts for step in range(split.num_parts)]
+    return tuple(tuple(_towards(parts, split, width, other)) for other in order)
+
+
+def _towards(parts: Sequence[AttendedSpans], split: RowSplit, width: int, other: int) -> Iterator[AttendedSpans]:
+    """Yield the attention of this rank's tokens to those of rank ``other``."""
+    chunk = width // split.multiple
+    own, their = split.chunks(split.index), split.chunks(other)
+    for part in parts:
+        found: dict[tuple[int, int], list[tuple[Span, Span]]] = defaultdict(list)
+        for (query, queries), (key, keys) in zip(part.queries, part.keys, strict=True):
+            row = query // width
+            for first, of_query in enumerate(own):
+                asking = _common((query - row * width, queries), of_query * chunk, chunk)
+                for second, of_key in enumerate(their):
+                    given = _common((key - row * width, keys), of_key * chunk, chunk)
+                    is_before = not part.causal or of_key <= of_query
+                    if asking is not None and given is not None and is_before:
+                        at, to = ((row * len(own) + each) * chunk for each in (first, second))
+                        pair = (at + asking[0], asking[1]), (to + given[0], given[1])
+                        found[first, second].append(pair)
+        for (first, second), pairs in found.items():
+            causal = part.causal and own[first] == their[second]
+            yield AttendedSpans(tuple(query for query, _ in pairs), tuple(key for _, key in pairs), causal)
+
+
+def _common(span: Span, start: int, length: int) -> Span | None:
+    """Return the tokens of a span inside a chunk, counted from its start; None: there are none."""
+    first, end = max(span[0], start), min(span[0] + span[1], start + length)
+    return (first - start, end - first) if first < end else None
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, towards: tuple[Arrival, ...], split: RowSplit, scale: float
+) -> Tensor:
+    """Return the attention (t, H, D) of this rank's queries over the keys and values of all ranks, of which ``key`` and
+    ``value`` are its own; 0 for tokens of no sequence.
+    """
+    out: Tensor = _RingAttention.apply(query.contiguous(), key, value, towards, split, scale)
+    return out
+
+
+class _RingAttention(Function):
+    """Autograd function behind ``ring_attention``, with its arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, towards: tuple[Arrival, ...], split: RowSplit, scale: float
+    ) -> Tensor:
+        out = torch.zeros_like(query)
+        lse = query.new_full((query.shape[1], len(query)), NO_KEYS, dtype=torch.float32)
+        travelling = torch.stack([key, value])
+        for step, parts in enumerate(towards):
+            arriving = _Neighbours.send(travelling, split) if step < len(towards) - 1 else None
+            for part in parts:
+                out, lse = joined(out, lse, *attended(query, travelling[0], travelling[1], part, scale))
+            if arriving is not None:
+                travelling = arriving.wait()
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.towards, ctx.split, ctx.scale = towards, split, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        by_out = by_out.contiguous()
+        by_query = torch.zeros_like(query, dtype=torch.float32)
+        travelling = torch.stack([key, value])
+        by_keys = torch.zeros_like(travelling, dtype=torch.float32)
+        for step, parts in enumerate(ctx.towards):
+            arriving = _Neighbours.send(travelling, ctx.split) if step < len(ctx.towards) - 1 else None
+            for part in parts:
+                found = gradients(by_out, query, travelling[0], travelling[1], out, lse, part, ctx.scale)
+                for whole, more in zip((by_query, *by_keys), found, strict=True):
+                    whole.add_(more)
+            # with the keys and values that they are of; from the last rank they return to their own
+            by_keys = _Neighbours.send(by_keys, ctx.split).wait()
+            if arriving is not None:
+                travelling = arriving.wait()
+        return by_query.to(query.dtype), by_keys[0].to(key.dtype), by_keys[1].to(value.dtype), None, None, None
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """Tensor on its way from the rank before this one, while this one's is on its way to the next.
+
+    sent:      must live until it has arrived.
+    received:  filled once it has arrived.
+    messages:  both, and the ranks at their other ends.
+    ranks:     waits for them.
+    """
+
+    sent: Tensor
+    received: Tensor
+    messages: tuple[tuple[Any, tuple[int, ...]], ...]
+    ranks: RankGroup
+
+    @classmethod
+    def send(cls, values: Tensor, split: RowSplit) -> _Neighbours:
+        """Send ``values``, which must not change before they have arrived, to the next rank."""
+        ranks, index = split.ranks.ranks, split.index
+        received = torch.empty_like(values)
+        after, before = ranks[(index + 1) % len(ranks)], ranks[index - 1]
+        sending, receiving = exchange([(values, after)], [(received, before)], split.ranks.group)
+        return cls(values, received, (*sending, *receiving), split.ranks)
+
+    def wait(self) -> Tensor:
+        """Return the tensor that was received, once both have arrived."""
+        for work, others in self.messages:
+            self.ranks.wait(work, others)
+        return self.received
