@@ -43,7 +43,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.all.engine": "torch",
         "models.all.zero": 3,
         "models.all.micro_batch_tokens": 8192,
-        "models.all.tp": 2,
+        "models.all.cp": 2,
+        "models.all.context_parallel": "ulysses",
         "data.max_response_tokens": 3072,
         "data.sources": [{"path": "~/data/a.parquet"}, {"path": "~/data/b.parquet"}],
         "steps": 200,
@@ -151,6 +152,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.actor.init": "llama-3.1-8b",
         "models.actor.optimizer.learning_rate": 1e-6,
         "models.all.tp": 2,
+        "models.all.cp": 2,
         "models.all.activation_checkpointing": True,
         "models.all.micro_batch_tokens": 4096,
         "data.max_prompt_tokens": 1024,
@@ -199,7 +201,6 @@ NO_COUNTERPART = {
     "verl_grpo.sh": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
     "openrlhf_ppo.sh": "--ds.ring_attn_size",
     "trl_sft.py": "warmup_steps",
-    "nemo_async.sh": "policy.dtensor_cfg.context_parallel_size",
 }
 """A setting that changes results or time and is listed, by file."""
 

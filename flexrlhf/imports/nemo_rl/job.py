@@ -160,6 +160,7 @@ def _critic(out: Translation, job: JobSettings, is_megatron: bool) -> None:
     _optimizer(out, job, "critic", is_megatron)
     prefix = "value.megatron_cfg." if is_megatron else "value.dtensor_cfg."
     sizes = {"tp": ("tensor_model_parallel_size", "tensor_parallel_size"), "pp": ("pipeline_model_parallel_size",)}
+    sizes |= {} if is_megatron else {"cp": ("context_parallel_size",)}
     for key, names in sizes.items():
         size = job.count(*(prefix + name for name in names))
         if size is not None and size.value != (out.value(f"models.all.{key}") or 1):
@@ -217,7 +218,7 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
         shards = job.truth(f"{prefix}optimizer.use_distributed_optimizer")
         out.put("models.all.zero", 1, shards or "its distributed optimizer")
     else:
-        prefix, sizes = f"{_P}dtensor_cfg.", {"tp": "tensor_parallel_size"}
+        prefix, sizes = f"{_P}dtensor_cfg.", {"tp": "tensor_parallel_size", "cp": "context_parallel_size"}
         lora = f"{prefix}lora_cfg."
         out.put("models.all.engine", "torch", job.get(f"{prefix}enabled") or "its engine")
         out.put("models.all.zero", 3, "FSDP2 shards parameters")

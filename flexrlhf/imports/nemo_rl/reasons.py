@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
     "profiling": r".*profil.* .*nsys.*",
 }
 WITH_EFFECT = {
-    "a sequence is on one device, or on tensor-parallel ranks": r".*context_parallel_size",
+    "a sequence is on one device, or with engine torch on context-parallel ranks (cp)": r".*context_parallel_size",
     "experts are not placed by themselves": r".*expert\w*_parallel_size .*\bmoe_\w+",
     "stages have equally many layers": r".*num_layers_in_\w+ .*virtual_pipeline\w* .*pipeline_model_parallel_layout",
     "weights and caches are of 16 or 32 bits": r".*fp8.* .*quant.* .*kv_cache_dtype .*precision\w*",

@@ -198,15 +198,15 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
 
 
 def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
-    """Write ranks that share a sequence as tensor-parallel ones, as far as heads and a node's training ranks divide."""
+    """Write ranks that share a sequence as context-parallel ones, as far as heads and the ranks of a node divide."""
     key, sizes = "ulysses_sequence_parallel_size", MODELS.get(out.value("models.actor.init") or "", {})
     setting, per_node = job.count(prefix + key, key), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
     if setting is None:
         return
-    heads = sizes.get("num_key_value_heads") or sizes.get("num_attention_heads", 1)
-    size = math.gcd(setting.value, heads, per_node.value if per_node else 8)
+    size = math.gcd(setting.value, sizes.get("num_attention_heads", setting.value), per_node.value if per_node else 8)
     if size > 1:
-        out.put("models.all.tp", size, setting, "ranks that share a sequence are tensor-parallel here")
+        out.put("models.all.cp", size, setting)
+        out.put("models.all.context_parallel", "ulysses", setting)
         job.pass_over(f"actor_rollout_ref.ref.{key}", f"critic.{key}")
     elif setting.value > 1:
         job.read.discard(setting.key)

@@ -60,7 +60,7 @@ WITH_EFFECT = {
     "a schedule ends at the last step, at a share of the peak: final_ratio": r"""
         .*(lr_decay_steps|\.min_lr|lr_warmup_init)
     """,
-    "a sequence is on one device, or on tensor-parallel ranks": r"""
+    "a sequence is on one device, or with engine torch on context-parallel ranks (cp)": r"""
         .*ulysses\w* .*context_parallel_size .*cp_size .*sp_size
     """,
     "experts are not placed by themselves": r"""
