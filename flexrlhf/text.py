@@ -37,6 +37,11 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {span_of(ranks)}"
 
 
+def mini_batches_text(numbers: range) -> str:
+    """Return ``mini-batch 2`` or ``mini-batches 2 to 3`` for these numbers."""
+    return f"mini-batch {numbers[0]}" if len(numbers) == 1 else f"mini-batches {numbers[0]} to {numbers[-1]}"
+
+
 def span_of(ranks: tuple[int, ...]) -> str:
     """Return ``0-3,6`` for (0, 1, 2, 3, 6)."""
     parts: list[list[int]] = []

@@ -297,8 +297,9 @@ class TrainingState:
 class Engine(Protocol):
     """One placed model on this rank.
 
-    All ranks of the model call ``generate``, ``forward``, ``train``, ``losses`` and ``close`` in the same order, also
-    those with an empty batch: these may communicate. The other methods concern this rank alone and do not.
+    All ranks of the model call ``generate``, ``forward``, ``train``, ``backward``, ``step``, ``losses`` and ``close``
+    in the same order, also those with an empty batch: these may communicate. The other methods concern this rank alone
+    and do not.
     """
 
     config: Any
@@ -343,6 +344,20 @@ class Engine(Protocol):
         Returns the statistics of the losses over this rank's rows, the learning rate, and the norm of the gradient
         before clipping. For a loss or gradient that no loss scale makes finite it changes neither weights nor the
         optimizer's state nor the schedule, and raises NonFiniteStep (engines/non_finite.py) on all ranks alike.
+        """
+        return self.backward(parts) | self.step(parts)
+
+    def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        """Add the gradients of the losses, each over its own mini-batch, to those since the last optimizer step.
+
+        Returns the statistics of the losses over this rank's rows. The gradients stay on the device until ``step``.
+        """
+        ...
+
+    def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        """Make one optimizer step on the gradients that ``backward`` has added, of ``parts`` in order.
+
+        Returns the learning rate and the norm of the gradient, and raises NonFiniteStep, as ``train``.
         """
         ...
 

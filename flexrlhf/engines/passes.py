@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, add_moments
+from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, Totals, add_moments
 from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
@@ -120,6 +120,12 @@ class Passes:
             add_moments(statistics, part)
             backward(value, number == len(work) - 1)
         return statistics
+
+    def idle_loss(self, loss: Loss) -> Tensor:
+        """Return 0 () from a pass of ``loss`` that does not count, with a gradient of 0 for every trained weight."""
+        piece = idle_micro_batch(self.pass_settings, self.model.device)
+        computed = self._compute(piece, self.readout.request_for(loss))
+        return self.readout.loss(loss, Totals(1, 1, 1), piece, computed)[0]
 
     @torch.no_grad()
     def first_non_finite(self, parts: Sequence[tuple[Batch, Loss]]) -> NonFinite | None:

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from safetensors.torch import load
 from torch import Tensor
@@ -31,6 +31,7 @@ from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.data.files import Row
 from flexrlhf.errors import UserError
 from flexrlhf.launch.session_connection import SessionRanks
+from flexrlhf.operators.graph import TrainPart
 from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
 from flexrlhf.placement.protocols import Parts, Split, TransferProtocol
 from flexrlhf.plan.plan import Plan
@@ -80,7 +81,6 @@ class Session:
         self._next_step = 0
         self._batch: CalledBatch | None = None
         self._saves = False
-        self._joined: dict[str, OperatorCall] = {}
         self._last: CalledBatch | None = None
         self._num_read = 0
 
@@ -100,7 +100,7 @@ class Session:
 
         ``given``: prompts of each further step, as texts or as rows of the data set; None: those of the data set. A
         session ends with the last of them. Raises UserError for another number of prompts than
-        ``algorithm.prompts_per_step``, and for prompts that cannot be used.
+        ``algorithm.prompts_per_step``, for prompts that cannot be used, and for a step that ends with gradients.
         """
         steps = range(self._next_step, self.plan.spec.steps)
         # the steps end before the prompts do
@@ -109,8 +109,9 @@ class Session:
             batch = self._batch = CalledBatch(self, step, self._new_step(), self.plan.batch.mini_batches)
             try:
                 yield batch
+                batch.called.check_ended()
             finally:
-                self._batch, self._last, self._joined = None, batch, {}
+                self._batch, self._last = None, batch
                 self._ranks.send({"do": "end", "saves": self._saves})
                 self._saves, self._next_step = False, step + 1
 
@@ -144,30 +145,29 @@ class Session:
         Returns the metrics of the loss, and ``total_loss``, its mean over the mini-batches. Raises UserError as
         ``call``.
         """
-        metrics = self._call(OperatorCall(operator, batch.parts, loss, is_forward=True), batch)
-        assert isinstance(metrics, Metrics), "a loss has metrics"
-        return metrics
+        return self._metrics(OperatorCall(operator, batch.parts, loss, "loss"), batch)
 
-    def forward_backward(self, operator: str, batch: CalledBatch, loss: str = "") -> None:
-        """Add the loss of a training on mini-batches to the next optimizer step of ``optim_step``, which computes all
-        of them: the parts of a batch in order, with one loss. Raises UserError for others."""
-        self._check_current(batch)
-        before = self._joined.get(operator)
-        if before is not None and (before.loss != loss or before.mini_batches.stop != batch.parts.start):
-            numbers = f"{before.mini_batches.start} to {before.mini_batches.stop - 1}"
-            losses = [name or "the graph's" for name in (before.loss, loss)]
-            raise UserError(
-                f"session: an optimizer step of {operator} on mini-batches {numbers} by {losses[0]} loss, and from "
-                f"{batch.parts.start} on by {losses[1]}; add parts in order, by one loss, or call optim_step before"
-            )
-        first = batch.parts.start if before is None else before.mini_batches.start
-        self._joined[operator] = OperatorCall(operator, range(first, batch.parts.stop), loss, is_joined=True)
+    def forward_backward(self, operator: str, batch: CalledBatch, loss: str = "") -> Metrics:
+        """Add the gradients of the loss of a training on mini-batches to those of the next optimizer step.
+
+        Parts of a batch add up, each mini-batch with denominators of its own; ``loss``: as of ``call``, of each part.
+
+        Returns the metrics of the loss. Raises UserError as ``call``, and for parts that are no neighbours.
+        """
+        return self._metrics(OperatorCall(operator, batch.parts, loss, "backward"), batch)
 
     def optim_step(self, operator: str) -> Metrics:
-        """Make one optimizer step on the sum of the losses that were added since the last one; return its metrics."""
-        if operator not in self._joined or self._batch is None:
-            raise UserError(f"session: optim_step({operator!r}) without a loss; call forward_backward before it")
-        metrics = self._call(self._joined.pop(operator), self._batch)
+        """Make one optimizer step on the gradients that ``forward_backward`` has added since the last one.
+
+        Returns its metrics: the learning rate, the norm of the gradients. Raises UserError without gradients.
+        """
+        batch = self._batch
+        if batch is None:
+            raise UserError("session: optim_step() outside a step; call it in the loop over prompts()")
+        return self._metrics(OperatorCall(operator, batch.called.added_to(operator), part="step"), batch)
+
+    def _metrics(self, call: OperatorCall, batch: CalledBatch) -> Metrics:
+        metrics = self._call(call, batch)
         assert isinstance(metrics, Metrics), "a training has metrics"
         return metrics
 
@@ -176,7 +176,7 @@ class Session:
         (run,) = (each for each in batch.called.add(call) if isinstance(each, Run))
         self._ranks.send({**call.message, "do": "call"})
         number = sum(isinstance(each, Run) for each in batch.called.instructions) - 1
-        return Metrics(self, batch, number) if run.operator.kind in ("train", "loss") else batch
+        return Metrics(self, batch, number) if run.operator.kind in ("train", *get_args(TrainPart)) else batch
 
     def _parts(self, operator: str, batch: CalledBatch, protocol: Split) -> Parts:
         """Return the prompts of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from flexrlhf.operators.columns import GENERATED, POSITION, PRESENT, TEXT, Quantity
 
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call."""
+GraphKind = CallKind | Literal["interact", "score", "retokenize", "combine"]
+"""Kind of an operator of a graph."""
+TrainPart = Literal["loss", "backward", "step"]
+"""Part of a train that a program calls by itself: its loss in a forward pass, its gradients, its optimizer step."""
+OperatorKind = GraphKind | TrainPart
 Needs = Literal["prompts", "responses", "pairs"]
 """Responses that an algorithm needs with each prompt: none, one, or a chosen and a rejected one."""
 LOSSES: Mapping[str, bool] = {
@@ -25,7 +30,6 @@ COMBINES = frozenset(
     + ("reinforce_advantages", "rejection", "remax_advantages", "reward", "safe_advantages")
 )
 """Combines there."""
-OperatorKind = CallKind | Literal["loss", "interact", "score", "retokenize", "combine"]
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,11 @@ class Operator:
     """One step of an algorithm: a model call, or a computation next to a model.
 
     A combine is mathematics on columns; a score calls functions and services; a retokenize encodes texts for a model
-    with another tokenizer; an interact calls the environments of the rows; a loss is that of a train in a forward pass,
-    for a program (strategies/calls.py).
+    with another tokenizer; an interact calls the environments of the rows. A program may call a train by parts
+    (strategies/calls.py).
 
     name:         unique in the graph.
-    kind:         generate, forward, train, loss, interact, score, retokenize or combine.
+    kind:         generate, forward, train, interact, score, retokenize, combine, or a part of a train.
     role:         the role whose model computes it, or on whose ranks it runs.
     reads:        columns that it reads.
     writes:       columns that it writes; none for a train and for statistics.
@@ -98,6 +102,8 @@ class Operator:
         match self.kind:
             case "generate" | "forward" | "train":
                 return self.kind
+            case "backward":
+                return "train"
             case "loss":
                 return "forward"
         return None
@@ -108,7 +114,7 @@ class Operator:
 
         A loss of a user's own may, unless its operator says otherwise.
         """
-        if self.kind not in ("train", "loss"):
+        if self.kind not in ("train", *get_args(TrainPart)):
             return bool(self.compares)
         return LOSSES.get(self.function, is_own(self.function)) if self.compares is None else self.compares
 

@@ -19,13 +19,13 @@ from flexrlhf.config.model_settings import FURTHER_MODELS, Head, ModelsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, column_of, plain
-from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, Operator, OperatorKind, evaluation_metrics, share_weights
+from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, GraphKind, Operator, evaluation_metrics, share_weights
 from flexrlhf.plan.score_sources import with_retokenized, with_sources
 
 KEY = "algorithm.graph"
 ENTRY_POINTS = "flexrlhf.graphs"
 """Group of the entry points by which an installed package offers graphs."""
-_KINDS = tuple(kind for choice in get_args(OperatorKind) for kind in get_args(choice) or (choice,) if kind != "loss")
+_KINDS = tuple(kind for choice in get_args(GraphKind) for kind in get_args(choice))
 
 
 def make_graph(spec: Spec) -> Graph:

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import PTX
-from flexrlhf.operators.graph import LOSSES, Graph, Operator, is_own
+from flexrlhf.operators.graph import LOSSES, Graph, Operator, TrainPart, is_own
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.protocols import Parts, TransferProtocol
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync
 from flexrlhf.strategies.schedule import Builder, OperatorTask, Schedule
+from flexrlhf.text import mini_batches_text
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,21 @@ class OperatorCall:
     operator:      its name in the graph.
     mini_batches:  those that it works on.
     loss:          of a training, in place of the graph's; empty: that.
-    is_joined:     whether a training makes one optimizer step on all of its mini-batches.
-    is_forward:    whether the loss of a training is computed in a forward pass, without an optimizer step.
+    part:          of a training; empty: an optimizer step on each mini-batch.
     parts:         prompts of each replica of the operator's model; empty: as planned.
     """
 
     operator: str
     mini_batches: range
     loss: str = ""
-    is_joined: bool = False
-    is_forward: bool = False
+    part: TrainPart | Literal[""] = ""
     parts: Parts = ()
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> OperatorCall:
         """Return the call that ``message`` has."""
         numbers, parts = range(*message["mini_batches"]), tuple(map(tuple, message["parts"]))
-        return cls(message["operator"], numbers, message["loss"], message["is_joined"], message["is_forward"], parts)
+        return cls(message["operator"], numbers, message["loss"], message["part"], parts)
 
     @property
     def message(self) -> dict[str, Any]:
@@ -60,6 +59,7 @@ class CalledStep:
     expected:      readers of columns as they are written: the calls of the step before.
     written:       column → the tasks that have written it, each in some mini-batches.
     called:        tasks on planned ranks so far, in order.
+    added:         role → the training and the mini-batches whose gradients await an optimizer step.
     instructions:  of the calls so far.
     """
 
@@ -68,6 +68,7 @@ class CalledStep:
     expected: Sequence[OperatorTask] = ()
     written: dict[str, list[OperatorTask]] = field(default_factory=dict)
     called: dict[OperatorTask, None] = field(default_factory=dict)
+    added: dict[str, tuple[str, range]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
 
     @classmethod
@@ -84,6 +85,7 @@ class CalledStep:
         """
         operator = self.operator(call)
         self._check_columns(operator, call)
+        self._count_gradients(operator, call)
         task = OperatorTask(operator, self.graph.waves[call.operator], None, 0, called=call.mini_batches)
         tasks = chain.from_iterable(self.written.get(name, ()) for name in operator.reads)
         writers = dict.fromkeys(
@@ -95,7 +97,7 @@ class CalledStep:
         moves = self.builder.moves(writers, [task])
         # files of columns are named by operator and chunk
         chunk = None if call.mini_batches == self.builder.shape.mini_batches else call.mini_batches.start
-        run = replace(self.builder.run(task), is_joined=call.is_joined, chunk=chunk)
+        run = replace(self.builder.run(task), chunk=chunk)
         self.builder.placement = planned
         for name in operator.writes:
             self.written.setdefault(name, []).append(task)
@@ -126,13 +128,49 @@ class CalledStep:
         # a program decides which rows a training has
         if operator.barrier and operator.kind == "combine" and call.mini_batches != shape.mini_batches:
             raise UserError(
-                f"session: {operator.name} needs all rows of a step at once, found mini-batches "
-                f"{call.mini_batches.start} to {call.mini_batches.stop - 1}; call it on the whole batch"
+                f"session: {operator.name} needs all rows of a step at once, found "
+                f"{mini_batches_text(call.mini_batches)}; call it on the whole batch"
             )
         if again := [
             name for name in operator.writes if len(self._lacking(name, call.mini_batches)) < len(call.mini_batches)
         ]:
             raise UserError(f"session: {operator.name} has written {again[0]} of this batch; use it")
+
+    def added_to(self, operator: str) -> range:
+        """Return the mini-batches whose gradients await an optimizer step. Raises UserError if there are none."""
+        found = next((numbers for name, numbers in self.added.values() if name == operator), None)
+        if found is None:
+            raise UserError(f"session: optim_step({operator!r}) without a loss; call forward_backward before it")
+        return found
+
+    def check_ended(self) -> None:
+        """Raise UserError if gradients await an optimizer step."""
+        for name, numbers in self.added.values():
+            raise UserError(
+                f"session: the step ends with gradients of {name} on {mini_batches_text(numbers)}; call "
+                f"optim_step({name!r}) before"
+            )
+
+    def _count_gradients(self, operator: Operator, call: OperatorCall) -> None:
+        """Keep track of gradients without an optimizer step. Raises UserError for a call that would mix them."""
+        name, before = self.added.get(operator.role, (call.operator, None))
+        numbers = call.mini_batches
+        if operator.kind == "step":
+            del self.added[operator.role]
+        elif operator.kind == "backward":
+            if before is not None:
+                if name != call.operator or numbers.start > before.stop or numbers.stop < before.start:
+                    raise UserError(
+                        f"session: gradients of {name} on {mini_batches_text(before)}, and of {call.operator} on "
+                        f"{mini_batches_text(numbers)}; add neighbouring parts, or call optim_step({name!r}) before"
+                    )
+                numbers = range(min(before.start, numbers.start), max(before.stop, numbers.stop))
+            self.added[operator.role] = (call.operator, numbers)
+        elif operator.kind == "train" and before is not None:
+            raise UserError(
+                f"session: {call.operator} with gradients of {name} on {mini_batches_text(before)}; call "
+                f"optim_step({name!r}) before"
+            )
 
     def _with_parts(self, operator: Operator, call: OperatorCall) -> Placement:
         """Return the placement with the prompts that a program gives each replica; of other mini-batches the planned
@@ -156,11 +194,12 @@ class CalledStep:
             named = f"{nearest(call.operator, known)}; there are {', '.join(known)}"
             raise UserError(f"session: the graph has no operator {call.operator!r}{named}")
         operator = known[call.operator]
-        if operator.kind != "train" and (call.loss or call.is_forward):
+        if operator.kind != "train" and (call.loss or call.part):
             found = f", found {call.loss!r}" if call.loss else ""
             raise UserError(f"session: {operator.name} has no loss{found}; a training has one")
-        if call.is_forward:
-            operator = replace(operator, name=f"{operator.name}_loss", kind="loss", on_trained=True)
+        if call.part:
+            name = f"{operator.name}_loss" if call.part == "loss" else operator.name
+            operator = replace(operator, name=name, kind=call.part, on_trained=True)
         if not call.loss:
             return operator
         if call.loss == PTX:
@@ -200,7 +239,7 @@ def _of_texts(operator: Operator) -> Operator:
     """Return the loss of ``operator`` on pretraining texts alone. Raises UserError if it has none, or is a training."""
     if operator.extra_loss != PTX:
         raise UserError(f"session: {operator.name} has no pretraining texts; set algorithm.ptx")
-    if operator.kind == "train":
+    if operator.kind != "loss":
         raise UserError(f"session: {operator.name} adds the loss ptx to its own; compute_loss computes it alone")
     return replace(operator, function=PTX, reads=operator.extra_reads)
 

@@ -124,7 +124,6 @@ class Run(Instruction):
 
     layout:     how its rows are split over its ranks: as of the model, unless a protocol splits them.
     turn:       of an operator with several; 0 of others.
-    is_joined:  whether a training makes one optimizer step on the sum of the losses of its mini-batches.
     """
 
     operator: Operator
@@ -133,7 +132,6 @@ class Run(Instruction):
     mini_batches: range
     attempt: int | None = None
     turn: int = 0
-    is_joined: bool = False
 
     @property
     def uses(self) -> tuple[ModelName, ...]:
@@ -413,6 +411,8 @@ _WORK: Mapping[str, Work] = {
     **{work: work for work in TITLES},
     **{
         "loss": "forward",
+        "backward": "train",
+        "step": "train",
         "retokenize": "score",
         "eval": "evaluate",
         "checkpoint": "save",

@@ -91,7 +91,7 @@ def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
 def _largest_call(run: Run, batch: BatchShape, rank: int) -> int:
     """Return the rows of the largest call: training takes a mini-batch at a time, all else all of them."""
     single = [range(index, index + 1) for index in run.mini_batches]
-    calls = single if run.operator.kind == "train" else [run.mini_batches]
+    calls = single if run.operator.call == "train" else [run.mini_batches]
     return batch.samples_per_prompt * max(batch.num_prompts_on(run.layout, rank, call, run.attempt) for call in calls)
 
 

@@ -35,7 +35,6 @@ class OperatorRun:
     state:         values of the operator's controllers.
     attempt:       that it works on; None: on the rows of all.
     turn:          of an operator with several.
-    is_joined:     whether a training makes one optimizer step on all of its mini-batches.
     """
 
     operator: Operator
@@ -48,7 +47,6 @@ class OperatorRun:
     state: Mapping[str, float] = field(default_factory=dict)
     attempt: int | None = None
     turn: int = 0
-    is_joined: bool = False
 
     @property
     def goes_on(self) -> bool:

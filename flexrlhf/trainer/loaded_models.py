@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.engines.base import (
+    Batch,
     ContextRanks,
     Engine,
     EngineContext,
+    Loss,
     MemoryUsage,
     ShardRanks,
     StageRanks,
@@ -53,6 +55,7 @@ class LoadedModel:
     is_released: whether its weights have no memory.
     is_offloaded: whether it is in host memory.
     reported_restarts: processes of its engine that were replaced, as far as steps have reported them.
+    added:    mini-batches and losses whose gradients its engine has added since its last optimizer step, of a program.
     """
 
     placed: PlacedModel
@@ -65,6 +68,7 @@ class LoadedModel:
     is_released: bool = False
     is_offloaded: bool = False
     reported_restarts: int = 0
+    added: list[tuple[Batch, Loss]] = field(default_factory=list)
 
     def take_restarts(self) -> int:
         """Return how many processes of its engine were replaced since the last call, also in evaluations."""

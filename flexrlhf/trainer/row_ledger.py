@@ -80,8 +80,11 @@ class RowLedger(Observer):
         if execution.inner is None and work.operator.takes_prompts:
             execution.positions = _gathered_positions(execution)
             self.take(execution.positions)
-        if execution.inner is not None or work.operator != plan.graph.accounting:
+        training, operator = plan.graph.accounting, work.operator
+        if execution.inner is not None or training is None or operator.name != training.name:
             return
+        if operator.kind == "backward":
+            return  # the optimizer step on its gradients decides
         rows = work.present_rows(execution.store, work.mini_batches)
         codes = execution.store.get(FINAL_OUTCOME, rows).long()
         keys = codes.new_tensor(rows) * len(OUTCOMES) + codes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import FINAL_OUTCOME, GROUP_SCORES, PRESENT, column_of, plain
 from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.plan import Plan
+from flexrlhf.text import mini_batches_text
 from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
 from flexrlhf.trainer.episode_turns import EnvironmentCaller
 from flexrlhf.trainer.execution import OperatorRun
@@ -120,10 +121,8 @@ def run_operator(
     ahead:   what this rank will generate next with the same weights.
     before:  rows of the step before, of which some are carried.
     """
-    if run.operator.kind == "train":
-        return _train(run, store, context)
-    if run.operator.kind == "loss":
-        return _losses(run, store, context)
+    if run.operator.kind in _TRAINING:
+        return _TRAINING[run.operator.kind](run, store, context)
     batch = run.batch(store, context.device)
     if run.operator.kind == "interact":
         _interact(run, batch, store, context)
@@ -290,56 +289,94 @@ def _combine(
 
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
     """Make one optimizer step per mini-batch, in order, ``epochs`` times over. Outcomes of rows go into ``store``."""
-    operator, algorithm, device = run.operator, context.spec.algorithm, context.device
-    if context.check is not None and context.sampling.step == 0:
-        context.check.before_training(run.model, run.batch(store, device))
+    _check_sampled(run, store, context)
+    epochs = context.spec.algorithm.epochs
     statistics: Moments = {}
     outcomes: dict[int, Tensor] = {}
     updated: set[int] = set()
-    singly = [range(mini_batch, mini_batch + 1) for mini_batch in run.mini_batches]
-    for epoch in range(1 if run.is_joined else algorithm.epochs):
-        for mini_batches in [run.mini_batches] if run.is_joined else singly:
-            batches = {number: run.batch(store, device, range(number, number + 1)) for number in mini_batches}
-            outcomes |= {number: _outcomes(batch) for number, batch in batches.items()}
-            first = mini_batches.start
-            if PRESENT in operator.reads and not _has_rows(run, batches[first]):
+    for epoch in range(epochs):
+        for mini_batch in run.mini_batches:
+            batch = run.batch(store, context.device, range(mini_batch, mini_batch + 1))
+            outcomes[mini_batch] = _outcomes(batch)
+            if PRESENT in run.operator.reads and not _has_rows(run, batch):
                 continue
-            parts = _loss_parts(run, batches, store, context)
-            name = f"mini-batch {first}" + (f" of epoch {epoch}" if algorithm.epochs > 1 else "")
-            of_step = _optimizer_step(run, parts, name, context)
+            parts = _loss_parts(run, mini_batch, batch, store, context)
+            name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if epochs > 1 else "")
+            of_step = _optimizer_step(run, run.model.engine.train, parts, name, context)
             add_moments(statistics, of_step)
-            if "skipped" not in of_step or not of_step["skipped"][1]:
-                updated.update(mini_batches)
+            if not _is_skipped(of_step):
+                updated.add(mini_batch)
+    _put_outcomes(run, outcomes, updated, store)
+    return statistics
+
+
+def _check_sampled(run: OperatorRun, store: RowStore, context: OperatorContext) -> None:
+    """Compare log-probs before the first training."""
+    if context.check is not None and context.sampling.step == 0:
+        context.check.before_training(run.model, run.batch(store, context.device))
+
+
+def _is_skipped(of_step: Moments) -> bool:
+    return "skipped" in of_step and bool(of_step["skipped"][1])
+
+
+def _put_outcomes(run: OperatorRun, outcomes: Mapping[int, Tensor], updated: Collection[int], store: RowStore) -> None:
+    """Put the outcomes of the rows of each mini-batch; rows of others than the ``updated`` ones are skipped."""
     final = [
         each if mini_batch in updated else each.where(each > 0, CODES["skipped"])
         for mini_batch, each in outcomes.items()
     ]
     store.put(FINAL_OUTCOME, run.present_rows(store, run.mini_batches), torch.cat(final))
-    return statistics
 
 
 def _losses(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
     """Compute the losses of a training on each of its mini-batches, without an optimizer step."""
     statistics: Moments = {}
-    for number in run.mini_batches:
-        batches = {number: run.batch(store, context.device, range(number, number + 1))}
-        add_moments(statistics, run.model.engine.losses(_loss_parts(run, batches, store, context)))
+    for parts in _parts_of_each(run, store, context):
+        add_moments(statistics, run.model.engine.losses(parts))
     return statistics
 
 
+def _backward(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
+    """Add the gradients of the losses of mini-batches to those of the next optimizer step."""
+    _check_sampled(run, store, context)
+    parts = [part for of_one in _parts_of_each(run, store, context) for part in of_one]
+    run.model.added += parts
+    return run.model.engine.backward(parts)
+
+
+def _step(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
+    """Make one optimizer step on the gradients that were added. Outcomes of their rows go into ``store``."""
+    parts, run.model.added = run.model.added, []
+    numbers = run.mini_batches
+    outcomes = {number: _outcomes(run.batch(store, context.device, range(number, number + 1))) for number in numbers}
+    statistics = _optimizer_step(run, run.model.engine.step, parts, mini_batches_text(numbers), context)
+    _put_outcomes(run, outcomes, () if _is_skipped(statistics) else numbers, store)
+    return statistics
+
+
+LossParts = list[tuple[Batch, Loss]]
+"""Losses that are added, each over its own mini-batch."""
+
+
+def _parts_of_each(run: OperatorRun, store: RowStore, context: OperatorContext) -> Iterator[LossParts]:
+    """Yield the losses of each mini-batch."""
+    for number in run.mini_batches:
+        batch = run.batch(store, context.device, range(number, number + 1))
+        yield _loss_parts(run, number, batch, store, context)
+
+
 def _loss_parts(
-    run: OperatorRun, batches: Mapping[int, Batch], store: RowStore, context: OperatorContext
-) -> list[tuple[Batch, Loss]]:
-    """Return each of ``batches``, by mini-batch, with the loss, and further texts with the extra loss; these alone if
+    run: OperatorRun, mini_batch: int, batch: Batch, store: RowStore, context: OperatorContext
+) -> LossParts:
+    """Return ``batch``, the rows of a mini-batch, with the loss, and further texts with the extra loss; these alone if
     that is the operator's loss."""
     operator, algorithm = run.operator, context.spec.algorithm
-    parts: list[tuple[Batch, Loss]] = []
+    parts: LossParts = []
     if operator.function != operator.extra_loss:
-        loss = make_loss(operator.function, algorithm)
-        parts = [(batch, loss) for batch in batches.values()]
+        parts.append((batch, make_loss(operator.function, algorithm)))
     if operator.extra_loss:
-        mini_batches = range(min(batches), max(batches) + 1)
-        extra = run.batch(store, context.device, mini_batches, is_extra=True)
+        extra = run.batch(store, context.device, range(mini_batch, mini_batch + 1), is_extra=True)
         parts.append((extra, make_loss(operator.extra_loss, algorithm)))
     return parts
 
@@ -358,12 +395,29 @@ def _has_rows(run: OperatorRun, batch: Batch) -> bool:
 
 
 def _optimizer_step(
-    run: OperatorRun, parts: Sequence[tuple[Batch, Loss]], mini_batch: str, context: OperatorContext
+    run: OperatorRun,
+    update: Callable[[LossParts], Moments],
+    parts: LossParts,
+    mini_batch: str,
+    context: OperatorContext,
 ) -> Moments:
-    """Make one optimizer step, or none if its gradient is not finite; return its statistics."""
+    """Make one optimizer step by a method of the engine, or none if its gradient is not finite; return its
+    statistics."""
     try:
-        return context.guard.counted(run.model.engine.train(parts))
+        return context.guard.counted(update(parts))
     except NonFiniteStep as error:
+        if error.first is not None:
+            # whether the row is one of further texts, of which each mini-batch has some
+            error.first = replace(error.first, part=error.first.part % (2 if run.operator.extra_loss else 1))
         where = f"{_where(run, context)}, {mini_batch}"
         is_reporter = run.rank == run.model.placed.ranks[0]
         return context.guard.left_out(where, context.sampling.step, error, [loss for _, loss in parts], is_reporter)
+
+
+_TRAINING: Mapping[str, Callable[[OperatorRun, RowStore, OperatorContext], Moments]] = {
+    "train": _train,
+    "loss": _losses,
+    "backward": _backward,
+    "step": _step,
+}
+"""A train and parts of one, which write no columns."""

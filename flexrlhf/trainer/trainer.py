@@ -192,7 +192,7 @@ class Trainer:
         ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
         before = self.rows.carried_to(step) if run.operator.carries else None
         execution.moments = run_operator(work, store, self._operators.at(step), ahead, before)
-        if run.operator.kind == "train":
+        if run.operator.kind in ("train", "step"):
             model.version = step + 1
         for observer in self._observers:
             observer.computed(execution)
@@ -205,7 +205,7 @@ class Trainer:
         shape = self.plan.batch
         return OperatorRun(
             *(operator, model, run.layout, shape, run.mini_batches, rank, examples, state),
-            *(run.attempt, run.turn, run.is_joined),
+            *(run.attempt, run.turn),
         )
 
     def finish(self, next_step: int) -> None:

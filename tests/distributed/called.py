@@ -3,7 +3,7 @@
     python called.py CONFIG [WAY]
 
 WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: calls on one mini-batch after the other in the
-first step, and ends itself by SIGKILL in the third;
+first step, ``joined`` in the second, and ends itself by SIGKILL in the third;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths.
 """
@@ -82,9 +82,10 @@ def train(run: Session, operator: str, batch: CalledBatch, way: str) -> None:
     for part in batch.mini_batches(count):
         if way == "chooses":
             run.compute_loss(operator, part)
-        if way == "joined":
-            run.forward_backward(operator, part)
-            metrics = run.optim_step(operator)
+        if way == "joined" or (way == "stops" and batch.step == 1):
+            # known before the optimizer step
+            losses = dict(run.forward_backward(operator, part))
+            metrics = {**losses, **run.optim_step(operator)}
         else:
             metrics = run.call(operator, part)
         if part.parts.stop == run.plan.batch.num_mini_batches:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from both_heads import CASES, COLUMNS_OF_BOTH, INIT, UPDATES, has_all_rows, parts_of, prompts, rows_of, sampling
-from small_models import LENGTHS, SEED
+from small_models import LENGTHS, SEED, train_in_turn
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
@@ -65,7 +66,11 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
     share = slice(None) if of_rank is None else rows_of(of_rank)
     losses = engine.losses(parts_of(0, of_rank))
     for step in range(UPDATES):
-        engine.train(parts_of(step, of_rank))
+        parts = parts_of(step, of_rank)
+        if step == 1:
+            train_in_turn(engine, parts, partial(engine.forward, prompts().select(share), COLUMNS_OF_BOTH))
+        else:
+            engine.train(parts)
     found = engine.forward(prompts().select(share), COLUMNS_OF_BOTH) | {"losses": torch.stack([*losses.values()])}
     found |= {
         f"response {each}": column for each, column in engine.generate(prompts().select(share), sampling()).items()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron_models import CASES, TOGETHER, UPDATES, Case, parts_of, poisoned, rows_of
-from small_models import LENGTHS, SEED, mini_batch
+from small_models import LENGTHS, SEED, mini_batch, train_in_turn
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
@@ -72,7 +73,9 @@ def run_case(model: PlacedModel, case: Case, world: World, groups: Groups) -> di
     found["before"] = engine.forward(batch, [case.column])[case.column.name]
     found["losses"] = torch.stack([*engine.losses(parts_of(case, 0, rows)).values()])
     for step in range(UPDATES):
-        found[f"norm {step}"] = engine.train(parts_of(case, step, rows))["grad_norm"][1]
+        parts = parts_of(case, step, rows)
+        in_turn = partial(train_in_turn, between=partial(engine.forward, batch, [case.column]))
+        found[f"norm {step}"] = (in_turn(engine, parts) if step == 1 else engine.train(parts))["grad_norm"][1]
         if step == 1:
             engine.offload()
             engine.reload()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec, OptimizerSpec
-from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Sampling, Totals
+from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs, Sampling, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
 from flexrlhf.placement.layout import Layout
@@ -108,6 +108,15 @@ def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
 def train(engine: TorchEngine, steps: int, loss: Loss | None = None) -> list[Moments]:
     """Mini-batch i of every engine is the same."""
     return [engine.train([(mini_batch(seed), loss or likelihood())]) for seed in range(steps)]
+
+
+def train_in_turn(engine: Engine, parts: Sequence[tuple[Batch, Loss]], between: Callable[[], object]) -> Moments:
+    """Make an optimizer step by a backward pass of each part, with a call ``between`` two of them and the step."""
+    statistics: Moments = {}
+    for part in parts:
+        statistics |= engine.backward([part])
+        between()
+    return statistics | engine.step(parts)
 
 
 def output(engine: TorchEngine, column: str, adapters: bool = True, batch: Batch | None = None) -> Tensor:

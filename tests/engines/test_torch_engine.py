@@ -18,12 +18,14 @@ from small_models import (
     snapshot,
     squared_values,
     train,
+    train_in_turn,
 )
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.models import load_model
+from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.engines.torch.update import LossScale
 
@@ -101,6 +103,22 @@ def test_micro_batches_add_up() -> None:
         [float(step["grad_norm"][1]) for step in train(single, 3)], rel=1e-5
     )
     assert close(whole.weights(), single.weights(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_of_backward_passes_add_up_to_those_of_one_call(dtype: str) -> None:
+    """Whatever the model computes between them, to the last bit; a loss that is not finite is found in its part."""
+    one, other = (engine_of(dtype=dtype, optimizer=FAST, micro_batch_tokens=12) for _ in range(2))
+    for step in range(2):
+        parts = [(mini_batch(step), likelihood()), (mini_batch(step + 10), likelihood(0.3))]
+        statistics = train_in_turn(other, parts, lambda: output(other, "logprobs"))
+        assert equal(statistics, one.train(parts))
+    assert equal(other.weights(), one.weights())
+    parts = [(mini_batch(), likelihood()), (mini_batch(), likelihood(math.inf))]
+    if dtype == "float32":
+        with pytest.raises(NonFiniteStep) as stopped:
+            train_in_turn(other, parts, lambda: None)
+        assert stopped.value.first is not None and stopped.value.first.part == 1
 
 
 def test_an_update_without_rows_changes_nothing() -> None:

@@ -130,7 +130,7 @@ def test_a_call_on_a_part_reads_that_part_alone() -> None:
     for name in ("scores", "values", "ref_logprobs", "logprobs"):
         for part in (first, second)[name == "scores" :]:
             step.add(OperatorCall(name, part))
-    with pytest.raises(UserError, match="advantages needs all rows of a step at once, found mini-batches 1 to 1; call"):
+    with pytest.raises(UserError, match="advantages needs all rows of a step at once, found mini-batch 1; call"):
         step.add(OperatorCall("advantages", second))
 
 
@@ -165,7 +165,7 @@ def test_wrong_calls_are_refused() -> None:
             OperatorCall("train_actor", everything, "policy_los"),
             r"no loss 'policy_los' \(did you mean 'policy_loss'\?\)",
         ),
-        (OperatorCall("values", everything, is_forward=True), "values has no loss; a training has one"),
+        (OperatorCall("values", everything, part="loss"), "values has no loss; a training has one"),
         (OperatorCall("train_actor", everything, "ptx"), "train_actor has no pretraining texts; set algorithm.ptx"),
     ):
         with pytest.raises(UserError, match=sentence):
@@ -183,13 +183,45 @@ def test_a_loss_is_computed_on_the_ranks_that_train_and_leaves_rows_to_be_traine
     for name in ("generate", "logprobs", "values", "ref_logprobs", "scores", "advantages"):
         step.add(OperatorCall(name, plan.batch.mini_batches))
     for loss, is_read in (("", True), ("ptx", False)):
-        *moves, run = step.add(OperatorCall("train_actor", range(1, 2), loss, is_forward=True))
+        *moves, run = step.add(OperatorCall("train_actor", range(1, 2), loss, part="loss"))
         assert isinstance(run, Run) and (run.operator.kind, run.operator.call) == ("loss", "forward")
         assert run.ranks == plan.placement["actor"].ranks and run.mini_batches == range(1, 2)
         assert ("advantages" in run.operator.reads) == is_read and "tokens.ptx" in run.operator.reads
     assert not moves
     *_, train = step.add(OperatorCall("train_actor", range(1, 2)))
     assert isinstance(train, Run) and train.operator in plan.graph.operators
+
+
+def test_gradients_of_neighbouring_parts_await_an_optimizer_step() -> None:
+    plan = whole_plan_of([0.5] * 6, 4, "algorithm.num_mini_batches=4")
+    step = call_all(plan, "train_actor", "train_critic")
+    for numbers in (range(1), range(1, 2)):
+        *_, run = step.add(OperatorCall("train_actor", numbers, part="backward"))
+        assert isinstance(run, Run) and run.operator.call == "train" and run.ranks == plan.placement["actor"].ranks
+    step.add(OperatorCall("train_critic", range(1)))
+    for call, sentence in (
+        (
+            OperatorCall("train_actor", range(1)),
+            "train_actor with gradients of train_actor on mini-batches 0 to 1; call",
+        ),
+        (
+            OperatorCall("train_actor", range(3, 4), part="backward"),
+            "and of train_actor on mini-batch 3; add neighbour",
+        ),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            step.add(call)
+    with pytest.raises(
+        UserError, match=r"optim_step\('train_critic'\) without a loss; call forward_backward before it"
+    ):
+        step.added_to("train_critic")
+    with pytest.raises(UserError, match="the step ends with gradients of train_actor on mini-batches 0 to 1; call"):
+        step.check_ended()
+    *_, run = step.add(OperatorCall("train_actor", step.added_to("train_actor"), part="step"))
+    assert isinstance(run, Run) and run.mini_batches == range(2)
+    step.check_ended()
+    traced = replace(plan, schedule=called_schedule(plan.schedule.instructions, step.instructions, 0))
+    assert simulate(traced, Fixed()).seconds > 0
 
 
 def test_rows_of_a_call_are_where_a_program_puts_them() -> None:
@@ -201,7 +233,7 @@ def test_rows_of_a_call_are_where_a_program_puts_them() -> None:
     assert isinstance(run, Run) and plan.batch.prompts_on(run.layout, 1, everything) == (1, 3, 5, 7)
     assert traffic(moves)["tokens", 0, 1] == traffic(moves)["tokens", 1, 0] == 2
     assert not step.add(OperatorCall("scores", everything))[:-1]
-    *_, run = step.add(OperatorCall("train_actor", range(1), "ptx", is_forward=True, parts=((3,), (0, 1, 2))))
+    *_, run = step.add(OperatorCall("train_actor", range(1), "ptx", part="loss", parts=((3,), (0, 1, 2))))
     assert isinstance(run, Run) and plan.batch.prompts_on(run.layout, 0, everything) == (3, 4, 5)
     assert OperatorCall.of(json.loads(json.dumps(OperatorCall("values", everything, parts=((1,), ())).message))).parts
 

@@ -221,13 +221,17 @@ class DeepSpeedEngine(Lender):
     def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         assert self._optimizer is not None, "this placed model is not trained"
         with self._as_world(), recomputing(self._model):
-            statistics = self._passes.backward(parts, self._backward)
-            try:
-                return statistics | self._finish_step(parts[0][0].rows.device)
-            except NonFiniteStep as error:
-                with self._gathering():
-                    error.first = self._passes.first_non_finite(parts)
-                raise
+            return self._passes.backward(parts, self._backward) | self._finish_step(parts)
+
+    def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        with self._as_world(), recomputing(self._model):
+            return self._passes.backward(parts, lambda value, _: self._backward(value, False))
+
+    def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        with self._as_world(), recomputing(self._model):
+            # DeepSpeed sums gradients over ranks in the last backward pass of a step, here one that adds nothing
+            self._backward(self._passes.idle_loss(parts[0][1]), True)
+            return self._finish_step(parts)
 
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         with self._as_world(), self._gathering():
@@ -240,8 +244,16 @@ class DeepSpeedEngine(Lender):
         if not is_last:
             self._engine.step()
 
-    def _finish_step(self, device: torch.device) -> Moments:
+    def _finish_step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         """Clip and update; return the statistics of the update. Raises NonFiniteStep."""
+        try:
+            return self._update()
+        except NonFiniteStep as error:
+            with self._gathering():
+                error.first = self._passes.first_non_finite(parts)
+            raise
+
+    def _update(self) -> Moments:
         assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
         self._gradient_bytes = storage_bytes(self._gradients())
         rate = learning_rate(self._optimizer)
@@ -255,7 +267,7 @@ class DeepSpeedEngine(Lender):
             skipped = True
         if not skipped:
             self._scheduler.step()
-        norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=device)
+        norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=self._device)
         is_scaled = self._settings.dtype == "float16"
         # DeepSpeed reports some norms that are not finite as -1
         if not is_scaled and not (torch.isfinite(norm) and norm >= 0):

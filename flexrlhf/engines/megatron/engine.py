@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
@@ -74,7 +74,6 @@ class MegatronEngine(Lender):
             module = DistributedDataParallel(
                 self._stage.config, gradient_config(self._settings), self._stage, pg_collection=groups
             )
-            self._stage.config.finalize_model_grads_func = _finalize
             world = ranks.model.group or context.alone
             assert world is not None, "the plan has a group of one rank for every rank of a Megatron model"
             self._update = StageUpdate(self._settings, module, groups, world, context.num_updates)
@@ -100,17 +99,18 @@ class MegatronEngine(Lender):
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         return self._passes.forward(batch, columns)
 
-    def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        update = self._trained
-        update.clear()
-        statistics = self._passes.backward(parts)
+    def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        self._trained.allocate()
+        return self._passes.backward(parts)
+
+    def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         try:
-            return statistics | update.step()
+            return self._trained.step()
         except NonFiniteStep as error:
             error.first = self._passes.first_non_finite(parts)
             raise
         finally:
-            update.release()
+            self._trained.release()
 
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         return self._passes.losses(parts)
@@ -230,13 +230,6 @@ def _read_masters(source: _Source, masters: Mapping[str, StateTensor]) -> None:
     for name, master in masters.items():
         assert master.flat is not None, "masters are ranges"
         master.values.copy_(source.values(name)[master.flat.start : master.flat.stop])
-
-
-def _finalize(
-    model: list[nn.Module], num_tokens: Tensor | None, pg_collection: ProcessGroupCollection, force_all_reduce: bool
-) -> None:
-    """Sum the gradients over ranks. Losses are divided already, so that no number of tokens divides them."""
-    finalize_model_grads(model, None, pg_collection, force_all_reduce)
 
 
 def process_groups(context: EngineContext, ranks: StageRanks) -> ProcessGroupCollection:

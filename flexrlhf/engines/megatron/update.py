@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class StageUpdate:
         world: dist.ProcessGroup,
         num_updates: int,
     ) -> None:
-        self._settings, self._module = settings, module
+        self._settings, self._module, self._groups = settings, module, groups
         with as_world(world), torch_optimizers():
             chained = get_megatron_optimizer(
                 optimizer_config(settings),
@@ -66,25 +66,34 @@ class StageUpdate:
             group["fused"] = True
         self._scheduler = make_scheduler(settings.optimizer, self._optimizer, num_updates)
         self._released, self.gradient_bytes = HostOffload(self.gradients[0].device), 0
-        self._released.offload(self.gradients, keeps=False)
+        self._free()
 
     def release(self) -> None:
-        """Free the gradients until ``clear``; Megatron would keep their buffers."""
+        """Free the gradients until ``allocate``; Megatron would keep their buffers."""
         self.gradient_bytes = storage_bytes(self.gradients)
-        self._released.offload(self.gradients, keeps=False)
+        self._free()
 
-    def clear(self) -> None:
-        """Allocate the gradients, and set them to 0."""
+    def _free(self) -> None:
+        self._released.offload(self.gradients, keeps=False)
+        self._is_released = True
+
+    def allocate(self) -> None:
+        """Allocate the gradients as 0, unless some have been added since the last step."""
+        if not self._is_released:
+            return
         self._released.reload()
+        self._is_released = False
         self._module.zero_grad_buffer()
         self._wrapper.zero_grad()
 
     @torch.no_grad()
     def step(self) -> Moments:
-        """Clip the gradients, which are reduced, and update the parameters; return the statistics of the update.
+        """Reduce and clip the gradients, update the parameters; return the statistics of the update.
 
         For a gradient that is not finite it changes no parameter and raises NonFiniteStep.
         """
+        # losses are divided already, so that no number of tokens divides the sums over ranks
+        finalize_model_grads([self._module], None, self._groups)
         self._wrapper.prepare_grads()
         norm = torch.tensor(float(self._wrapper.get_grad_norm()), device=self.gradients[0].device)
         rate = learning_rate(self._optimizer)

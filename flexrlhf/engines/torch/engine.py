@@ -101,13 +101,16 @@ class TorchEngine(Lender):
         with self._gathering():
             return self._passes.forward(batch, columns, adapters)
 
-    def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+    def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         update = self._update
         assert update is not None, "this placed model is not trained"
         with self._gathering(), recomputing(self._model):
-            statistics = self._passes.backward(parts, lambda value, _: update.scaled(value).backward())
+            return self._passes.backward(parts, lambda value, _: update.scaled(value).backward())
+
+    def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        assert self._update is not None, "this placed model is not trained"
         try:
-            return statistics | update.step()
+            return self._update.step()
         except NonFiniteStep as error:
             with self._gathering():
                 error.first = self._passes.first_non_finite(parts)

@@ -369,7 +369,7 @@ class OptionEnumerator:
         if kind == "combine" or kind == "interact" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
-        assert kind != "loss", "programs alone call it"
+        assert kind != "loss" and kind != "backward" and kind != "step", "programs alone call them"
         used = [each for each in rows if any(each)]
         priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts, call.compares)
         # each turn of an episode has a part of a response
