@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeGuard
 
 from torch import Tensor
@@ -54,8 +53,9 @@ class PromptBatch:
 class Experiences(Mapping[str, Tensor]):
     """Columns that this rank's training reads in a round: name → tensor (n, ...), n rows of this rank.
 
-    A column may be replaced before it is trained on. A rank without training, and a round that trains nothing, has
-    none.
+    A column has the rows of the trainings that read it, which protocols and layouts of models may make others than
+    those of a further column. It may be replaced before it is trained on. A rank without training, and a round that
+    trains nothing, has none.
 
     turn:  round of the schedule.
     """
@@ -65,15 +65,16 @@ class Experiences(Mapping[str, Tensor]):
         self.turn, self._store, self._works = turn, store, works
         self._names = tuple(dict.fromkeys(name for work in works for name in work.operator.reads))
 
-    @cached_property
-    def rows(self) -> tuple[int, ...]:
-        """Numbers of the rows in the step's batch, in segments of the ones that are trained on, once they are there."""
-        store = self._store
-        rows = () if store is None else (work.present_rows(store, work.mini_batches) for work in self._works)
+    def rows(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the rows of a column in the step's batch, in segments of the ones that are trained on,
+        once they are there."""
+        store = self._checked(name)
+        readers = (work for work in self._works if name in work.operator.reads)
+        rows = (work.present_rows(store, work.mini_batches) for work in readers)
         return tuple(dict.fromkeys(row for of_work in rows for row in of_work))
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._checked(name).get(name, self.rows)
+        return self._checked(name).get(name, self.rows(name))
 
     def __setitem__(self, name: str, values: Tensor) -> None:
         store, before = self._checked(name), self[name]
@@ -81,7 +82,7 @@ class Experiences(Mapping[str, Tensor]):
             raise UserError(
                 f"experiences[{name!r}]: expected a tensor {tuple(before.shape)}, found {tuple(values.shape)}"
             )
-        store.put(name, self.rows, values.to(before))
+        store.put(name, self.rows(name), values.to(before))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -14,6 +14,13 @@ from commands import start
 from safetensors.torch import load_file
 from toys import SHAPE, write_toys
 
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.graph import Operator
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.trainer.execution import OperatorRun
+from flexrlhf.trainer.training_loop import Experiences
+
 GRAPH = Path(__file__).with_name("own_graph.py")
 PLACEMENTS = {"co-located": [1, 1, 1, 1], "interleaving": [1, 1, 0.5, 0.5], "disaggregated": [0.5] * 5}
 """Vectors of actor, ref, reward and a second reward model; five with the actor's shadow."""
@@ -89,6 +96,23 @@ def test_it_trains_by_its_own_functions(runs: Path) -> None:
     assert [row["train_actor/policy_ratio"] for row in rows] == pytest.approx([1.0] * 3, abs=1e-4)
     assert rows[0]["actor_grad_norm"] > 0
     assert [row["rows_trained"] for row in rows] == [16] * 3
+
+
+def test_a_column_of_a_loop_has_the_rows_of_the_trainings_that_read_it() -> None:
+    """A rank with half of the rows of a policy, and all of a critic that is split by tensors."""
+    shape, store = BatchShape(4, 1), RowStore(Lengths(prompt=2, response=3), torch.device("cpu"))
+    layouts = {"advantages": Layout((0, 1)), "returns": Layout((0, 1), tp=2)}
+    works = [
+        OperatorRun(Operator(f"train_{name}", "train", name, (name,)), None, layout, shape, shape.mini_batches, 1)
+        for name, layout in layouts.items()
+    ]
+    for name, rows in (("advantages", (2, 3)), ("returns", (0, 1, 2, 3))):
+        store.put(name, rows, torch.tensor(rows).float()[:, None].expand(-1, 3))
+    experiences = Experiences(0, store, works)
+    assert [experiences.rows(name) for name in experiences] == [(2, 3), (0, 1, 2, 3)]
+    for name in experiences:
+        experiences[name] = experiences[name] * 2
+    assert experiences["advantages"][:, 0].tolist() == [4, 6] and experiences["returns"][:, 0].tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize(
