@@ -348,7 +348,7 @@ class Engine(Protocol):
         return self.backward(parts) | self.step(parts)
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        """Add the gradients of the losses, each over its own mini-batch, to those since the last optimizer step.
+        """Add the gradients of the losses, each over its own mini-batch, for the next optimizer step.
 
         Returns the statistics of the losses over this rank's rows. The gradients stay on the device until ``step``.
         """

@@ -148,7 +148,7 @@ class Session:
         return self._metrics(OperatorCall(operator, batch.parts, loss, "loss"), batch)
 
     def forward_backward(self, operator: str, batch: CalledBatch, loss: str = "") -> Metrics:
-        """Add the gradients of the loss of a training on mini-batches to those of the next optimizer step.
+        """Add the gradients of the loss of a training on mini-batches, for the next optimizer step.
 
         Parts of a batch add up, each mini-batch with denominators of its own; ``loss``: as of ``call``, of each part.
 

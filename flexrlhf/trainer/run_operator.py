@@ -338,7 +338,7 @@ def _losses(run: OperatorRun, store: RowStore, context: OperatorContext) -> Mome
 
 
 def _backward(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
-    """Add the gradients of the losses of mini-batches to those of the next optimizer step."""
+    """Add the gradients of the losses of mini-batches, for the next optimizer step."""
     _check_sampled(run, store, context)
     parts = [part for of_one in _parts_of_each(run, store, context) for part in of_one]
     run.model.added += parts

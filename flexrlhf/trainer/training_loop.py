@@ -53,9 +53,9 @@ class PromptBatch:
 class Experiences(Mapping[str, Tensor]):
     """Columns that this rank's training reads in a round: name → tensor (n, ...), n rows of this rank.
 
-    A column has the rows of the trainings that read it, which protocols and layouts of models may make others than
-    those of a further column. It may be replaced before it is trained on. A rank without training, and a round that
-    trains nothing, has none.
+    A column has the rows of the trainings that read it; by protocols, or models of other layouts, two columns may have
+    different rows. It may be replaced before it is trained on. A rank without training, and a round that trains
+    nothing, has none.
 
     turn:  round of the schedule.
     """

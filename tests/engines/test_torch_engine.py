@@ -106,7 +106,7 @@ def test_micro_batches_add_up() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_gradients_of_backward_passes_add_up_to_those_of_one_call(dtype: str) -> None:
+def test_gradients_of_backward_passes_add_up_as_in_one_call(dtype: str) -> None:
     """Whatever the model computes between them, to the last bit; a loss that is not finite is found in its part."""
     one, other = (engine_of(dtype=dtype, optimizer=FAST, micro_batch_tokens=12) for _ in range(2))
     for step in range(2):
