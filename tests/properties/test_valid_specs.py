@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
+from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec, spec_data
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.plan.pipeline import make_plan
@@ -25,7 +26,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
 SAMPLE, ALL = 200, 4000
-SEED = 3
+SEED = 5
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
 FROM_FILES = {
@@ -46,11 +47,13 @@ OWN_CODE = {f"AlgorithmSpec.{name}" for name in ("graph", "loop", "settings", "p
 def test_random_specs_are_planned_and_written_as_yaml_they_are_the_same(count: int, tmp_path: Path) -> None:
     specs, features, settings = VariedSpecs(SEED), Counter[str](), set[str]()
     for number, (raw, plan) in enumerate(islice(specs, count)):
-        check_round_trip(parse_spec(raw), tmp_path / "spec.yaml", short=number % PRINTED > 0)
+        spec = parse_spec(raw)
+        check_round_trip(spec, tmp_path / "spec.yaml", short=number % PRINTED > 0)
         if number % PRINTED == 0:
             check_plan(plan, tmp_path / "resolved.yaml")
         features.update(features_of(plan))
-        settings.update(changed_settings(plan.spec))
+        # a plan has the settings of all models in each of them
+        settings.update(changed_settings(spec), changed_settings(plan.spec))
     print(f"{count} valid, {specs.refused.total()} refused; {dict(sorted(features.items()))}")
     assert features.keys() >= FEATURES, FEATURES - features.keys()
     if count == ALL:
@@ -62,6 +65,7 @@ def check_round_trip(spec: Spec, file: Path, short: bool) -> None:
     text = dump_spec(spec, short)
     file.write_text(text)
     assert load_spec(file) == spec, text
+    assert parse_spec(json.loads(json.dumps(spec_data(spec)))) == spec, text
 
 
 def check_plan(plan: Plan, file: Path) -> None:

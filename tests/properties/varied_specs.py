@@ -18,6 +18,7 @@ from random_specs import (
     rollout_of,
     settings_of,
     with_rollout_stages,
+    with_shards_in_nodes,
     with_stages,
 )
 
@@ -25,6 +26,7 @@ from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, SourceSpec
+from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.presets.filling import PEERS
@@ -74,8 +76,16 @@ EXAMPLES: Examples = {
     ),
     "Spec.timeout_seconds": (1, 1.5, 86400),
     **dict.fromkeys([f"Spec.{name}" for name in ("algorithm", "models", "data", "reward", "cost", "cluster")], NOTHING),
-    "Spec.environment": NOTHING,
-    **dict.fromkeys([f"Spec.{name}" for name in ("placement", "schedule", "sync", "rollout", "eval", "save")], NOTHING),
+    **dict.fromkeys(
+        [f"Spec.{name}" for name in ("environment", "placement", "schedule", "sync", "rollout", "eval", "save")],
+        NOTHING,
+    ),
+    "EnvironmentSpec.path": ("games.py:Game", "package.games:Game", None),
+    "EnvironmentSpec.tools": ([], ["tools.py:search"], ["tools.py:search", "package.tools:add"]),
+    "EnvironmentSpec.options": ({}, {"level": 3, "on": "1e-6"}),
+    "EnvironmentSpec.tool_format": ("hermes", "llama3", r"<(?P<name>\w+)>(?P<arguments>.*?)</\w+>"),
+    "EnvironmentSpec.nodes": ([0], [1, 0], "0-1", None),
+    "EnvironmentSpec.hosts": ([], ["worker-1:7000", "10.0.0.2:7001"]),
     **dict.fromkeys([f"{kind.__name__}.name" for kind in CLASSES.values()], NOTHING),
     **dict.fromkeys([f"{kind.__name__}.prompts_per_step" for kind in CLASSES.values()], (4, 6, 8, 12, 24)),
     **dict.fromkeys([f"{kind.__name__}.num_mini_batches" for kind in CLASSES.values()], (1, 2, 3, 4)),
@@ -155,7 +165,21 @@ class VariedSpecs:
         plan = make_plan(parse_spec(raw))
         if chance(self.rng, 0.4) and add_tensor_parallel(self.rng, raw, plan):
             plan = make_plan(parse_spec(raw))
-        return with_rollout_stages(*with_stages(raw, plan))
+        if chance(self.rng, 0.2):
+            raw, plan = with_shards_in_nodes(raw, plan)
+        return _with_environment(*with_rollout_stages(*with_stages(raw, plan)))
+
+
+def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Play episodes in some specs; unchanged if that is not valid."""
+    rng = Random(f"environment {raw}")
+    if not chance(rng, 0.2):
+        return raw, plan
+    changed = raw | {"environment": random_settings(rng, EnvironmentSpec, EXAMPLES, 0.3)}
+    try:
+        return changed, make_plan(parse_spec(changed))
+    except UserError:
+        return raw, plan
 
 
 def make_varied_spec(rng: Random) -> Raw:
@@ -173,8 +197,12 @@ def make_varied_spec(rng: Random) -> Raw:
     graph = make_graph(parse_spec(raw))
     shadows = graph.can_shadow and chance(rng, 0.5)
     raw["models"] = _models(rng, graph, shadows, share) | _scoring_models(raw)
+    if chance(Random(repr(raw)), share):
+        raw["models"]["all"] = {"micro_batch_tokens": 4096}
     if graph.generated is not None and chance(rng, 0.3):
         raw["rollout"] = random_settings(rng, RolloutSpec, EXAMPLES, share) | rollout_of(rng, shadows)
+        if raw["rollout"].get("groups") == "as-ended":
+            raw["rollout"] |= {"segment_tokens": 2, "max_segments": Random(repr(raw)).choice((None, 2))}
         raw["models"]["actor"].pop("shadow", None)
     graph = make_graph(parse_spec(raw))
     raw["placement"] = _placement(rng, graph, raw, shadows)
@@ -199,6 +227,8 @@ def _algorithm(rng: Random, share: float) -> Raw:
     if settings.get("surrogate", "clip") != "clip":
         for key in ("ratio", "dual_clip"):
             settings.pop(key, None)
+    if settings.get("baseline") == "group":
+        settings["samples_per_prompt"] = 3
     likes = [like for like, peer in PEERS.items() if name in peer.trainers]
     if likes and chance(rng, 0.4):
         settings["like"] = rng.choice(likes)
@@ -223,6 +253,7 @@ def _cluster(rng: Random, share: float) -> Raw:
         node |= {name: rng.choice((12, 0.5)) for name in ("link_gb_s", "network_gb_s") if chance(rng, share / 2)}
         node |= {"memory_gb": 90} if chance(rng, share / 2) else {}
         node |= {"speed": rng.choice((1, 0.5))} if chance(rng, share / 4) else {}
+        node |= {"cores": 16} if chance(Random(repr(node)), share) else {}
     return cluster
 
 
@@ -268,7 +299,7 @@ def _model(rng: Random, trained: bool, shadows: bool, share: float) -> Raw:
     if chance(rng, share):
         further["dtype"] = rng.choice(("float32", "float16"))
     if "shadow" in model and chance(rng, share):
-        model["shadow"] |= {"dtype": "float16", "generate_tokens": 512, "micro_batch_tokens": 256}
+        model["shadow"] |= {"dtype": "float16", "shard": "all", "generate_tokens": 512, "micro_batch_tokens": 256}
     if model.get("engine") == "deepspeed" and chance(rng, share):
         further["config"] = rng.choice(DEEPSPEED)
         if trained and model.get("zero"):
@@ -307,6 +338,7 @@ def _instructions(rng: Random, raw: Raw, shadows: bool, share: float) -> Raw:
         sections["schedule"]["lag"] = Random(repr(sections)).choice((1, 2, 4, 16))
     if chance(rng, share):
         sections["schedule"]["strategy"] = rng.choice(("co-located", "interleaving", "disaggregated"))
+        sections["schedule"]["num_blocks"] = Random(repr(sections)).choice((None, None, 1, 4))
     if not shadows:
         sections["sync"].pop("every", None)
     if chance(rng, 0.4):
