@@ -186,6 +186,11 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def dump_spec(spec: Spec, short: bool = False) -> str:
     """Return the resolved YAML: loading it gives the same spec. ``short``: without settings that are the default."""
+    return write_yaml(spec_data(spec, short))
+
+
+def spec_data(spec: Spec, short: bool = False) -> dict[str, Any]:
+    """Return the mapping of ``dump_spec``, which is also that of a JSON."""
     if short:
         spec = spec.model_copy(update={"rollout": spec.rollout.as_written})
     raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)
@@ -216,7 +221,7 @@ def dump_spec(spec: Spec, short: bool = False) -> str:
         if spec.placement.operators is None:
             further.pop("operators", None)
         raw["placement"] = {**raw["placement"]["models"], **further}
-    return write_yaml(raw)
+    return raw
 
 
 def _written_models(models: ModelsSpec) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import realpath
@@ -13,7 +14,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.number_settings import differing_settings, type_changes
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
+from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec, spec_data
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
@@ -43,7 +44,12 @@ class RunOrder:
     program:     socket of a program that calls its operators, on rank 0's machine; empty: it executes its plan.
     """
 
-    spec: Annotated[Spec, PlainSerializer(dump_spec), PlainValidator(lambda text: parse_spec(read_yaml(text)))]
+    spec: Annotated[
+        Spec,
+        # each rank reads it, and YAML takes thirty times as long
+        PlainSerializer(lambda spec: json.dumps(spec_data(spec))),
+        PlainValidator(lambda text: parse_spec(json.loads(text))),
+    ]
     candidates: tuple[Path, ...] = ()
     continues: bool = False
     program: str = ""
