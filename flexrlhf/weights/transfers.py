@@ -56,12 +56,15 @@ def plan_transfers(
     planner = _Planner(source, destination, most, node_of or (lambda rank: 0), in_background)
     size = planner.num_elements
     while True:
-        plan = planner.plan(size)
-        largest = plan.largest_buffers
+        lots = list(planner.lots(size))
+        plan = planner.plan(lots)
+        largest, unchanged = plan.largest_buffers, max(map(count, lots), default=1)
         # of one element, which a rank may send to several others by messages of their own
         if largest <= most or size == 1:
             return plan
-        size = max(1, min(size - 1, size * most // largest))
+        # the lots of sizes that the largest lot fits are the same
+        while size >= max(2, unchanged):
+            size = max(1, min(size - 1, size * most // largest))
 
 
 def mean_links(
@@ -159,12 +162,11 @@ class _Planner:
             groups[number_of[rank], self._node_of(rank)].append(rank)
         return tuple(_Group(tuple(ranks), node) for (_, node), ranks in groups.items())
 
-    def plan(self, size: int) -> TransferPlan:
-        """Return the transfers of lots of at most ``size`` elements of whole tensors.
+    def plan(self, lots: Sequence[Sequence[Region]]) -> TransferPlan:
+        """Return the transfers of ``lots``.
 
         A lot is sent on as many buckets later as have arrived by then.
         """
-        lots = list(self._cut(size))
         later = max(NUM_BUCKETS - 1, len(lots) if self._in_background else 0)
         messages: dict[int, list[WeightMessage]] = defaultdict(list)
         stays: dict[int, Mapping[int, Regions]] = {}
@@ -179,7 +181,7 @@ class _Planner:
         last = max((*messages, *stays), default=-1)
         return TransferPlan(tuple(Bucket(tuple(messages[turn]), stays.get(turn, {})) for turn in range(last + 1)))
 
-    def _cut(self, size: int) -> Iterator[list[Region]]:
+    def lots(self, size: int) -> Iterator[list[Region]]:
         """Yield the elements of all tensors in lots of at most ``size``."""
         lot, left = list[Region](), size
         for name in sorted(self._shapes):
@@ -319,7 +321,8 @@ def _pieces(regions: Sequence[Region], number: int) -> list[list[Region]]:
             piece = (done + start * row) * number // total
             # up to the first row that begins in the next piece
             stop = min(rows, -(-(-(-total * (piece + 1) // number) - done) // row))
-            pieces[piece].append(Region(region.name, cut_rows(region.box, range(start, stop))))
+            is_whole = start == 0 and stop == rows
+            pieces[piece].append(region if is_whole else Region(region.name, cut_rows(region.box, range(start, stop))))
             start = stop
         done += size
     return pieces
