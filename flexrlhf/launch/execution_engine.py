@@ -10,8 +10,9 @@ from typing import Any
 
 from flexrlhf.config.spec_file import load_spec, path_settings
 from flexrlhf.launch.job import prepare_job
-from flexrlhf.launch.rank_factory import starting_factory
-from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.launch.lifetime import quiet_torch
+from flexrlhf.launch.rank_factory import lasting_factory
+from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.run_directory import read_lines
 
@@ -78,8 +79,11 @@ class ExecutionEngine:
 
     def __call__(self) -> RunResult:
         """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
-        with starting_factory() as factory:
-            prepare_job([self.plan], Hosts(), resume=self._resume, accepts=self._accepts).start(factory=factory)
+        factory = None if under_torchrun() else lasting_factory()
+        if factory is not None:
+            quiet_torch()
+            factory.start()
+        prepare_job([self.plan], Hosts(), resume=self._resume, accepts=self._accepts).start(factory=factory)
         directory = self.plan.spec.directory
         models = {role: directory / role for role in self.plan.graph.trained}
         return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)

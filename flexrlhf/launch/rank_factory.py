@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -211,6 +212,14 @@ def starting_factory(is_needed: bool = True, is_copied: bool = False) -> Iterato
     quiet_torch()
     with RankFactory(is_copied) as factory:
         yield factory
+
+
+@cache
+def lasting_factory() -> RankFactory:
+    """Return the factory that all engines of this process use until it ends, so that libraries are loaded once."""
+    factory = RankFactory()
+    atexit.register(factory.close)
+    return factory
 
 
 def _spawn(channel: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Process:
