@@ -222,9 +222,11 @@ class ModelSpec(StrictModel):
 
     @model_validator(mode="after")
     def _shared_weights_have_no_settings(self) -> Self:
+        if self.share is None:
+            return self
         plain = type(self).model_construct()
         others = [name for name in type(self).model_fields if getattr(self, name) != getattr(plain, name)]
-        if self.share is not None and others != ["share"]:
+        if others != ["share"]:
             others.remove("share")
             raise ValueError(f"share: {self.share} means no copy of its own: remove {', '.join(others)}")
         return self

@@ -20,7 +20,6 @@ from flexrlhf.memory.states import (
     Units,
     all_units,
     count_kinds,
-    elements_on_rank,
     item_bytes,
     kv_cache_bytes,
     num_moments,
@@ -30,7 +29,7 @@ from flexrlhf.memory.states import (
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import as_vllm_allocates
 from flexrlhf.weights.shapes import ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, shape_on
+from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, elements_on_rank, shape_on
 
 UNREDUCED_BYTES = 12
 """Per element of a unit while its gradients are scattered: as computed, as summands in float32, and the sums."""

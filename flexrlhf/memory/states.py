@@ -14,7 +14,7 @@ from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import DTYPE_BYTES, LANGUAGE_HEAD, HashedParameters, ModelShape, Parameters
-from flexrlhf.weights.shards import fused_name, last_words, parts_of, shape_of_stage
+from flexrlhf.weights.shards import elements_on_rank, fused_name, last_words, shape_of_stage
 
 
 def zero_split(stage: int, num_ranks: int) -> tuple[int, int, int]:
@@ -124,15 +124,6 @@ def num_moments(optimizer: OptimizerSpec) -> int:
 def item_bytes(model: PlacedModel) -> int:
     """Return the bytes of one number of the model's dtype."""
     return DTYPE_BYTES[model.settings.dtype]
-
-
-def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int) -> int:
-    """Return the elements of ``parameters``, of the stage of ``rank``, on it: its shards of its tensor-parallel
-    slices.
-    """
-    return sum(
-        count * parts_of(model, (kind,), rank)[kind[0]].num_elements for kind, count in count_kinds(parameters).items()
-    )
 
 
 def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:

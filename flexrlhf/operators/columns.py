@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 Width = Literal["row", "prompt", "response", "response+1", "sequence"]
@@ -97,6 +98,7 @@ LONGER = 2
 """How many times longer than a row of the policy's tokens a text may be in another tokenizer's, by default."""
 
 
+@lru_cache(maxsize=1024)
 def column_of(name: str) -> Column:
     """Return the column ``name``, which may have a qualifier behind a dot: ``tokens.greedy``, ``scores.cost``."""
     return replace(COLUMNS[plain(name)], name=name)

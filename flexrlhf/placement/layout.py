@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self
 
 from flexrlhf.config.spec import Spec
@@ -273,8 +273,8 @@ class BatchShape:
 
     def num_prompts_on(self, layout: Layout, rank: int, mini_batches: range, attempt: int | None = None) -> int:
         """Return the number of ``prompts_on``."""
-        shape, replica = self if attempt is None else self.of_attempt, layout.replica(rank)
-        return sum(len(shape.part(layout, replica, m)) for m in mini_batches)
+        shape = self if attempt is None else self.of_attempt
+        return _num_prompts(shape, layout, layout.replica(rank), mini_batches)
 
     def part(self, layout: Layout, replica: int, mini_batch: int) -> Sequence[int]:
         """Return the prompts of one mini-batch that a replica computes."""
@@ -354,3 +354,8 @@ def received_share(training: Layout, tp: int, pp: int = 1) -> Fraction:
     """
     trained, generating = training.tp * training.pp, tp * pp
     return Fraction(trained - generating, generating * trained)
+
+
+@lru_cache(maxsize=4096)
+def _num_prompts(shape: BatchShape, layout: Layout, replica: int, mini_batches: range) -> int:
+    return sum(len(shape.part(layout, replica, m)) for m in mini_batches)

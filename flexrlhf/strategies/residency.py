@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flexrlhf.memory.budget import Phase, Sizing
 from flexrlhf.memory.states import reused_bytes
@@ -51,8 +52,14 @@ class DeviceMemory:
 
     def state(self, rank: int, model: ModelName) -> int:
         """Return the bytes of a model between instructions that offloading frees."""
-        state = self.sizing.state(self.sizing.placement[model], rank)
-        return 0 if state is None else state.freed
+        if (rank, model) not in self._freed:
+            state = self.sizing.state(self.sizing.placement[model], rank)
+            self._freed[rank, model] = 0 if state is None else state.freed
+        return self._freed[rank, model]
+
+    @cached_property
+    def _freed(self) -> dict[tuple[int, ModelName], int]:
+        return {}
 
     def states(self, rank: int, on_device: Collection[ModelName]) -> int:
         """Return the bytes of models on the device that offloading frees, and of weights of others that their copies
@@ -125,6 +132,16 @@ class _Walk:
     closing: list[Transition] = field(default_factory=list)
     needs: dict[tuple[int, frozenset[ModelName]], int] = field(default_factory=dict)
 
+    @cached_property
+    def used(self) -> list[tuple[ModelName, ...]]:
+        """Models that each instruction needs on the device of this rank."""
+        return [resident_models(each, self.placed) if self.rank in each.ranks else () for each in self.instructions]
+
+    @cached_property
+    def rare(self) -> list[bool]:
+        """Whether most steps skip an instruction."""
+        return [_is_rare(each) for each in self.instructions]
+
     @property
     def offloaded(self) -> tuple[ModelName, ...]:
         return tuple(name for name in self.placed if name not in self.on_device | self.transient)
@@ -132,12 +149,12 @@ class _Walk:
     def walk(self) -> None:
         self.before, self.after = defaultdict(list), defaultdict(list)
         for index, instruction in enumerate(self.instructions):
-            needed = resident_models(instruction, self.placed) if self.rank in instruction.ranks else ()
+            needed = self.used[index]
             missing = [name for name in needed if name not in self.on_device]
             room = self.capacity - self._needed_for(index, frozenset(missing)) if needed else self.capacity
             victims = self._victims(index, needed, missing, room) if needed else []
             reloaded = [name for name in missing if name not in self.transient]
-            if _is_rare(instruction):
+            if self.rare[index]:
                 self._change(self.before[index], victims, reloaded)
                 self._change(self.after[index], reloaded, victims)
             else:
@@ -173,9 +190,8 @@ class _Walk:
         """Return the number of instructions until ``name`` is used again, going round."""
         length = len(self.instructions)
         for distance in range(1, length + 1):
-            instruction = self.instructions[(index + distance) % length]
-            touched = self.rank in instruction.ranks and name in resident_models(instruction, self.placed)
-            if touched and not _is_rare(instruction):
+            place = (index + distance) % length
+            if name in self.used[place] and not self.rare[place]:
                 return distance
         return length + 1
 
@@ -185,13 +201,10 @@ class _Walk:
         """
         length = len(self.instructions)
         for later in range(index + 1, index + length):
-            instruction = self.instructions[later % length]
-            if self.rank not in instruction.ranks or _is_rare(instruction):
+            used = self.used[later % length]
+            if not used or self.rare[later % length]:
                 continue
-            if name in resident_models(instruction, self.placed):
-                return False
-            if resident_models(instruction, self.placed):
-                return not any(_generates(each, name) for each in self.instructions[index + 1 :])
+            return name not in used and not any(_generates(each, name) for each in self.instructions[index + 1 :])
         return False
 
     @staticmethod
@@ -206,10 +219,8 @@ class _Walk:
         """
         lenders = {self.memory.sizing.placement[name].role for name in self.memory.sizing.reusing}
         engines = frozenset(name for name in self.placed if self.memory.sizing.placement[name].has_cache)
-        used = [resident_models(each, self.placed) if self.rank in each.ranks else () for each in self.instructions]
-        rare = [_is_rare(each) for each in self.instructions]
         residence = Residence(
-            *(self.rank, self.instructions, used, rare, self.before, self.after),
+            *(self.rank, self.instructions, self.used, self.rare, self.before, self.after),
             on_device=frozenset(self.on_device),
             movable=frozenset(self.placed) - engines - self.sleepers - self.transient - late - lenders,
             engines=engines,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -167,6 +168,13 @@ def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
     return _parts(_position_on(model, rank), parameters)
 
 
+def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int) -> int:
+    """Return the elements of ``parameters``, of the stage of ``rank``, on it: its shards of its tensor-parallel
+    slices.
+    """
+    return _elements(_position_on(model, rank), parameters)
+
+
 def position_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
     """Return all that the part of a model on a rank depends on: the stage, the tensor-parallel part and the shard."""
     layout = model.layout.of_weights
@@ -213,6 +221,12 @@ def _parts(position: _Position, parameters: Parameters) -> Parts:
     keys, alike = _part_keys(parameters)
     made = {key: position.part(*parameter) for key, parameter in alike.items()}
     return MappingProxyType({name: made[key] for name, key in keys.items()})
+
+
+@lru_cache(maxsize=1024)
+def _elements(position: _Position, parameters: Parameters) -> int:
+    keys, alike = _part_keys(parameters)
+    return sum(count * position.part(*alike[key]).num_elements for key, count in Counter(keys.values()).items())
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,6 @@ from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_p
 from flexrlhf.guideline.simulation.episode_prices import EpisodePrices, crowding
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost, source_section
-from flexrlhf.memory.states import elements_on_rank
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Operator
@@ -43,7 +42,7 @@ from flexrlhf.strategies.instructions import (
 )
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
-from flexrlhf.weights.shards import shape_on
+from flexrlhf.weights.shards import elements_on_rank, shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS
 
