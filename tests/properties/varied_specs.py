@@ -230,8 +230,9 @@ def _algorithm(rng: Random, share: float) -> Raw:
     if settings.get("baseline") == "group":
         settings["samples_per_prompt"] = 3
     likes = [like for like, peer in PEERS.items() if name in peer.trainers]
-    if likes and chance(rng, 0.4):
-        settings["like"] = rng.choice(likes)
+    if likes and chance(rng, 0.5):
+        # presets of one algorithm would be rare
+        settings["like"] = rng.choices(likes, [1 / len(PEERS[like].trainers) for like in likes])[0]
         # the preset's mini-batches would be large, and divided differently from chunks
         settings |= {"prompts_per_step": rng.choice((8, 24)), "num_mini_batches": rng.choice((1, 2, 4))}
     if settings.get("importance", {}) and settings["importance"].get("outside") == "mask" and chance(rng, 0.5):
