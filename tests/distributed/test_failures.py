@@ -42,7 +42,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("way", ["killed", "stuck", pytest.param("interrupted", marks=pytest.mark.full)])
 def test_a_run_ends_everywhere_and_names_the_rank(way: str, endless: Path, tmp_path: Path) -> None:
-    process = start(["run", str(endless)], tmp_path, is_forked=False)
+    process = start(["run", str(endless)], tmp_path, is_forked=way == "stuck")
     read_until(process, "step 2/")
     ranks = children(process)
     assert len(ranks) == 2
@@ -92,9 +92,7 @@ def assert_recorded(directory: Path, way: str) -> None:
 def test_ranks_are_restarted_and_end_with_their_launcher(endless: Path, tmp_path: Path) -> None:
     """Killed once: all ranks resume from the checkpoint. Then the launcher is killed, which can end nothing any
     more."""
-    process = start(
-        ["run", str(endless), "--max-restarts", "1", "--set", "checkpoint={every: 1}"], tmp_path, is_forked=False
-    )
+    process = start(["run", str(endless), "--max-restarts", "1", "--set", "checkpoint={every: 1}"], tmp_path)
     read_until(process, "step 4/")
     first = children(process)
     os.kill(first[0], signal.SIGKILL)
