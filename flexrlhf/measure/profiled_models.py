@@ -136,7 +136,7 @@ def _slice(shape: ModelShape, facts: EngineFacts, tp: int) -> dict[str, object]:
 def _slices(model: ModelSpec, shape: ModelShape, most: int) -> tuple[int, ...]:
     """Return the powers of two, at most ``most``, that may be the tensor-parallel ranks of a model."""
     powers = (2**power for power in range(most.bit_length()) if 2**power <= most)
-    if shape.sizes is None or shape.sizes.family not in LLAMA_LIKE or not facts_of(model.engine).tp:
+    if shape.sizes is None or shape.sizes.family not in LLAMA_LIKE or not facts_of(model.engine).searches_tp:
         return (1,)
     sizes = shape.sizes
     return tuple(tp for tp in powers if not (sizes.heads % tp or sizes.kv_heads % tp or sizes.ffn % tp))

@@ -28,8 +28,8 @@ from flexrlhf.memory.states import (
 )
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.lora import as_vllm_allocates
-from flexrlhf.weights.shapes import ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, elements_on_rank, shape_on
+from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters, count_elements
+from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, elements_on_rank, parts_of, shape_on
 
 UNREDUCED_BYTES = 12
 """Per element of a unit while its gradients are scattered: as computed, as summands in float32, and the sums."""
@@ -131,13 +131,13 @@ class EngineBytes:
 
     def update(self, model: PlacedModel, trained: Units) -> int:
         """Return the bytes of an update. On CUDA torch updates all tensors at once, with a float32 number more for
-        each; DTensors one after the other.
+        each; FSDP2's shards one after the other.
         """
         if model.split != "whole":
             scattered, stepped = UNREDUCED_BYTES * trained.root, 8 * trained.largest // model.num_shards
             return max(scattered, stepped, self._summed_shards(model, trained))
         summed = 4 * trained.largest if model.layout.of_weights.dp > 1 else 0
-        return max(summed, 8 * trained.largest if model.layout.tp > 1 else 4 * trained.total)
+        return max(summed, 4 * trained.total)
 
     @staticmethod
     def _summed_shards(model: PlacedModel, trained: Units) -> int:
@@ -163,12 +163,14 @@ class DeepSpeedBytes(EngineBytes):
 
     def frozen_weights(self, model: PlacedModel, shape: ModelShape, rank: int) -> int:
         if model.settings.zero == 3:
-            return item_bytes(model) * _zero3_elements(shape.parameters, model.layout.of_weights.dp)
+            return item_bytes(model) * _zero3_elements(
+                _slices(model, shape, rank).parameters, model.layout.of_weights.dp
+            )
         return super().frozen_weights(model, shape, rank)
 
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         settings, stage = model.settings, model.settings.zero
-        per = self.per_parameter(model)
+        per, shape = self.per_parameter(model), _slices(model, shape, rank)
         weights, gradients, optimizer = zero_split(stage, model.layout.of_weights.dp)
         state = State(
             weights=per.weights * _deepspeed_elements(shape.parameters, stage, weights),
@@ -237,6 +239,15 @@ class DeepSpeedBytes(EngineBytes):
             # the gradients of one group of parameters as a vector, and the optimizer's values for it
             return 8 * min(part, _deepspeed_setting(settings, "sub_group_size"))
         return 4 * part
+
+
+def _slices(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
+    """Return ``shape`` with the sizes of tensor-parallel parts, before DeepSpeed shards them."""
+    if model.layout.tp == 1:
+        return shape
+    parts = parts_of(model, shape.parameters, rank)
+    sizes = ((name, tuple(map(len, parts[name].box))) for name, _ in shape.parameters)
+    return replace(shape, parameters=HashedParameters(sizes))
 
 
 def _is_bf16_optimizer(settings: ModelSpec) -> bool:

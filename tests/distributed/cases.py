@@ -490,6 +490,7 @@ COMPUTE: dict[str, Raw] = {
     # more parts than heads of keys and values
     "cp-4": _everywhere(cp=4),
     "cp-ring-4": _everywhere(cp=4, context_parallel="ring", zero=3),
+    **{f"deepspeed-{stage}-tp": _everywhere(engine="deepspeed", zero=stage, tp=2) for stage in (0, 2, 3)},
     # as many parts as it has heads of keys and values
     "tp-4": _everywhere() | {"actor": {"path": "assets:models/even-actor", "tp": 4}},
     # each side in its own way
@@ -555,6 +556,7 @@ PRECISION: dict[str, Raw] = {
     "bf16-pieces": _everywhere(dtype="bfloat16")
     | {role: {"dtype": "bfloat16", "shadow": {"micro_batch_tokens": 20}} for role in ("actor", "critic")},
     "bf16-tp": _everywhere(dtype="bfloat16", tp=2),
+    **{f"bf16-deepspeed-{z}-tp": _everywhere(dtype="bfloat16", engine="deepspeed", zero=z, tp=2) for z in (1, 2)},
     "fp16-tp": _everywhere(dtype="float16", tp=2),
     # trained in shards, generated with by slices
     "bf16-tp-shadow": _everywhere(dtype="bfloat16")
@@ -603,6 +605,8 @@ ROLLOUTS: dict[str, Raw] = {
 """Rollout engines: change no results."""
 STAGES = ("torch-2", "torch-3", *(f"deepspeed-{stage}" for stage in range(4)))
 """Engine and ZeRO stage, but torch's stage 0, which is "replicas"."""
+SLICED = ("tp", "tp-3", "deepspeed-2-tp", "deepspeed-3-tp")
+"""Two tensor-parallel ranks, and stages."""
 PPO_SHAPES = {
     1: ("co-located",),
     2: tuple(name for name, raw in SHAPES.items() if len(raw["placement"]) > 1 and name not in ON_FOUR_ONLY),
@@ -666,6 +670,7 @@ DEFAULT = [
     Case("reward-uneven", "all", 2),
     Case("sft-adapters", "half", 2),
     Case("adapters", "co-located", 2, "tp", "torch"),
+    Case("adapters", "co-located", 2, "deepspeed-2-tp"),
     Case("adaptive", "six-chunks", 2),
     Case("normalised", "six", 2),
     Case("unknown", "co-located", 2),
@@ -769,7 +774,7 @@ def every_case() -> list[Case]:
     with_adapters = ("adapters", "shared", "one-trunk-adapters", "grpo-shared")
     computed = {stage: ("two", "uneven", "scheduled", *further, *with_adapters) for stage in STAGES}
     computed["mixed"] = ("two", "uneven", *further)
-    computed |= {way: ("two", "uneven", *further, *with_adapters) for way in ("tp", "tp-3")}
+    computed |= {way: ("two", "uneven", *further, *with_adapters) for way in (*SLICED, "deepspeed-0-tp")}
     engines = [
         Case(setting, shape, 4, compute)
         for compute, settings in computed.items()
@@ -860,7 +865,7 @@ def _every_rollout() -> list[Case]:
         for compute in (*STAGES, "tp", "tp-3", "mixed"):
             cases += [Case(setting, shape, 4, compute, "vllm") for setting in ("two", "one-trunk", "grpo")]
             cases.append(Case("two", shape, 4, compute, "vllm-pp"))
-        for compute in ("replicas", *STAGES, "tp", "tp-3"):
+        for compute in ("replicas", *STAGES, *SLICED):
             settings = ("adapters", "shared", "one-trunk-adapters")
             cases += [Case(setting, shape, 4, compute, way) for setting in settings for way in ("vllm", ADAPTERS)]
     return [case for case in cases if _chunks_divide(case.setting, case.shape) and not _lacks_copy(case)]
@@ -875,7 +880,7 @@ def _lacks_copy(case: Case) -> bool:
 def _every_hybrid() -> list[Case]:
     """Torch on the ranks that train the actor, in its layouts and under each way to train it."""
     ways = (*STAGES, "tp", "tp-3", "tp-4", "megatron-tp-pp", "megatron-pp-dp")
-    adapting = (*STAGES, "tp", "tp-3")
+    adapting = (*STAGES, *SLICED)
     rollouts = [name for name in ROLLOUTS if name.startswith("torch")]
     settings = ("ends", "corrected", "one-trunk", "grpo-rule", "retokenized")
     cases = [Case(setting, "co-located", 4, rollout=rollout) for setting in settings for rollout in rollouts]

@@ -15,7 +15,8 @@ IN_FULL_ALONE = {
     *("six-rounded", "six-apart", "classes-six", "span"),
     *("operators-lanes", "operators-stages", "operators-apart", "operators-resharded"),
     *("real-7b-heuristic", "real-70b-heuristic", "real-70b-searched"),
-    *("uncrossed", "vllm-tp", "vllm-pp", "vllm-tp-pp", "vllm-narrow", "vllm-awake", "torch-awake", "vllm-engine"),
+    *("deepspeed-0-tp", "deepspeed-3-tp", "uncrossed"),
+    *("vllm-tp", "vllm-pp", "vllm-tp-pp", "vllm-narrow", "vllm-awake", "torch-awake", "vllm-engine"),
 }
 """Shapes, engines and rollouts of `make test-all`."""
 

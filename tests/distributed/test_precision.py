@@ -18,11 +18,15 @@ from reference_models import distance
 pytestmark = pytest.mark.timeout(3600)
 
 BF16 = ("bf16", "bf16-torch-3", "bf16-deepspeed-2", "bf16-deepspeed-3")
+SLICED_ADAPTERS = [
+    Case("sft-adapters", "all", 2, compute) for compute in ("bf16-tp", "bf16-deepspeed-1-tp", "bf16-deepspeed-2-tp")
+]
 FORCED = [
     *(Case(s, "all", 2, compute) for s in ("sft", "reward", "sft-adapters", "reward-adapters") for compute in BF16),
     # a reward model's first loss scale is too large here, and the reference does not skip the steps that float16 skips
     *(Case("sft", "all", 2, compute) for compute in ("fp16", "fp16-torch-3", "fp16-tp")),
     *(Case(s, "all", 2, "bf16-tp") for s in ("sft", "reward")),
+    *SLICED_ADAPTERS,
 ]
 LIMITS = {
     "nll": 5e-3,  # 1.6e-3
@@ -67,6 +71,7 @@ SAME_TOKENS = [
 ]
 """The actor is in float32, so that every run samples the same tokens."""
 IN_FULL_ALONE = [
+    *SLICED_ADAPTERS,
     *(Case("reward", "all", 2, compute) for compute in ("bf16-deepspeed-2", "bf16-tp")),
     *(Case("sft-adapters", "all", 2, compute) for compute in SHARDS[1:]),
     *(Case("reward-adapters", "all", 2, compute) for compute in ("bf16", "bf16-torch-3", "bf16-deepspeed-3")),

@@ -56,10 +56,6 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "models.actor.zero: engine torch has no stage 1; use 0, 2 or 3, or engine deepspeed",
         ),
         (
-            (DEEPSPEED, "models.actor.tp=2"),
-            "models.actor.tp: engine deepspeed has no tensor parallel, found tp 2; use 1, or engine torch",
-        ),
-        (
             ("models.ref.lora={}",),
             "models.ref.lora: ref is not trained, so its adapters have no effect; remove it",
         ),

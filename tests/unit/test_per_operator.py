@@ -252,10 +252,6 @@ def test_the_plan_lists_the_operators_of_every_copy() -> None:
             "placement.operators.generate.engine: engine megatron does not support generate; use torch or deepspeed",
         ),
         (
-            operators(generate={"ranks": "0-3", "engine": "deepspeed", "tp": 2}),
-            "placement.operators.generate.tp: engine deepspeed has no tensor parallel, found tp 2; use 1, or engine",
-        ),
-        (
             operators(generate={"ranks": "0-3", "engine": "torhc"}),
             "placement.operators.generate.engine: unknown engine 'torhc' (did you mean 'torch'?)",
         ),

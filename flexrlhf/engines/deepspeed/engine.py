@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flexrlhf.comm.world import as_world
 from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
@@ -36,6 +37,7 @@ from flexrlhf.engines.optimizers import (
 )
 from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.skeletons import Skeleton, make_skeleton, placeholder, whole_model
+from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
 from flexrlhf.operators.columns import Column
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
@@ -45,14 +47,14 @@ _GRADIENTS = ("averaged_gradients", "fp32_groups_gradients_flat", "grad_partitio
 
 @dataclass(frozen=True)
 class _Mpu:
-    """Model-parallel unit with Megatron's interface: all ranks are data-parallel.
+    """Model-parallel unit with Megatron's interface.
 
-    dp:    data-parallel group.
-    alone: group of this rank alone, for model parallelism.
+    dp:  data-parallel group.
+    tp:  tensor-parallel group, of one rank where the model is whole.
     """
 
     dp: dist.ProcessGroup
-    alone: dist.ProcessGroup
+    tp: dist.ProcessGroup
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self.dp
@@ -64,13 +66,13 @@ class _Mpu:
         return self.dp.rank()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.alone
+        return self.tp
 
     def get_model_parallel_world_size(self) -> int:
-        return 1
+        return self.tp.size()
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return self.tp.rank()
 
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
@@ -118,7 +120,7 @@ class DeepSpeedEngine(Lender):
         assert context.alone is not None, "the plan has a group of one rank for every rank of a DeepSpeed model"
         placed, self._settings = context.placed, context.placed.settings
         self.num_requests = 0
-        self._mpu = _Mpu(context.dp.group or context.alone, context.alone)
+        self._mpu = _Mpu(context.dp.group or context.alone, context.tp.group or context.alone)
         self._device = context.device
         self._deepspeed = _import_deepspeed(context.device)
         skeleton = make_skeleton(context) if partitions_plainly(self._settings) else whole_model(context)
@@ -128,7 +130,13 @@ class DeepSpeedEngine(Lender):
         use_kernels(self._model, self._settings)
         if self._settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._tp, names = context.tp, TensorParallelNames()
+        if context.tp.group is not None:
+            skeleton.replace_placeholders(lambda parameter: torch.empty(parameter.shape, device="meta"))
+            names = apply_tensor_parallel(self._model, head, context.tp.group)
         self._allocate(skeleton, context.device)
+        self._mark(names)
+        self._split = names.split
         optimizer = self._settings.optimizer
         trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
         self._optimizer = make_optimizer(optimizer, [p for _, p in trained]) if placed.trained else None
@@ -169,6 +177,13 @@ class DeepSpeedEngine(Lender):
         for name in skeleton.stored:
             skeleton.read(name, self._model.get_parameter(name).detach())
 
+    def _mark(self, names: TensorParallelNames) -> None:
+        """Mark the parameters that are split, by which DeepSpeed takes norms, and sum partial gradients."""
+        for name, parameter in self._model.named_parameters():
+            parameter.tensor_model_parallel = name in names.split
+            if name in names.partial and parameter.requires_grad:
+                parameter.register_hook(lambda gradient: self._tp.sum(gradient.float()).to(gradient.dtype))
+
     def _partition(self, skeleton: Skeleton, device: torch.device) -> None:
         """Partition the model as stage 3 does, and read this rank's part of it."""
         for name, parameter in self._model.named_parameters():
@@ -193,6 +208,9 @@ class DeepSpeedEngine(Lender):
             dist_init_required=False,
         )
         engine.eval()
+        if self._settings.zero == 3 and self._tp.group is not None and self._optimizer is not None:
+            # it compares ranks of both groups, which in the world of one are numbers inside it
+            engine.optimizer._partition_group_spans_model_parallel[id(self._mpu.dp)] = False
         # DeepSpeed casts buffers with the weights; rotary frequencies in 16 bits would shift positions
         for name, buffer in self._model.named_buffers():
             buffer.data = buffers[name].to(buffer.device)
@@ -278,8 +296,14 @@ class DeepSpeedEngine(Lender):
     def _clip(self) -> Tensor:
         """Clip the gradients; return their norm () before."""
         limit = self._settings.optimizer.max_grad_norm
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        return torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
+        trained = {name: p for name, p in self._model.named_parameters() if p.grad is not None}
+        whole, split = (
+            get_total_norm([p.grad for name, p in trained.items() if (name in self._split) == is_split])
+            for is_split in (False, True)
+        )
+        norm = (whole**2 + self._tp.sum(split**2)).sqrt() if self._split else whole
+        clip_grads_with_norm_(trained.values(), limit if limit is not None else float("inf"), norm)
+        return norm
 
     def weights(self) -> dict[str, Tensor]:
         return {name: shard(parameter, self._mpu.dp.rank()) for name, parameter in self._model.named_parameters()}

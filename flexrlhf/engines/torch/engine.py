@@ -31,10 +31,10 @@ from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.skeletons import Skeleton, make_skeleton, swap_values
-from flexrlhf.engines.torch.fsdp import apply_fsdp, apply_tensor_parallel, free_gathered, make_meshes, read_shards
+from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
+from flexrlhf.engines.torch.fsdp import apply_fsdp, free_gathered, read_shards, shard_mesh
 from flexrlhf.engines.torch.update import Gradients, TrainedParameter, Update
 from flexrlhf.operators.columns import Column
-from flexrlhf.weights.shards import tensor_parallel_dim
 
 
 class TorchEngine(Lender):
@@ -52,7 +52,7 @@ class TorchEngine(Lender):
         self.config = self._model.config
         head = use_language_head(self._model, settings.logits_at_a_time)
         use_kernels(self._model, settings)
-        partial = _shard(skeleton, head, context)
+        names = _shard(skeleton, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
@@ -60,19 +60,19 @@ class TorchEngine(Lender):
         self._passes = make_passes(context, self._model, self._model, head, self._is_sharded, split)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
-        self._update = self._make_update(context, partial) if placed.trained else None
+        self._update = self._make_update(context, names) if placed.trained else None
         if settings.activation_checkpointing and placed.trained:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def _make_update(self, context: EngineContext, partial: frozenset[str]) -> Update:
+    def _make_update(self, context: EngineContext, names: TensorParallelNames) -> Update:
         """Make the optimizer of the trained parameters, and hooks that add up 16-bit gradients in float32."""
-        settings, tp = context.placed.settings, context.placed.layout.tp
+        settings = context.placed.settings
         live = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         trained = [
             TrainedParameter(
                 self._masters.get(name, live[name]),
-                is_tp_shard=tp > 1 and tensor_parallel_dim(name, tuple(live[name].shape), tp) is not None,
-                is_partial=name in partial,
+                is_tp_shard=name in names.split,
+                is_partial=name in names.partial,
             )
             for name in sorted(live)
         ]
@@ -199,30 +199,30 @@ class TorchEngine(Lender):
             free_gathered(self._model)
 
 
-def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext) -> frozenset[str]:
+def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext) -> TensorParallelNames:
     """Shard the model as placed, read this rank's part of it, and move it to its device.
 
-    Trained parameters are float32 afterwards. Returns the names of parameters whose gradients are partial sums over
-    the tensor-parallel ranks.
+    Trained parameters are float32 afterwards.
     """
     placed, settings, model = context.placed, context.placed.settings, skeleton.model
     dtype = DTYPES[settings.dtype]
     skeleton.replace_placeholders(
         lambda p: torch.empty(p.shape, dtype=torch.float32 if p.requires_grad else dtype, device="meta")
     )
-    dp_mesh, tp_mesh = make_meshes(context)
-    partial = apply_tensor_parallel(model, head, tp_mesh) if tp_mesh is not None else frozenset[str]()
+    group = context.tp.group
+    names = TensorParallelNames() if group is None else apply_tensor_parallel(model, head, group)
     if placed.split == "whole":
         read_shards(skeleton, context.device)
         model.to(context.device)
-        return partial
-    assert dp_mesh is not None, "shards need several ranks"
+        return names
+    mesh = shard_mesh(context)
+    assert mesh is not None, "shards need several ranks"
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
         swap_values(parameter, parameter.detach().to(dtype))
     # moves weights that are loaded to the device layer by layer, and keeps the shards there
-    apply_fsdp(model, dp_mesh, settings.zero, dtype)
+    apply_fsdp(model, mesh, settings.zero, dtype)
     read_shards(skeleton, context.device)
-    return partial
+    return names
 
 
 @torch.no_grad()

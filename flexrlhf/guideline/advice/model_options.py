@@ -134,7 +134,7 @@ class OptionEnumerator:
         """(ZeRO stage, tp, pp, cp) of the ways to shard the model."""
         serves = self._facts(model, base)
         least = min(self._stages(model, base, serves.zero), default=0)
-        for tp in self._tensor_parallel(model, mesh, base, serves.tp):
+        for tp in self._tensor_parallel(model, mesh, base, serves.searches_tp):
             for pp in self._pipelines(model, mesh.size // tp, base, serves.pp):
                 for cp in self._parts_of_rows(model, mesh, base, tp * pp):
                     for zero in self._stages(model, base, serves.zero):
@@ -199,7 +199,7 @@ class OptionEnumerator:
 
         Training with adapters is tried with 1: published steps with adapters, which costs are fitted to, have no other.
 
-        ``can``: whether the engine has tensor parallelism.
+        ``can``: whether it is tried with the engine.
         """
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
         is_adapted = base.lora is not None and not model.is_rollout
