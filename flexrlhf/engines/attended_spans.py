@@ -173,11 +173,12 @@ def gradients(
 
 
 def joined(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two parts of the same queries as one: outputs (T, H, D), and their log-sum-exps (H, T)."""
-    difference = other_lse - lse
-    share = difference.sigmoid().t()[..., None]
-    whole = torch.lerp(out.float(), other.float(), share).to(out.dtype)
-    return whole, torch.logaddexp(lse, other_lse)
+    """Return two parts of the same queries as one: outputs (T, H, D) and log-sum-exps (H, T).
+
+    The output is in the memory of ``out``; ``other`` is overwritten.
+    """
+    share = (other_lse - lse).sigmoid_().to(out.dtype).t()[..., None]
+    return out.add_(other.sub_(out).mul_(share)), torch.logaddexp(lse, other_lse)
 
 
 def has_flash(query: Tensor) -> bool:

@@ -203,7 +203,7 @@ def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
 def _composed(batch: Batch, prompts: Sequence[int], texts: _Texts, settings: PassSettings) -> Iterator[MicroBatch]:
     """Yield the passes of ``prompts``, which depend on these alone."""
     units = [unit for number in prompts for unit in texts.units(number, settings, batch.compares)]
-    for narrow in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs):
+    for narrow in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs, settings.masks):
         each = replace(narrow, width=-(-narrow.width // settings.multiple) * settings.multiple)
         starts = {
             start.row: start
@@ -296,7 +296,7 @@ class _Texts:
         """Return the sequences ``rows`` of one prompt in units, in order."""
         if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
             group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
-            return units_of(group, settings.budget, shares=True, compares=compares)
+            return units_of(group, settings.budget, shares=True, compares=compares, masks=settings.masks)
         apart = tuple(TextGroup(int(self.prompts[row]), (int(self.responses[row]),)) for row in rows)
         return as_units(apart, compares)
 

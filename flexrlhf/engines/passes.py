@@ -186,7 +186,7 @@ class Passes:
                 return self._call_part(piece, piece.part, **arguments)
         if piece.attended is not None:
             arguments["attended"] = piece.attended
-        with nullcontext() if piece.has_mask else _no_search_for_texts():
+        with nullcontext() if piece.has_mask else no_search_for_texts():
             return self.call(
                 input_ids=piece.tokens,
                 attention_mask=piece.attention_mask,
@@ -208,7 +208,7 @@ class Passes:
 
 
 @contextmanager
-def _no_search_for_texts() -> Iterator[None]:
+def no_search_for_texts() -> Iterator[None]:
     """Keep transformers from reading positions to find several sequences in a row, which the host waits for."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

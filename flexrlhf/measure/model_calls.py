@@ -14,7 +14,7 @@ from flexrlhf.guideline.costs.measurements import Point, Points
 from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
 from flexrlhf.measure.profiled_models import LengthSample, MeasuredRows
 from flexrlhf.measure.stopwatch import Estimate, Stopwatch, TimedCall
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, shares_prompts
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, reads_masks, shares_prompts
 from flexrlhf.operators.columns import Column, Width, column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
@@ -79,8 +79,10 @@ class ProfileContext:
 
     def row_width(self, model: PlacedModel, measured: MeasuredRows) -> int:
         """Return the mean width of the rows of forward and training passes."""
+        layout = self._layout(model)
+        units = [unit for rows in measured.all for group in self._groups(rows) for unit in layout.units(group)]
         passes = [each for rows in measured.all for each in self.passes(model, rows)]
-        return round(sum(each.tokens * each.width for each in passes) / sum(each.tokens for each in passes))
+        return round(layout.reach(passes, units))
 
     def read_tokens(self, model: PlacedModel, rows: int) -> int:
         """Return the tokens of the prompts that generation reads for so many rows, all as long as the longest."""
@@ -89,14 +91,20 @@ class ProfileContext:
 
     def passes(self, model: PlacedModel, rows: int) -> tuple[PackedPass, ...]:
         """Return the passes that the engine makes of ``rows`` sequences of a call."""
+        return self._layout(model).passes(self._groups(rows))
+
+    def _layout(self, model: PlacedModel) -> TextLayout:
+        settings, shape, longest = model.settings, self.plan.shapes.get(model.role), self.plan.lengths.total
+        packs, masks = packs_texts(settings, shape, longest), reads_masks(model, shape, longest)
+        return TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), masks=masks)
+
+    def _groups(self, rows: int) -> list[TextGroup]:
         samples = self.plan.batch.samples_per_prompt
-        settings, lengths = model.settings, self.lengths.rows(rows, samples)
-        packs = packs_texts(settings, self.plan.shapes.get(model.role), self.plan.lengths.total)
-        groups = [
+        lengths = self.lengths.rows(rows, samples)
+        return [
             TextGroup(lengths[row][0], tuple(response for _, response in lengths[row : row + samples]))
             for row in range(0, rows, samples)
         ]
-        return TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings)).passes(groups)
 
     @property
     def sampling(self) -> Sampling:

@@ -6,15 +6,16 @@ layer and token, with h hidden, f inner features, a heads, A = a * head_dim, K t
 a row and b bytes per number, autograd keeps
 
     two norms           2 * ((4 + 2b) * h + 4)    float32 input and its root, normalised, output
-    attention           4b * A + 4a + b * w       q, repeated k and v, output; log-sum-exp; the mask as numbers
+    attention           b * (2A + 2K) + 4a        q, k, v, output; log-sum-exp
+    under a mask        4b * A + 4a + b * w       q, repeated k and v, output; log-sum-exp; the mask as numbers
     gated MLP           4b * f                    gate, its activation, up, product
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
 
 Megatron-Core has query, key and value in one tensor, of which attention keeps a view, cosines and sines in every layer,
-and adds 0 to a half of the MLP: b * (max(4A, 3A + 3K) + 4 * head_dim) and 5b * f. Under sequence parallelism its ranks
+and adds 0 to a half of the MLP: b * (3A + 3K + 4 * head_dim) and 5b * f. Under sequence parallelism its ranks
 share the norms. A stage of a pipeline has its layers alone, the last one the last norm and the head.
 
-Rows of several sequences come with one mask of numbers, b * w bytes a token, which layers do not copy.
+Rows of several sequences under a mask come with one of numbers, b * w bytes a token, which layers do not copy.
 
 tests/unit/test_memory.py compares this with the tensors that autograd keeps, the rest with the allocator's peaks.
 """
@@ -84,13 +85,13 @@ class Blocks:
     def _key(self) -> int:
         return self.sizes.kv_heads * self.sizes.head_dim
 
-    def saved_by_layer(self, width: int) -> int:
-        """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens."""
+    def saved_by_layer(self, width: int, masks: bool = True) -> int:
+        """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens under a mask."""
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
         query, key = self._query, self._key
-        projected = max(4 * query, 3 * query + 3 * key) if self.fused else 4 * query
-        attention = (item * projected + 4 * sizes.heads) // tp + item * width
+        projected = 3 * query + 3 * key if self.fused else 4 * query if masks else 2 * query + 2 * key
+        attention = (item * projected + 4 * sizes.heads) // tp + (item * width if masks else 0)
         if self.fused:
             attention += 4 * item * sizes.head_dim
         heads = ((4 + item) * (query + key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
@@ -102,9 +103,9 @@ class Blocks:
         norm = (4 + self.item) * self.sizes.hidden + 4 if self.is_last else 0
         return 8 + 2 * self.item * self.sizes.head_dim + norm
 
-    def forward_bytes(self, tokens: int, width: int, packed: bool = False) -> int:
+    def forward_bytes(self, tokens: int, width: int, packed: bool = False, masks: bool = True) -> int:
         """Return the peak bytes of a pass without gradients over ``tokens`` in rows of ``width``: inside one layer, at
-        its MLP or at its attention. ``packed``: rows have several sequences.
+        its MLP or at its attention. ``packed``: rows have several sequences; ``masks``: attention reads a mask.
 
         An adapter's output exists in addition to that of its linear layer.
         """
@@ -113,6 +114,8 @@ class Blocks:
         heads = (6 * self._query + 3 * self._key if self.fused else 4 * self._query + 2 * self._key) // tp
         attention = item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // tp
         always = 2 * item * sizes.head_dim * (1 + self.fused) + self._copied
+        if not masks:
+            return tokens * (max(mlp, self._attended) + always + PLACE_BYTES)
         if packed:  # the mask is made from one of two numbers a place, before the first layer
             return tokens * (max(mlp, attention, 2 * width) + always + self._given_mask(width))
         return tokens * (max(mlp, attention + item * width) + always + width)
@@ -122,21 +125,36 @@ class Blocks:
         """Bytes per token of hidden states that sequence parallelism gathers and scatters."""
         return SEQUENCE_COPIES * self.item * self.sizes.hidden if self.sharers > 1 else 0
 
+    @property
+    def _attended(self) -> int:
+        """Bytes per token inside attention by lengths: queries, keys and values, also repeated for each head, outputs
+        of one call and of all, log-sum-exps, and hidden states."""
+        sizes, fused = self.sizes, (2 * self._query + self._key if self.fused else 0)
+        repeated = 2 * self._query if sizes.kv_heads < sizes.heads else 0
+        heads = (3 * self._query + 2 * self._key + repeated + fused) // self.tp
+        return self.item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // self.tp
+
     def train_bytes(
-        self, tokens: int, width: int, recompute: bool, packed: bool = False, in_flight: int | None = None
+        self,
+        tokens: int,
+        width: int,
+        recompute: bool,
+        packed: bool = False,
+        in_flight: int | None = None,
+        masks: bool = True,
     ) -> int:
         """Return the bytes kept for the backward pass over ``tokens`` in rows of ``width``, and those that it needs in
         addition, without the head. ``packed``: rows have several sequences; ``in_flight``: tokens of all micro-batches
-        whose backward pass is to come, where a pipeline has several.
+        whose backward pass is to come, where a pipeline has several; ``masks``: attention reads a mask.
 
         With ``recompute`` the input of every layer is kept, and all activations of one layer.
         """
         sizes, item = self.sizes, self.item
-        made = 0 if packed else width
-        layer = self.saved_by_layer(made)
+        made = width if masks and not packed else 0
+        layer = self.saved_by_layer(made, masks)
         kept = self.layers * (item * sizes.hidden // self.sharers if recompute else layer)
-        once = (layer if recompute else 0) + self._backward(made, recompute)
-        given = self._given_mask(width) if packed else 0
+        once = (layer if recompute else 0) + self._backward(made, recompute, masks)
+        given = self._given_mask(width) if masks and packed else 0 if masks else PLACE_BYTES
         return (in_flight or tokens) * (kept + self.saved_outside_layers() + given) + tokens * once
 
     def exchanged_bytes(self, tokens: int, cp: int, is_ring: bool, train: bool) -> int:
@@ -170,15 +188,18 @@ class Blocks:
         """
         return self.item * width + PLACE_BYTES
 
-    def _backward(self, width: int, recompute: bool) -> int:
+    def _backward(self, width: int, recompute: bool, masks: bool) -> int:
         """Return the bytes per token of the backward pass itself: gradients of the widest activations.
 
-        In 16 bits the last norm computes its own in float32, before any layer is computed again.
+        In 16 bits the last norm computes its own in float32, before any layer is computed again. Attention by lengths
+        repeats keys, values and their gradients, when activations of the MLP exist no more.
         """
         widest = self.item * max(self.sizes.ffn * (1 + self.fused), self._query) // self.tp
+        attended = 0 if masks else self.item * (5 * self._query + 2 * self._key - 4 * self.sizes.ffn) // self.tp
         if recompute:
-            return 2 * widest + self.item * width + self._copied
-        return self._copied + (2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden)
+            return max(2 * widest, attended) + self.item * width + self._copied
+        outside = 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
+        return max(outside, attended) + self._copied
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes per token of keys and values of all layers of a stage."""

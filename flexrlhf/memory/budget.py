@@ -17,7 +17,7 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
-from flexrlhf.memory.packed_rows import PassSize, largest_pass, packs_texts, shares_prompts
+from flexrlhf.memory.packed_rows import PassSize, largest_pass, packs_texts, reads_masks, shares_prompts
 from flexrlhf.memory.states import State, item_bytes, reused_bytes
 from flexrlhf.memory.transfer_bytes import (
     UNDER_WAY,
@@ -278,7 +278,10 @@ class Sizing:
         packs = packs_texts(settings, self.shapes.get(model.role), texts.width)
         budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
         rows, compares = work.rows, work.compares
-        return largest_pass(texts.prompt, texts.response, samples, budget, rows, packs, shares, compares, work.block)
+        masks = reads_masks(model, self.shapes.get(model.role), texts.width)
+        return largest_pass(
+            texts.prompt, texts.response, samples, budget, rows, packs, shares, compares, work.block, masks
+        )
 
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> NamedBytes:
         """Return the bytes of activations, logits and caches, and of tensors between pipeline stages."""
@@ -312,12 +315,12 @@ class Sizing:
             chunk = 4 * settings.logits_at_a_time if is_ours else sys.maxsize
             logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
-            activations = blocks.forward_bytes(size.tokens, size.width, size.packed)
+            activations = blocks.forward_bytes(size.tokens, size.width, size.packed, size.masks)
             return {**larger(activations=activations, logits=logits), **stages, **shared}
         if model.head == "both":
             logits += blocks.value_bytes(size.tokens)
         recompute = settings.activation_checkpointing
-        activations = blocks.train_bytes(size.tokens, size.width, recompute, size.packed, in_flight)
+        activations = blocks.train_bytes(size.tokens, size.width, recompute, size.packed, in_flight, size.masks)
         return {"activations": activations, **({"logits": logits} if logits else {}), **stages, **shared}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:

@@ -3,6 +3,9 @@
 A row has several sequences, one behind the other, which do not attend to each other; sequences with the same prompt
 share one copy of it. Engines lay tensors out by it, and the cost model counts the tokens that will be computed.
 
+Attention that takes the lengths of sequences costs the same in any row, so a pass is one row. Under a mask it computes
+all pairs of a row's tokens: then rows are not much wider than the longest sequence.
+
 Before lengths are known, the largest pass is bounded: it has as many computed tokens as its budget allows, or one
 sequence where this alone is more, all sequences of a prompt where a loss compares them; its rows are no wider than the
 widest that is tried for its longest sequence.
@@ -18,6 +21,7 @@ from math import ceil
 from typing import NamedTuple
 
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
 
 PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -25,7 +29,7 @@ PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 PACKED_ATTENTION = ("auto", "sdpa", "eager")
 """Values of ``attention`` that compute several sequences in a row: by their lengths, or under a mask as numbers."""
 EQUAL_WIDTH = 4096
-"""Width at which dense attention over a row is taken to cost as much as all else: 6 times a hidden size of 683."""
+"""Width at which attention over a row under a mask is taken to cost as much as all else: 6 times hidden size 683."""
 PASS_COST = 64
 """Tokens that cost about as much as one more pass."""
 WIDTHS = (1.0, 1.15, 1.4, 2.0, 3.0)
@@ -51,6 +55,12 @@ class TextGroup:
     def tokens(self) -> int:
         """Tokens of the prompt and all responses."""
         return self.prompt + sum(self.responses)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs of tokens over which causal attention reaches, both of a pair that it reads in one direction."""
+        shared = 2 * self.prompt * sum(self.responses)
+        return self.prompt**2 + shared + sum(response**2 for response in self.responses)
 
     @property
     def apart(self) -> tuple[TextGroup, ...]:
@@ -102,13 +112,14 @@ def takes_lengths(model_type: str, attention: str, window: int | None, longest: 
     return attention == "auto" and may_pack(model_type, attention, window, longest)
 
 
-def units_of(group: TextGroup, budget: int, shares: bool, compares: bool) -> tuple[Unit, ...]:
+def units_of(group: TextGroup, budget: int, shares: bool, compares: bool, masks: bool = True) -> tuple[Unit, ...]:
     """Return the sequences of a prompt in units, in order.
 
     shares:    whether several sequences may share a copy of the prompt, as far as ``budget`` has room for them.
     compares:  whether all sequences are in one pass.
+    masks:     whether attention over a row is computed under a mask.
     """
-    return as_units(shared(group, budget) if shares else group.apart, compares)
+    return as_units(shared(group, budget, masks) if shares else group.apart, compares)
 
 
 def as_units(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
@@ -116,14 +127,16 @@ def as_units(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
     return (groups,) if compares else tuple((group,) for group in groups)
 
 
-def shared(group: TextGroup, budget: int) -> tuple[TextGroup, ...]:
-    """Return ``group`` in as many copies of its prompt as cost least: attention over a long row is not free.
+def shared(group: TextGroup, budget: int, masks: bool = True) -> tuple[TextGroup, ...]:
+    """Return ``group`` in as many copies of its prompt as cost least: attention over a long row under a mask is not
+    free.
 
     No row is above ``budget`` tokens, unless the longest sequence alone is: none is longer than that then.
     """
+    cost = _row_cost if masks else float
     number, most = len(group.responses), max(budget, group.prompt + max(group.responses))
     candidates = [_copies(group, count) for count in range(1, number + 1)]
-    return min(candidates, key=lambda parts: (_longest(parts) > most, sum(_row_cost(part.tokens) for part in parts)))
+    return min(candidates, key=lambda parts: (_longest(parts) > most, sum(cost(part.tokens) for part in parts)))
 
 
 def _copies(group: TextGroup, count: int) -> tuple[TextGroup, ...]:
@@ -139,10 +152,13 @@ def _row_cost(width: int) -> float:
 
 # a rank's models, and epochs, compute the same mini-batches: the layout of each is decided once
 @lru_cache(maxsize=64)
-def packed(units: tuple[Unit, ...], budget: int, together: bool = True) -> tuple[PackedPass, ...]:
+def packed(units: tuple[Unit, ...], budget: int, together: bool = True, masks: bool = True) -> tuple[PackedPass, ...]:
     """Return passes of at most ``budget`` computed tokens, each of at least one unit. A unit is in one pass.
 
-    ``together``: several groups may be in one row. Deterministic, so all ranks of a tensor-parallel group agree.
+    together:  whether several groups may be in one row.
+    masks:     whether attention over a row is computed under a mask.
+
+    Deterministic, so all ranks of a tensor-parallel group agree.
     """
     order = sorted(range(len(units)), key=lambda unit: -_longest(units[unit]))
     passes = []
@@ -150,7 +166,7 @@ def packed(units: tuple[Unit, ...], budget: int, together: bool = True) -> tuple
         if together:
             longest = _longest(units[order[0]])
             widths = dict.fromkeys(ceil(longest * factor) for factor in WIDTHS)
-            fits = [width for width in widths if width <= max(budget, longest)]
+            fits = [width for width in widths if width <= max(budget, longest)] if masks else [max(budget, longest)]
             fillings = [_filled(units, order, width, budget) for width in fits]
             # one unit may be above the budget: wider rows would add to it
             most = max(budget, fillings[0].tokens)
@@ -267,7 +283,8 @@ class PassSize:
     tokens:     computed tokens: rows times their width.
     width:      tokens of a row.
     responses:  tokens of responses, whose log-probs are computed.
-    packed:     whether rows have several sequences, so that a mask separates these.
+    packed:     whether rows have several sequences.
+    masks:      whether attention reads a mask.
     total:      computed tokens of all passes of the call; None: any number.
     """
 
@@ -275,6 +292,7 @@ class PassSize:
     width: int
     responses: int
     packed: bool
+    masks: bool = True
     total: int | None = None
 
     def in_flight(self, passes: int, texts: int = 1) -> int:
@@ -296,6 +314,15 @@ def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> 
     return settings.pack_texts and may_pack(shape.sizes.family, settings.attention, shape.window, longest)
 
 
+def reads_masks(model: PlacedModel, shape: ModelShape | None, longest: int) -> bool:
+    """Whether attention in forward and training passes of ``model`` reads a mask; arguments as of ``packs_texts``."""
+    if shape is None or shape.sizes is None:
+        return True
+    if not model.facts.transformers_modules:
+        return False
+    return not takes_lengths(shape.sizes.family, model.settings.attention, shape.window, longest)
+
+
 def shares_prompts(settings: ModelSpec) -> bool:
     """Whether samples of one prompt share a copy of it if sequences are packed; encoded again, they have no prompt."""
     return settings.share_prompts and not settings.retokenize
@@ -312,6 +339,7 @@ def largest_pass(
     shares: bool,
     compares: bool = False,
     block: int | None = None,
+    masks: bool = True,
 ) -> PassSize:
     """Return bounds of a pass of ``budget`` tokens.
 
@@ -322,10 +350,11 @@ def largest_pass(
     shares:            whether samples of a prompt then share a copy of it.
     compares:          whether all sequences of a prompt are in one pass, because a loss compares them.
     block:             most sequences of which a pass is composed; None: those of the call.
+    masks:             whether attention over a row is computed under a mask.
     """
     whole = TextGroup(prompt, (response,) * samples)
     shares = packs and shares
-    units = units_of(whole, budget, shares, compares)
+    units = units_of(whole, budget, shares, compares, masks)
     rows_of_prompt = [part for unit in units for part in unit]
     longest_row = max(part.tokens for part in rows_of_prompt)
     tokens = max(budget, longest_row * max(map(len, units)))
@@ -339,7 +368,7 @@ def largest_pass(
         tokens = min(tokens, prompts * len(rows_of_prompt) * longest_row)
         responses = min(responses, prompts * samples * response)
     if not packs:
-        return PassSize(tokens, prompt + response, responses, packed=False, total=total)
+        return PassSize(tokens, prompt + response, responses, packed=False, masks=masks, total=total)
     longest = whole.tokens if shares else prompt + response
-    widest = min(ceil(WIDTHS[-1] * longest), max(budget, longest_row), tokens)
-    return PassSize(tokens, max(widest, prompt + response), responses, packed=True, total=total)
+    widest = min(ceil(WIDTHS[-1] * longest) if masks else tokens, max(budget, longest_row), tokens)
+    return PassSize(tokens, max(widest, prompt + response), responses, packed=True, masks=masks, total=total)

@@ -164,7 +164,7 @@ def _check_computation(model: PlacedModel) -> None:
         lacks = f"{model.engine} computes in bfloat16 and float32 here, found float16; use bfloat16"
         _require(model, "dtype", lambda each: each.float16, lacks)
     if settings.attention not in ("auto", "sdpa"):
-        lacks = f"engine {model.engine} has sdpa alone, found {settings.attention}; use sdpa"
+        lacks = f"engine {model.engine} has attention of its own, found {settings.attention}; use auto"
         _require(model, "attention", lambda each: each.transformers_modules, lacks)
     for name in ("liger", "compile"):
         if getattr(settings, name):

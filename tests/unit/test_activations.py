@@ -14,10 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, micro_batches
+from flexrlhf.engines.passes import no_search_for_texts
 from flexrlhf.engines.sampling import sample_tokens
 from flexrlhf.memory.activations import NOISE_BYTES, Blocks
 from flexrlhf.operators.columns import Lengths
@@ -157,31 +159,38 @@ LONGEST = Lengths(96, 32)
 PROMPTS, RESPONSES = (96, 20, 30, 50), (32, 4, 7, 30)
 
 
-def first_pass(dtype: str, samples: int) -> MicroBatch:
+def first_pass(dtype: str, samples: int, masks: bool) -> MicroBatch:
     """The first pass with several texts in a row, of 64 texts: 16 prompts of four samples, or each of its own."""
     mask = torch.zeros(64, LONGEST.total, dtype=torch.uint8)
     for row in range(64):
         prompt = PROMPTS[row // samples % 4]
         mask[row, LONGEST.prompt - prompt : LONGEST.prompt + RESPONSES[row % 4]] = 1
     columns = {"tokens": torch.ones_like(mask, dtype=torch.int32), "attention_mask": mask}
-    settings = PassSettings(LONGEST, 2048, packs=True, shares=True, dtype=DTYPES[dtype])
+    settings = PassSettings(LONGEST, 2048, packs=True, shares=True, dtype=DTYPES[dtype], masks=masks)
     pieces = micro_batches(Batch(columns, torch.arange(64), samples), settings)
-    return next(piece for piece in pieces if piece.attention_mask is not None)
+    return next(piece for piece in pieces if not masks or piece.attention_mask is not None)
 
 
 @pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [WIDE_MLP, WIDE_HEADS], ids=["wide MLP", "wide heads"])
-def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int) -> None:
-    """Their mask is made by the engine, as numbers, and all layers read the same."""
+@pytest.mark.parametrize("masks", [True, False], ids=["under a mask", "by lengths"])
+def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int, masks: bool) -> None:
+    """A mask is made by the engine, as numbers, and all layers read the same."""
     config = config_of(layers=6, **sizes)
-    model, blocks, piece = model_of(config, dtype), blocks_of(config, dtype), first_pass(dtype, samples)
+    model, blocks, piece = model_of(config, dtype), blocks_of(config, dtype), first_pass(dtype, samples, masks)
+    model.config._attn_implementation = "sdpa" if masks else BY_SEQUENCES
 
     def hidden() -> Tensor:
-        made = first_pass(dtype, samples)
-        states: Tensor = model.model(
-            input_ids=made.tokens, attention_mask=made.attention_mask, position_ids=made.position_ids, use_cache=False
-        ).last_hidden_state
+        made = first_pass(dtype, samples, masks)
+        with no_search_for_texts():
+            states: Tensor = model.model(
+                input_ids=made.tokens,
+                attention_mask=made.attention_mask,
+                position_ids=made.position_ids,
+                use_cache=False,
+                attended=made.attended,
+            ).last_hidden_state
         return states
 
     @torch.no_grad()
@@ -189,9 +198,12 @@ def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int
         hidden()
 
     tokens, width = piece.tokens.numel(), piece.width
-    assert_close_above(blocks.forward_bytes(tokens, width, packed=True), peak_bytes(forward), 0.12)
+    planned = blocks.forward_bytes(tokens, width, packed=True, masks=masks)
+    assert_close_above(planned, peak_bytes(forward), 0.12 if masks else 0.3)
     train = peak_bytes(lambda: hidden().float().sum().backward())
-    assert_close_above(blocks.train_bytes(tokens, width, False, packed=True), train, 0.02)
+    assert_close_above(
+        blocks.train_bytes(tokens, width, False, packed=True, masks=masks), train, 0.02 if masks else 0.04
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

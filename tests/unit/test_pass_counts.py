@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.micro_batch import PassSettings, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, micro_batches
 from flexrlhf.guideline.costs.cost_model import MeanPass
 from flexrlhf.guideline.simulation.calls import MOST_TEXTS, TextLayout, all_passes, mean_pass, text_groups
 from flexrlhf.memory.packed_rows import TextGroup
@@ -22,6 +22,8 @@ LAYOUTS = {
     "apart": TextLayout(512, packs=False, shares=True),
     "divided": TextLayout(150, packs=True, shares=True),
     "compared": TextLayout(150, packs=True, shares=True, compares=True),
+    "by lengths": TextLayout(512, packs=True, shares=True, masks=False),
+    "copies by lengths": TextLayout(150, packs=True, shares=False, masks=False),
 }
 
 
@@ -38,11 +40,18 @@ def batch_of(groups: list[TextGroup]) -> Batch:
     return Batch(columns, torch.arange(len(mask)), samples)
 
 
-def executed(groups: list[TextGroup], layout: TextLayout) -> list[tuple[int, int]]:
-    """Rows and width of each pass of an engine."""
-    settings = PassSettings(LONGEST, layout.budget, layout.packs, layout.shares)
-    pieces = micro_batches(replace(batch_of(groups), compares=layout.compares), settings)
-    return [(piece.tokens.shape[0], piece.width) for piece in pieces]
+def executed(groups: list[TextGroup], layout: TextLayout) -> list[MicroBatch]:
+    """Passes of an engine."""
+    settings = PassSettings(LONGEST, layout.budget, layout.packs, layout.shares, masks=layout.masks)
+    return list(micro_batches(replace(batch_of(groups), compares=layout.compares), settings))
+
+
+def pairs_of(piece: MicroBatch, layout: TextLayout) -> int:
+    """Pairs of tokens that attention computes in a pass, twice where causality leaves out a half of them."""
+    if piece.attended is not None:
+        own, *_ = piece.attended.parts
+        return 2 * piece.attended.pairs - sum(length for _, length in own.queries)
+    return (1 + layout.packs) * piece.tokens.numel() * piece.width
 
 
 def lengths(most: int, number: int) -> tuple[float, ...]:
@@ -62,8 +71,8 @@ def test_the_simulator_counts_the_passes_of_an_engine(
     groups = text_groups(prompts, responses, count, samples)
     passes = executed(groups, layout)
     assert predicted.count == len(passes)
-    assert predicted.tokens == pytest.approx(sum(rows * width for rows, width in passes))
-    pairs = sum(rows * width**2 for rows, width in passes)
+    assert predicted.tokens == pytest.approx(sum(each.tokens.numel() for each in passes))
+    pairs = sum(pairs_of(each, layout) for each in passes)
     assert predicted.count * predicted.rows * predicted.width**2 == pytest.approx(pairs)
     assert predicted.count * predicted.responses == pytest.approx(sum(sum(group.responses) for group in groups))
     assert predicted.texts == sum(samples * group.prompt + sum(group.responses) for group in groups)
@@ -99,4 +108,4 @@ def test_passes_of_several_mini_batches_add_up() -> None:
     assert both.count == 2 * parts[0].count + parts[1].count
     assert both.tokens == pytest.approx(2 * parts[0].tokens + parts[1].tokens)
     assert both.texts == 2 * parts[0].texts + parts[1].texts
-    assert isinstance(both, MeanPass) and both.width == pytest.approx(224)
+    assert isinstance(both, MeanPass) and both.width == pytest.approx(2 * 224)

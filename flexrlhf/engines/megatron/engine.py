@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from math import lcm
 from typing import Any
 
 import torch
@@ -80,12 +81,13 @@ class MegatronEngine(Lender):
             if self._settings.dtype != "float32":
                 _read_masters(source, self._update.tensors(self._named)[WEIGHTS])
         rule = score_rule(self.config, placed.trained)
+        laid_out = pass_settings(self._settings, self.config, context.lengths, context.device)
+        # sequence parallelism gives each rank as many tokens of a row
+        multiple = lcm(laid_out.multiple, groups.tp.size() if self._stage.config.sequence_parallel else 1)
         self._passes = StagePasses(
             module=module,
             readout=Readout(placed.head, self._stage.head, context.lengths, context.temperature, rule),
-            pass_settings=replace(
-                pass_settings(self._settings, self.config, context.lengths, context.device), masks=True
-            ),
+            pass_settings=replace(laid_out, masks=False, multiple=multiple),
             groups=groups,
             dp=context.dp,
             ranks=ranks,

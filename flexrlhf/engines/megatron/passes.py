@@ -152,11 +152,8 @@ class StagePasses:
     def _step(self, work: Iterator[_Work], module: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         """Compute the stage of the next micro-batch; return its output, and what the last stage makes of that."""
         each = next(work)
-        mask = each.piece.attention_mask
-        # sequences begin at the left of their rows, so that causal attention masks the padding behind them
-        mask = None if mask is None or mask.ndim == 2 else mask
         with self.readout.scoring(each.piece, each.request):
-            output = module(each.piece.tokens, each.piece.position_ids, mask)
+            output = module(each.piece.tokens, each.piece.position_ids, each.piece.attended)
         return output, partial(self._computed if each.loss is None else self._loss, each)
 
     def _computed(self, work: _Work, output: Tensor, non_loss_data: bool) -> Computed:

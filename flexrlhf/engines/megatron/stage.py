@@ -1,6 +1,6 @@
 """Pipeline stage of a decoder on this rank, with the heads of the last stage, and its parameters under their names.
 
-Megatron's own attention assumes one sequence a row, with positions from 0. Here it reads the mask of packed rows, and
+Megatron's own attention assumes one sequence a row, with positions from 0. Here it takes the sequences of a pass, and
 each part of a fused projection is contiguous, so that a parameter under its Hugging Face name is rows of the fused
 weight.
 """
@@ -26,9 +26,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flexrlhf.config.model_settings import Head
+from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, Sizes
 from flexrlhf.weights.shards import EMBEDDING
@@ -90,19 +90,15 @@ class Stage(GPTModel):
         self.head = LanguageHead(weight, shape.chunk_elements, self.tp_group if self.tp_group.size() > 1 else None)
         return self.head
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attended: PassAttention) -> Tensor:
         """Return what the stage computes of sequences: on the last one the head's output, float32.
 
-        tokens:     int64 (m, W).
+        tokens:     int64 (m, W); under sequence parallelism W is a multiple of the tensor-parallel ranks.
         positions:  int64 (m, W).
-        mask:       (m, 1, W, W), added to the scores of attention; None: causal.
+        attended:   the tokens that attend to each other.
         """
-        self._width = tokens.shape[1]
-        padding = -self._width % self.tp_group.size() if self.config.sequence_parallel else 0
-        if padding:
-            mask = None if mask is None else _padded(mask, padding)
-            tokens, positions = pad(tokens, (0, padding)), pad(positions, (0, padding))
-        output: Tensor = super().forward(tokens, positions, mask)
+        # the one argument that Megatron passes to the attention of each layer as it is, also when it computes it again
+        output: Tensor = super().forward(tokens, positions, None, extra_block_kwargs={"attention_bias": attended})
         return output
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> tuple[Any, ...]:
@@ -134,15 +130,8 @@ class Stage(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        hidden = hidden_states.transpose(0, 1)[:, : self._width]
-        output: Tensor = self.output_layer(hidden)
+        output: Tensor = self.output_layer(hidden_states.transpose(0, 1))
         return output if self.head is not None else output.squeeze(-1).float()
-
-
-def _padded(mask: Tensor, padding: int) -> Tensor:
-    """Return ``mask`` (m, 1, W, W) for longer rows: no token attends to padding, which attends to all."""
-    keys = pad(mask, (0, padding), value=torch.finfo(mask.dtype).min)
-    return pad(keys, (0, 0, 0, padding))
 
 
 class RmsNorm(nn.RMSNorm):
@@ -155,26 +144,19 @@ class RmsNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-class MaskedAttention(nn.Module):
-    """Attention of grouped queries by torch's kernels, under any mask."""
+class SequencesAttention(nn.Module):
+    """Attention of grouped queries within the sequences of a pass."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
-        self.group = config.num_attention_heads // config.num_query_groups
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any) -> Tensor:
-        """Return (W, m, heads x head size) of queries, keys and values (W, m, heads, head size).
-
-        mask: (m, 1, W, W), added to the scores; None: causal.
-        """
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        is_grouped = self.group > 1
-        if is_grouped and (mask is not None or query.dtype == torch.float32):
-            # CUDA's kernels for groups have no mask and 16 bits alone; all others would store the scores
-            key, value = (tensor.repeat_interleave(self.group, 1) for tensor in (key, value))
-            is_grouped = False
-        out = scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=is_grouped)
-        return out.permute(2, 0, 1, 3).flatten(2)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, attention_bias: PassAttention, **_: Any
+    ) -> Tensor:
+        """Return (W, m, heads x head size) of queries, keys and values (W, m, heads, head size)."""
+        flat = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
+        out: Tensor = attend(flat[0], flat[1], flat[2], attention_bias)
+        return out.unflatten(0, (-1, len(query))).transpose(0, 1).flatten(2)
 
 
 class ContiguousAttention(SelfAttention):
@@ -200,7 +182,7 @@ def layers_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
     of_heads = RmsNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=MaskedAttention,
+        core_attention=SequencesAttention,
         linear_proj=RowParallelLinear,
         q_layernorm=of_heads,
         k_layernorm=of_heads,

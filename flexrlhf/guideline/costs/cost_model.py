@@ -158,7 +158,8 @@ class Mesh:
 class MeanPass:
     """Mean of the forward or training passes over sequences that the engine lays out in rows, on one replica.
 
-    A pass computes ``rows * width`` tokens, and dense attention over ``rows * width**2`` pairs of them.
+    A pass computes ``rows * width`` tokens, and causal attention over half of ``rows * width**2`` pairs of them. A mask
+    skips no pair, so rows under one are as many as compute the same pairs without.
 
     count:      passes
     rows:       rows of a pass

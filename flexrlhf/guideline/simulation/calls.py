@@ -13,7 +13,16 @@ from math import gcd
 from flexrlhf.guideline.costs.cost_model import Call, MeanPass, Pages, transformer_of
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.memory.budget import SequenceLengths
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup, Unit, packed, packs_texts, shares_prompts, units_of
+from flexrlhf.memory.packed_rows import (
+    PackedPass,
+    TextGroup,
+    Unit,
+    packed,
+    packs_texts,
+    reads_masks,
+    shares_prompts,
+    units_of,
+)
 from flexrlhf.memory.states import item_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import CallKind, Operator
@@ -35,12 +44,14 @@ class TextLayout:
     packs:     whether several texts are in a row
     shares:    whether samples of a prompt share a copy of it
     compares:  whether all texts of a prompt are in one pass, because a loss compares them
+    masks:     whether attention over a row is computed under a mask, else by the lengths of texts
     """
 
     budget: int
     packs: bool
     shares: bool
     compares: bool = False
+    masks: bool = True
 
     def passes(self, groups: Sequence[TextGroup]) -> tuple[PackedPass, ...]:
         """Return the passes over ``groups``, each of one prompt."""
@@ -48,11 +59,21 @@ class TextLayout:
 
     def units(self, group: TextGroup) -> tuple[Unit, ...]:
         """Return the texts of a prompt in units, each of which is in one pass."""
-        return units_of(group, self.budget, self.packs and self.shares, self.compares)
+        return units_of(group, self.budget, self.packs and self.shares, self.compares, self.masks)
 
     def passes_of(self, units: Sequence[Unit]) -> tuple[PackedPass, ...]:
         """Return the passes over ``units``."""
-        return packed(tuple(units), self.budget, self.packs)
+        return packed(tuple(units), self.budget, self.packs, self.masks)
+
+    def reach(self, passes: Sequence[PackedPass], units: Sequence[Unit]) -> float:
+        """Return the width of rows of one causal text each with as many pairs a token as ``passes`` compute.
+
+        A mask skips no pair: over a row, attention computes both halves of the square.
+        """
+        tokens = sum(each.tokens for each in passes)
+        if not self.masks:
+            return sum(group.pairs for unit in units for group in unit) / tokens
+        return (1 + self.packs) * sum(each.tokens * each.width for each in passes) / tokens
 
 
 def text_groups(prompts: Sequence[float], responses: Sequence[float], count: int, samples: int) -> list[TextGroup]:
@@ -95,9 +116,8 @@ def mean_pass(
         if len(set(units)) == 1:
             return _of_equal_units(units[0], count * len(units), layout)
     most = max(1, min(count, MOST_TEXTS // samples))
-    groups = text_groups(prompts, responses, most, samples)
-    passes = layout.passes(groups)
-    return _mean(passes, groups, count / most, layout.budget)
+    laid_out = [unit for group in text_groups(prompts, responses, most, samples) for unit in layout.units(group)]
+    return _mean(layout.passes_of(laid_out), laid_out, layout, count / most)
 
 
 def _of_equal_units(unit: Unit, count: int, layout: TextLayout) -> MeanPass:
@@ -106,24 +126,24 @@ def _of_equal_units(unit: Unit, count: int, layout: TextLayout) -> MeanPass:
     first = layout.passes_of([unit] * few)[0]
     at_once = len(first.units)
     full, rest = divmod(count, at_once)
-    parts = [(full, _mean([first], unit * at_once))]
+    parts = [(full, _mean([first], [unit] * at_once, layout))]
     if rest:
-        parts.append((1, _mean(layout.passes_of([unit] * rest), unit * rest)))
+        parts.append((1, _mean(layout.passes_of([unit] * rest), [unit] * rest, layout)))
     return all_passes(parts)
 
 
-def _mean(passes: Sequence[PackedPass], groups: Sequence[TextGroup], scale: float = 1.0, budget: int = 0) -> MeanPass:
-    """Return the mean of ``passes`` over ``groups``, or of those over ``scale`` times as many texts: these are as full
-    as all but the last, and where there is but one, as ``budget`` allows."""
+def _mean(passes: Sequence[PackedPass], units: Sequence[Unit], layout: TextLayout, scale: float = 1.0) -> MeanPass:
+    """Return the mean of ``passes`` over ``units``, or of those over ``scale`` times as many texts: these are as full
+    as all but the last, and where there is but one, as the budget allows."""
     tokens = sum(each.tokens for each in passes)
-    pairs = sum(each.tokens * each.width for each in passes)
+    groups = list(chain(*units))
     answered = sum(sum(group.responses) for group in groups)
     real = answered + sum(len(group.responses) * group.prompt for group in groups)
     count: float = len(passes)
     if scale > 1:
-        full = [each.tokens for each in passes[:-1]] or [max(tokens, budget)]
+        full = [each.tokens for each in passes[:-1]] or [max(tokens, layout.budget)]
         count = max(1.0, scale * tokens / (sum(full) / len(full)))
-    width = pairs / tokens
+    width = layout.reach(passes, units)
     return MeanPass(
         count=count,
         rows=scale * tokens / count / width,
@@ -218,8 +238,9 @@ class CallMaker:
     ) -> MeanPass:
         """Return the passes of a replica with ``rows`` of each mini-batch, ``times`` over."""
         settings, samples = model.settings, self.batch.samples_per_prompt
-        packs = packs_texts(settings, shape, self.longest.of_role(model.role).total)
-        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares)
+        longest = self.longest.of_role(model.role).total
+        packs, masks = packs_texts(settings, shape, longest), reads_masks(model, shape, longest)
+        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares, masks)
         most = self.batch.block_rows // samples
         blocks = Counter(block for each in rows if each for block in _blocks(each // samples, most))
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
