@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
 from benchmarks.gpu.results import LeftOut, Row
 
-FILES = ("tests/distributed/test_gpu.py", "tests/engines/test_head.py")
+FILES = ("tests/distributed/test_gpu.py", "tests/engines/test_head.py", "tests/engines/test_attention.py")
 SELECTED = {"one-rank": "not _2", "ranks": "_2"}
 """By stage: tests of one rank or none, and of two ranks on the GPU, by the ends of their names."""
 MEASUREMENT = "tests marked gpu"

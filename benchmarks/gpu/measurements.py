@@ -15,11 +15,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.clock import TimeBudget, Unfinished
 from benchmarks.gpu.machine import device_name
 from benchmarks.gpu.results import LeftOut, Row
+from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.launch.start import why_no_gpu
@@ -82,6 +84,8 @@ def of_kernels() -> Iterator[Found]:
     """Kernels whose cost on a GPU was known only from others' reports."""
     is_gpu = device_name() == "cuda"
     yield from _attention(is_gpu)
+    for width in (2048, 8192, 32768) if is_gpu else (256, 512):
+        yield from _by_lengths(width, is_gpu)
     yield from _logprobs(is_gpu)
     vocabulary = 152_064 if is_gpu else 4096
     for rows in (64, 256):
@@ -111,6 +115,39 @@ def _attention(is_gpu: bool) -> Iterator[Found]:
         name = f"attention, {calls} growing lengths, cuDNN {'on' if is_on else 'off'}"
         yield name, f"{1e3 * median:.3f} ms each", {"seconds": median}
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _by_lengths(width: int, is_gpu: bool) -> Iterator[Found]:
+    """Forward and backward attention of a row of 16 sequences, and of a prompt with 8 responses: by lengths, and under
+    a mask, unless that has 2 GB."""
+    dtype, heads = (torch.bfloat16, (14, 2)) if is_gpu else (torch.float32, (6, 2))
+    inputs = [torch.randn(width, count, 64, device=device_name()).to(dtype) for count in (*heads, heads[1])]
+    query, key, value = (tensor.requires_grad_() for tensor in inputs)
+    part, half = width // 16, width // 2
+    sequences = [(start, part) for start in range(0, width, part)]
+    layouts = {
+        "16 sequences": PassAttention.of(sequences, [], []),
+        "8 responses": PassAttention.of([(0, half), *sequences[8:]], [(half, half)], [(0, half)]),
+    }
+    for name, attended in layouts.items():
+        works: dict[str, Callable[[], Tensor]] = {"by lengths": lambda: attend(query, key, value, attended)}  # noqa: B023
+        if width <= 8192:
+            seen = torch.zeros(width, width, dtype=torch.bool, device=device_name())
+            for spans in attended.parts:
+                for (first, queries), (start, keys) in zip(spans.queries, spans.keys, strict=True):
+                    seen[first : first + queries, start : start + keys] = True
+            mask = torch.zeros(1, 1, width, width, dtype=dtype, device=device_name())
+            mask.masked_fill_(~seen.tril(), torch.finfo(dtype).min)
+            works["under a mask"] = lambda: _masked(query, key, value, mask)  # noqa: B023
+        for way, work in works.items():
+            seconds = best_seconds(lambda: torch.autograd.grad(work().sum(), (query, key, value)))  # noqa: B023
+            yield f"attention of {name} in {width} tokens, {way}", f"{1e3 * seconds:.2f} ms", {"seconds": seconds}
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    keys, values = (each.transpose(0, 1)[None].repeat_interleave(group, 1) for each in (key, value))
+    return scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, attn_mask=mask)
 
 
 def _logprobs(is_gpu: bool) -> Iterator[Found]:

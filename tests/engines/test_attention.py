@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexrlhf.engines.attended_spans import Span
+from flexrlhf.engines.attended_spans import Span, has_flash
 from flexrlhf.engines.attention import PassAttention, attend
 
 LENGTHS = {
@@ -28,6 +28,35 @@ def dense(query: Tensor, key: Tensor, value: Tensor, is_seen: Tensor, scale: flo
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1).nan_to_num()
     return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["all keys", "groups"])
+def test_kernels_of_the_gpu_compute_the_same(heads: tuple[int, int], padding: int, dtype: torch.dtype) -> None:
+    """Flash attention's kernel for several lengths in 16 bits, torch's for equal lengths in float32."""
+    torch.manual_seed(0)
+    cuda = torch.device("cuda")
+    own, tokens, scale = spans((300, 70, 70, 140, 1)), 581, 0.125
+    pass_attention = PassAttention.of(own, [(300, 281)], [(0, 300)])
+    is_seen = torch.zeros(tokens + padding, tokens + padding, dtype=torch.bool, device=cuda)
+    for start, length in own:
+        is_seen[start : start + length, start : start + length] = torch.ones(length, length).tril().bool()
+    is_seen[300:tokens, :300] = True
+    counts = heads[0], heads[1], heads[1]
+    inputs = [torch.randn(tokens + padding, count, 64, device=cuda).to(dtype).requires_grad_() for count in counts]
+    whole = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    assert has_flash(inputs[0]) == (dtype != torch.float32)
+    found, expected = attend(*inputs, pass_attention, scale), dense(*whole, is_seen, scale)
+    weights = torch.randn(found.shape, device=cuda)
+    gradients = torch.autograd.grad(found, inputs, weights.to(dtype)), torch.autograd.grad(expected, whole, weights)
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    for one, two in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert float((one.float() - two).norm() / two.norm()) < limit
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["apart", "a shared prompt"])
