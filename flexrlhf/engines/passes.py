@@ -182,7 +182,7 @@ class Passes:
 
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
         if piece.part is not None:
-            with _no_search_for_texts():
+            with no_search_for_texts():
                 return self._call_part(piece, piece.part, **arguments)
         if piece.attended is not None:
             arguments["attended"] = piece.attended

@@ -6,8 +6,9 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from flexrlhf.memory.packed_rows import packs_texts, shares_prompts
+from flexrlhf.memory.packed_rows import packs_texts, reads_masks, shares_prompts
 from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.largest_batch import largest_batch
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
@@ -165,7 +166,21 @@ def _passes(plan: Plan) -> str:
     others = [name for name, packs in packed.items() if not packs]
     shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
     once = f", a prompt once for its {_response(plan)}s" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
-    return f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
+    packs = f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
+    return f"{packs}; {_attention(plan, models)}"
+
+
+def _attention(plan: Plan, models: Sequence[PlacedModel]) -> str:
+    """Return how attention in forward and training passes separates sequences."""
+    masked = {
+        model.name: model.settings.attention
+        for model in models
+        if reads_masks(model, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total)
+    }
+    if not masked:
+        return "attention by lengths"
+    kernels = [f"{name} ({kernel})" for name, kernel in masked.items()]
+    return f"attention under masks: {', '.join(kernels)}"
 
 
 def _blocks(plan: Plan) -> str:

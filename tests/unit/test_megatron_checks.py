@@ -121,8 +121,8 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             (*critic(), "models.critic.attention=eager"),
-            "models.critic.attention: engine megatron has sdpa alone, found eager; use sdpa, or engine torch or "
-            "deepspeed",
+            "models.critic.attention: engine megatron has attention of its own, found eager; use auto, or engine torch "
+            "or deepspeed",
         ),
         (
             (*critic(), "models.critic.config={optimizer: 1}"),
