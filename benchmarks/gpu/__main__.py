@@ -37,6 +37,7 @@ SECONDS = {
     "ranks": (420, 240),
     "offload": (300, 120),
     "vllm": (600, 150),
+    "decoding": (300, 60),
     "speed": (600, 180),
     "long": (300, 180),
     "placements": (420, 240),
@@ -61,7 +62,7 @@ class Job:
         match stage:
             case "nccl" if self.device == "cpu":
                 yield LeftOut(stage, "memory of communicators", "no GPU")
-            case "device" | "nccl" | "kernels":
+            case "device" | "nccl" | "kernels" | "decoding":
                 yield from measured(stage, budget)
             case "one-rank" | "ranks":
                 yield from run_tests(stage, self.directory, self.device, budget)

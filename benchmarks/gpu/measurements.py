@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.clock import TimeBudget, Unfinished
+from benchmarks.gpu.decoding_speed import of_decoding
 from benchmarks.gpu.machine import device_name
 from benchmarks.gpu.results import LeftOut, Row
 from flexrlhf.engines.attention import PassAttention, attend
@@ -196,7 +197,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-MEASUREMENTS = {"device": of_device, "nccl": of_nccl, "kernels": of_kernels}
+MEASUREMENTS = {"device": of_device, "nccl": of_nccl, "kernels": of_kernels, "decoding": of_decoding}
 
 if __name__ == "__main__":
     for row in MEASUREMENTS[sys.argv[1]]():

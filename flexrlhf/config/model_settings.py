@@ -186,6 +186,11 @@ class ModelSpec(StrictModel):
         True,
         description="samples of one prompt share one copy of it: in generation, and with pack_texts in a pass",
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="generation by the engine torch replays its passes as CUDA graphs, on GPUs, with whole weights on "
+        "each rank, in Llama, Mistral, Qwen2 and Qwen3",
+    )
     generate_tokens: int = Field(65536, ge=1, description="padded tokens of the rows decoded together")
     logits_mb: float | None = Field(
         None,

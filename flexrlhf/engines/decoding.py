@@ -1,4 +1,4 @@
-"""Decode responses with a transformers model, in batches of rows with similar prompt lengths.
+"""Decode responses with a transformers model, in slots of a cache or in waves of rows.
 
 A response depends on its row number and its prompt alone: noise is a function of (seed, step, row, position), and
 attention reads no other row. So rows may be sorted, batched, and dropped once they have ended, and samples of one
@@ -7,20 +7,24 @@ prompt read it once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import Batch, Sampling, searched_from
-from flexrlhf.engines.prefill import Prefill
+from flexrlhf.engines.micro_batch import PassSettings
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
+from flexrlhf.engines.slots import Slots
+from flexrlhf.engines.waves import Wave
 
 _DROP_SHARE = 0.25
 """Share of ended rows from which on copying the KV cache of the others pays off."""
+_REFILLED = 8
+"""One of so many slots are free when waiting rows get them, as each time costs a pass over their prompts."""
 
 
 def tokens_between_looks(device: torch.device) -> int:
@@ -29,59 +33,33 @@ def tokens_between_looks(device: torch.device) -> int:
 
 
 @dataclass
-class _DecodingRows:
-    """Rows that are decoded in the same passes.
+class _LiveRows:
+    """Rows that are decoded in the same passes, each field of shape (m,).
 
-    places:  int64 (m,), their indices in the batch.
-    mask:    int64 (m, w), 1 where a column of the KV cache contains text.
-    logits:  (m, vocabulary), of the next token; None once it is sampled.
-    ended:   bool (m,), whether the response has ended.
-    cache:   keys and values of the tokens read so far.
-    padded:  whether a row has padding; None: the model looks for it at each token.
+    places:  int64, their indices in the batch.
+    rows:    int64, their row numbers.
+    steps:   int64, of their noise.
+    first:   int64, tokens that their responses had before.
+    limits:  int64, new tokens, if none ends them before.
+    number:  int64, new tokens so far.
+    ended:   bool, whether the response has ended.
     """
 
     places: Tensor
-    mask: Tensor
-    logits: Tensor | None
+    rows: Tensor
+    steps: Tensor
+    first: Tensor
+    limits: Tensor
+    number: Tensor
     ended: Tensor
-    cache: DynamicCache
-    padded: bool | None = None
 
-    def __post_init__(self) -> None:
-        self._find_padding()
+    def select(self, index: Tensor) -> _LiveRows:
+        """Return the rows at ``index`` (k,)."""
+        return _LiveRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def _find_padding(self) -> None:
-        if self.padded is not None:
-            self.padded = not self.mask.all()
-
-    def take_logits(self) -> Tensor:
-        """Return the logits, which are then not kept while the next ones are computed."""
-        assert self.logits is not None, "a token is read before the next one is sampled"
-        logits, self.logits = self.logits, None
-        return logits
-
-    def read(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        """Run the model on the next ``tokens`` (m,), one of each row that has not been dropped."""
-        self.mask = pad(self.mask, (0, 1), value=1)
-        for_all_layers = self.mask[:, None, None].bool() if self.padded else None
-        out = model(
-            input_ids=tokens[:, None],
-            attention_mask=self.mask if self.padded is None else for_all_layers,
-            position_ids=self.mask.sum(1, keepdim=True) - 1,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.logits = out.logits[:, -1]
-
-    def drop_ended(self) -> Tensor:
-        """Remove the rows that have ended, also from the KV cache; return which are left."""
-        left = (~self.ended).nonzero().squeeze(1)
-        self.places, self.mask, self.ended = self.places[left], self.mask[left], self.ended[left]
-        # reorder_cache, because batch_select_indices does not exist for every kind of layer
-        self.cache.reorder_cache(left)
-        self._find_padding()
-        return left
+    def joined(self, others: _LiveRows) -> _LiveRows:
+        """Return these rows and ``others``."""
+        return _LiveRows(*(torch.cat([getattr(self, f.name), getattr(others, f.name)]) for f in fields(self)))
 
 
 class _Contexts:
@@ -109,33 +87,25 @@ class _Contexts:
 class Decoding:
     """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model.
 
-    share_prompts:  whether samples of one prompt read it once.
-    masks_once:     whether all layers take one mask, so that the model need not look at it.
+    settings:  by which passes are laid out.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        batch: Batch,
-        sampling: Sampling,
-        max_tokens: int,
-        share_prompts: bool = True,
-        masks_once: bool = False,
+        self, model: PreTrainedModel, batch: Batch, sampling: Sampling, max_tokens: int, settings: PassSettings
     ) -> None:
         assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
-        self._model, self._batch, self._sampling = model, batch, sampling
-        self._shares = share_prompts and batch.samples_per_prompt > 1
-        self._masks_once = masks_once
+        self._model, self._batch, self._sampling, self._settings = model, batch, sampling, settings
+        self._shares = settings.shares and batch.samples_per_prompt > 1
         device = batch.rows.device
         self._tokens_between_looks = tokens_between_looks(device)
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
         self._contexts, self._max_tokens = _Contexts(batch), max_tokens
-        self._steps = batch.columns.get("noise_step")
         # new tokens of each row, if none ends it before
         self._limits = (max_tokens - self._contexts.lengths).clamp(max=sampling.most_tokens or max_tokens)
         most = int(self._limits.max()) if len(batch) else 0
-        self._tokens = torch.zeros(len(batch), most, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(len(batch), most, device=device)
+        # a column more, for tokens behind the limit of a row whose end the host has not seen yet
+        self._tokens = torch.zeros(len(batch), most + 1, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(len(batch), most + 1, device=device)
         self._lengths = self._limits.clone()
         self._finished = torch.zeros(len(batch), dtype=torch.bool, device=device)
         self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
@@ -151,8 +121,13 @@ class Decoding:
     def calls(self, num_rows: int) -> Iterator[bool]:
         """Decode at most ``num_rows`` rows at a time, longest prompts first; yield True before each model call."""
         order = self._contexts.mask.sum(1).argsort(descending=True, stable=True)
-        for places in order.split(num_rows) if len(order) else ():
-            yield from self._calls(places)
+        if not len(order):
+            return
+        if self._settings.slots:
+            yield from self._in_slots(order, num_rows)
+            return
+        for places in order.split(num_rows):
+            yield from self._in_wave(places)
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns of ``Engine.generate``."""
@@ -160,9 +135,8 @@ class Decoding:
         first = self._contexts.lengths[:, None]
         inside, is_new = places < first + self._lengths[:, None], places >= first
         # which of the new tokens is at each place, any at others
-        index = (places - first).clamp(0, max(self._tokens.shape[1] - 1, 0))
-        responses = self._tokens.gather(1, index) if self._tokens.numel() else torch.zeros_like(places)
-        logprobs = self._logprobs.gather(1, index) if self._tokens.numel() else self._logprobs.new_zeros(places.shape)
+        index = (places - first).clamp(0, self._tokens.shape[1] - 1)
+        responses, logprobs = self._tokens.gather(1, index), self._logprobs.gather(1, index)
         if "responses" in self._batch.columns:
             responses = responses.where(is_new, self._batch["responses"].long())
         prompts, prompt_mask = self._batch["prompts"], self._batch["prompt_mask"]
@@ -174,27 +148,68 @@ class Decoding:
             "rollout_logprobs": logprobs.where(inside & is_new, 0.0),
         }
 
-    def _calls(self, places: Tensor) -> Iterator[bool]:
-        prefill, prompts = self._prefill(places)
-        for part in prefill.passes:
+    def _in_slots(self, order: Tensor, num_rows: int) -> Iterator[bool]:
+        """Decode the rows ``order``, each as soon as it has a slot."""
+        lengths, limits, prompts = self._counted()
+        waiting = deque(place for place in order.tolist() if limits[place] > 0)
+        columns = max((lengths[place] + limits[place] for place in waiting), default=0)
+        slots = Slots(self._model, min(num_rows, len(waiting)), columns, self._settings)
+        tokens = self._contexts.tokens
+        behind = torch.arange(tokens.shape[1], device=tokens.device)
+        live, placed, last, step = self._live(order[:0]), list[int](), list[int](), 0
+        while waiting or placed:
+            free = slots.size - len(placed)
+            if waiting and (not placed or free >= min(-(-slots.size // _REFILLED), len(waiting))):
+                new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                holders = {prompts[place]: slot for slot, place in reversed(list(enumerate(placed + new)))}
+                index = torch.tensor(new, device=tokens.device)
+                first = (tokens.shape[1] - self._contexts.mask[index].sum(1))[:, None]
+                texts = tokens[index].gather(1, (first + behind).clamp(max=tokens.shape[1] - 1))
+                yield from slots.add(texts, [lengths[place] for place in new], [holders[prompts[p]] for p in new])
+                live, placed = live.joined(self._live(index)), placed + new
+                last += [step + limits[place] for place in new]
             yield True
-            prefill.read(part)
-        rows = self._start(places, prefill, prompts)
-        for position in range(self._tokens.shape[1]):
-            tokens = self._sample(rows, position)
-            if position + 1 == self._tokens.shape[1]:
+            sampled = self._sample(live, slots.next_logits())
+            slots.append(sampled)
+            step += 1
+            if step % self._tokens_between_looks == 0 or step == min(last):
+                ended = live.ended.tolist()
+                if any(ended):
+                    left = slots.remove(ended)
+                    live = live.select(torch.tensor(left, dtype=torch.int64, device=tokens.device))
+                    placed, last = [placed[slot] for slot in left], [last[slot] for slot in left]
+
+    def _counted(self) -> tuple[list[int], list[int], list[int]]:
+        """Return for each row the tokens before its next one, its limit, and which distinct prompt it has."""
+        mask, tokens = self._contexts.mask, self._contexts.tokens
+        prompts = torch.arange(len(mask), device=mask.device)
+        if self._shares:
+            _, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
+        lengths, limits, numbers = torch.stack([mask.sum(1), self._limits, prompts]).tolist()
+        return lengths, limits, numbers
+
+    def _in_wave(self, places: Tensor) -> Iterator[bool]:
+        """Decode the rows at ``places`` together until all of them have ended."""
+        live, wave = self._live(places), self._wave(places)
+        most = self._tokens.shape[1] - 1
+        yield True
+        logits = wave.read_prompts()
+        for number in range(1, most + 1):
+            tokens = self._sample(live, logits)
+            if number == most:
                 return
-            if (position + 1) % self._tokens_between_looks == 0:
-                num_left = len(rows.ended) - int(rows.ended.sum())
+            if number % self._tokens_between_looks == 0:
+                num_left = len(live.ended) - int(live.ended.sum())
                 if not num_left:
                     return
-                if num_left <= (1 - _DROP_SHARE) * len(rows.ended):
-                    tokens = tokens[rows.drop_ended()]
+                if num_left <= (1 - _DROP_SHARE) * len(live.ended):
+                    left = (~live.ended).nonzero().squeeze(1)
+                    live, tokens = live.select(left), tokens[left]
+                    wave.keep(left)
             yield True
-            rows.read(self._model, tokens)
+            logits = wave.read(tokens)
 
-    def _prefill(self, places: Tensor) -> tuple[Prefill, Tensor | None]:
-        """Return the prompts of the rows at ``places``, and which each row has; None: row i has prompt i."""
+    def _wave(self, places: Tensor) -> Wave:
         mask, tokens = self._contexts.mask[places], self._contexts.tokens[places]
         # without columns that are padding in all of them
         first, prompts = int(mask.argmax(1).min()), None
@@ -202,34 +217,40 @@ class Decoding:
         if self._shares:
             distinct, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
             tokens, mask = distinct.unbind(1)
-        return Prefill(self._model, tokens, mask, tokens.shape[1] + self._tokens.shape[1]), prompts
+        return Wave(self._model, tokens, mask, prompts, tokens.shape[1] + self._tokens.shape[1] - 1)
 
-    def _start(self, places: Tensor, prefill: Prefill, prompts: Tensor | None) -> _DecodingRows:
-        """Return the rows at ``places`` before their first token."""
-        logits, cache = prefill.joined(prompts)
-        mask = prefill.mask if prompts is None else prefill.mask[prompts]
-        ended, padded = torch.zeros_like(places, dtype=torch.bool), True if self._masks_once else None
-        return _DecodingRows(places, mask, logits, ended, cache, padded)
+    def _live(self, places: Tensor) -> _LiveRows:
+        """Return the rows at ``places`` before their first new token."""
+        steps = self._batch.columns.get("noise_step")
+        return _LiveRows(
+            places,
+            self._batch.rows[places],
+            torch.full_like(places, self._sampling.step) if steps is None else steps[places],
+            self._contexts.lengths[places],
+            self._limits[places],
+            torch.zeros_like(places),
+            torch.zeros_like(places, dtype=torch.bool),
+        )
 
-    def _sample(self, rows: _DecodingRows, position: int) -> Tensor:
+    def _sample(self, live: _LiveRows, logits: Tensor) -> Tensor:
         """Sample and record the next token (m,) of every row; ``columns`` masks tokens behind an end."""
-        places = rows.places
-        number = self._contexts.lengths[places] + position
-        step = None if self._steps is None else self._steps[places]
-        tokens, logprobs = sample_tokens(rows.take_logits(), self._sampling, self._batch.rows[places], number, step)
-        self._tokens[places, position], self._logprobs[places, position] = tokens, logprobs
-        ends = (torch.isin(tokens, self._end_tokens) | self._completed_stops(rows, tokens)) & ~rows.ended
-        self._lengths[places] = self._lengths[places].where(~ends, position + 1)
+        places, number = live.places, live.number
+        tokens, logprobs = sample_tokens(logits, self._sampling, live.rows, live.first + number, live.steps)
+        at = number.clamp(max=self._tokens.shape[1] - 1)
+        self._tokens[places, at], self._logprobs[places, at] = tokens, logprobs
+        ends = (torch.isin(tokens, self._end_tokens) | self._completed_stops(live, tokens)) & ~live.ended
+        live.number = number + 1
+        self._lengths[places] = self._lengths[places].where(~ends, live.number)
         self._finished[places] |= ends
-        rows.ended = rows.ended | ends | (position + 1 >= self._limits[places])
+        live.ended = live.ended | ends | (live.number >= live.limits)
         return tokens
 
-    def _completed_stops(self, rows: _DecodingRows, tokens: Tensor) -> Tensor:
+    def _completed_stops(self, live: _LiveRows, tokens: Tensor) -> Tensor:
         """Return bool (m,): rows that have not ended and whose new token completes a stop string."""
         if not self._sampling.stop:
-            return torch.zeros_like(rows.ended)
+            return torch.zeros_like(live.ended)
         completed = []
-        for place, token, ended in zip(rows.places.tolist(), tokens.tolist(), rows.ended.tolist(), strict=True):
+        for place, token, ended in zip(live.places.tolist(), tokens.tolist(), live.ended.tolist(), strict=True):
             if not ended:
                 self._responses[place].append(token)
             completed.append(

@@ -48,6 +48,8 @@ class PassSettings:
     masks:    whether attention reads a mask; else it takes the lengths of sequences.
     multiple: of which the tokens of a row are.
     split:    of the rows over context-parallel ranks; None: this rank computes all tokens.
+    slots:    whether rows are decoded in slots of one cache, for which attention must take any mask.
+    graphs:   whether passes over slots are captured as CUDA graphs.
     """
 
     lengths: Lengths
@@ -58,6 +60,8 @@ class PassSettings:
     masks: bool = True
     multiple: int = 1
     split: RowSplit | None = None
+    slots: bool = False
+    graphs: bool = False
 
 
 def pass_settings(
@@ -65,16 +69,19 @@ def pass_settings(
 ) -> PassSettings:
     """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
     of_model = config.model_type, settings.attention, getattr(config, "sliding_window", None), lengths.total
+    takes_masks = may_pack(*of_model)
     return PassSettings(
         lengths=lengths,
         budget=settings.micro_batch_tokens,
-        packs=settings.pack_texts and may_pack(*of_model),
+        packs=settings.pack_texts and takes_masks,
         shares=settings.share_prompts,
         dtype=DTYPES[settings.dtype],
         masks=not takes_lengths(*of_model),
         # torch's attention would copy a mask of any other width in each layer
         multiple=(1 if device.type == "cpu" else 8) * (1 if split is None else split.multiple),
         split=split,
+        slots=takes_masks,
+        graphs=settings.cuda_graphs,
     )
 
 

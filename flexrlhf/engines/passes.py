@@ -74,9 +74,7 @@ class Passes:
     @torch.no_grad()
     def _generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         lengths = self.readout.lengths
-        # where sequences may be packed, attention sees what a mask of all layers says
-        masks_once = self.pass_settings.packs and self.settings.attention in ("auto", "sdpa")
-        decoding = Decoding(self.model, batch, sampling, lengths.response, self.settings.share_prompts, masks_once)
+        decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings)
         num_rows = max(1, self.settings.generate_tokens // (lengths.prompt + lengths.response))
         calls = decoding.calls(num_rows)
         busy = next(calls, False)

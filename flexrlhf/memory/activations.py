@@ -205,19 +205,34 @@ class Blocks:
         """Return the bytes per token of keys and values of all layers of a stage."""
         return 2 * self.layers * self._key * self.item // self.tp
 
-    def decode_bytes(self, rows: int, prompt: int, response: int) -> dict[str, int]:
+    def decode_bytes(
+        self, rows: int, prompt: int, response: int, read: int | None, graphs: bool = False
+    ) -> dict[str, int]:
         """Return bytes by name while ``rows`` are decoded together: the cache, and the larger of activations and
         logits.
+
+        read:    tokens of a pass over prompts, for rows in slots; None: one pass reads all prompts of a wave.
+        graphs:  whether passes are captured, which have memory of their own, and logits that stay.
         """
-        cache = rows * self.kv_bytes_per_token()
-        # the cache grows by so many columns at a time, the first of them for the prompt and what follows it
-        prefill = self.forward_bytes(rows * prompt, prompt) - cache * max(0, response - CACHE_COLUMNS)
-        # one token in one layer: keys and values repeated for all heads; without groups, the keys
-        repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
-        over_cache = rows * (prompt + response) * self.item * repeated // self.tp + self.forward_bytes(rows, 1)
-        activations = max(prefill, over_cache)
+        cache, width = rows * self.kv_bytes_per_token(), prompt + response
+        if read is None:
+            # the cache grows by so many columns at a time, the first of them for the prompt and what follows it
+            prefill = self.forward_bytes(rows * prompt, prompt) - cache * max(0, response - CACHE_COLUMNS)
+            # one token in one layer: keys and values repeated for all heads; without groups, the keys
+            repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
+            attended = rows * width * self.item * repeated // self.tp
+        else:
+            prefill = self.forward_bytes(min(rows * prompt, max(read, prompt)), 0) + 16 * rows * prompt
+            # ids of prompts; the mask; keys of a prompt that are copied to other slots, or of rows that move
+            attended = rows * width * (self.item + 1)
+            prefill = max(prefill, rows * prompt * self.item * self._key // self.tp)
+        activations = max(prefill, attended + self.forward_bytes(rows, 1))
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
-        return {CACHE: cache * (prompt + response), **larger(activations=activations, logits=logits)}
+        found = {CACHE: cache * width, **larger(activations=activations, logits=logits)}
+        if graphs:
+            captured = attended + self.forward_bytes(rows, 1) + 2 * rows * self.sizes.vocabulary * self.item
+            found["CUDA graphs"] = captured
+        return found
 
     def paged_decode_bytes(self, rows: int, step_tokens: int) -> dict[str, int]:
         """Return bytes by name while vLLM, whose cache has memory of its own, decodes ``rows`` together: the larger of

@@ -17,7 +17,14 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
-from flexrlhf.memory.packed_rows import PassSize, largest_pass, packs_texts, reads_masks, shares_prompts
+from flexrlhf.memory.packed_rows import (
+    PassSize,
+    decodes_in_slots,
+    largest_pass,
+    packs_texts,
+    reads_masks,
+    shares_prompts,
+)
 from flexrlhf.memory.states import State, item_bytes, reused_bytes
 from flexrlhf.memory.transfer_bytes import (
     UNDER_WAY,
@@ -292,7 +299,9 @@ class Sizing:
         if work.kind == "generate":
             rows = texts.rows_decoded(model, work.rows and -(-work.rows // model.layout.cp))
             if not model.has_cache:
-                return blocks.decode_bytes(rows, texts.prompt, texts.response)
+                in_slots = decodes_in_slots(settings, shape, texts.width)
+                read = settings.micro_batch_tokens if in_slots else None
+                return blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs)
             most = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)
             step = min(most, max(texts.prompt, rows * texts.width))
             # a stage of vLLM keeps a place for hidden states that it receives

@@ -309,9 +309,14 @@ class PassSize:
 
 def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
     """Whether passes of a model have several sequences in a row. ``longest``: tokens of a sequence."""
+    return settings.pack_texts and decodes_in_slots(settings, shape, longest)
+
+
+def decodes_in_slots(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
+    """Whether transformers decodes rows in slots (engines/slots.py); the arguments are as in ``packs_texts``."""
     if shape is None or shape.sizes is None:
         return False
-    return settings.pack_texts and may_pack(shape.sizes.family, settings.attention, shape.window, longest)
+    return may_pack(shape.sizes.family, settings.attention, shape.window, longest)
 
 
 def reads_masks(model: PlacedModel, shape: ModelShape | None, longest: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, EngineFacts
+from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, TORCH, EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import UserError, either, nearest
@@ -23,11 +23,15 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
     for model in sorted(placement.models, key=lambda model: model.follows):
         check_engine(model.key("engine"), model.engine)
         for operator in graph.operators:
-            if placement.copy_for(operator) == model and not _serves(model, operator):
+            if placement.copy_for(operator) != model:
+                continue
+            if not _serves(model, operator):
                 raise UserError(
                     f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}; "
                     + _instead(model, operator)
                 )
+            if operator.kind == "generate" and model.settings.cuda_graphs:
+                _check_graphs(model)
         for operator in graph.evaluated if is_evaluated else ():
             if placement.copy_for(operator) == model and not _serves(model, operator):
                 raise UserError(
@@ -40,6 +44,15 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
         check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
+
+
+def _check_graphs(model: PlacedModel) -> None:
+    """Raise UserError for passes that call libraries of collectives, or are another engine's."""
+    if model.engine != TORCH.name or model.layout.tp > 1 or model.split != "whole":
+        raise UserError(
+            f"{model.key('cuda_graphs')}: true is for engine torch with tp 1 and whole weights on each rank, found "
+            f"engine {model.engine}, tp {model.layout.tp}, zero {model.settings.zero}; use false"
+        )
 
 
 def _serves(model: PlacedModel, operator: Operator) -> bool:

@@ -11,6 +11,7 @@ from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError, either
+from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
@@ -49,6 +50,8 @@ def check_models(
         longest = 0 if lengths is None else lengths.of_role(model.role).total
         if model.rollout is None and not model.facts.transformers_modules:
             _check_mapped(model, shape, longest)
+        if model.settings.cuda_graphs and lengths is not None:
+            _check_graphs(model, shape, longest)
         if shape is None:
             _check_unknown_shape(model)
         else:
@@ -123,6 +126,15 @@ def _check_liger(model: PlacedModel, shape: ModelShape | None) -> None:
         raise UserError(
             f"{model.key('liger')}: only {', '.join(LLAMA_LIKE)} models have these kernels here, found {found}; "
             f"use false"
+        )
+
+
+def _check_graphs(model: PlacedModel, shape: ModelShape | None, longest: int) -> None:
+    """Raise UserError for a model whose rows are decoded in waves. ``longest``: tokens of a row."""
+    if not decodes_in_slots(model.settings, shape, longest):
+        raise UserError(
+            f"{model.key('cuda_graphs')}: true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, "
+            f"sdpa or eager and no window of less than {longest} tokens, found another; use false"
         )
 
 
@@ -280,7 +292,7 @@ def _check_cpu_kernels(model: PlacedModel) -> None:
         raise UserError(
             f"{model.key('attention')}: {settings.attention} runs on GPUs alone, and the ranks are on CPUs; use sdpa"
         )
-    for name in ("liger", "compile"):
+    for name in ("liger", "compile", "cuda_graphs"):
         if getattr(settings, name):
             raise UserError(f"{model.key(name)}: true is for GPUs alone, and the ranks are on CPUs; use false")
 

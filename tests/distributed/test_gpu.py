@@ -16,9 +16,13 @@ from test_memory_measured import outcome_of
 from test_precision import LIMITS
 
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.host_offload import HostOffload
+from flexrlhf.engines.micro_batch import PassSettings
 from flexrlhf.engines.models import load_model, use_kernels
 from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.timeline import Timeline
@@ -114,6 +118,30 @@ def test_noise_is_that_of_the_cpu(cuda: torch.device) -> None:
     rows, positions = torch.tensor([0, 3, 77, 2**40]), torch.tensor([0, 5, 13, 4000])
     found = gumbel_noise(5, 9, rows.to(cuda), positions.to(cuda), 2500).cpu()
     torch.testing.assert_close(found, gumbel_noise(5, 9, rows, positions, 2500), rtol=1e-14, atol=1e-14)
+
+
+def test_decoding_by_graphs_samples_the_same_tokens(cuda: torch.device) -> None:
+    """With rows that end, slots that are refilled, and samples of one prompt."""
+    lengths, spec = Lengths(prompt=24, response=80), ModelSpec(init=WIDE)
+    model = load_model(PlacedModel(ModelName("actor"), Layout((0,)), False, spec, head="causal"), 0).to(cuda)
+    generator = torch.Generator().manual_seed(0)
+    read = torch.randint(1, lengths.prompt + 1, (24, 1), generator=generator).repeat_interleave(2, 0)
+    mask = torch.arange(lengths.prompt) >= lengths.prompt - read
+    tokens = torch.arange(mask.numel()).view(mask.shape) // (2 * lengths.prompt) * 7 % WIDE["vocab_size"]
+    columns = {"prompts": (tokens * mask).int().to(cuda), "prompt_mask": mask.to(cuda, torch.uint8)}
+    batch = Batch(columns, torch.arange(len(mask), device=cuda), 2)
+    sampling = Sampling(seed=0, step=0, temperature=1.0, eos_token_ids=tuple(range(16)), pad_token_id=0)
+    found = []
+    for graphs in (False, True):
+        settings = PassSettings(lengths, 256, shares=True, slots=True, graphs=graphs)
+        decoding = Decoding(model, batch, sampling, lengths.response, settings)
+        with torch.no_grad():
+            assert all(decoding.calls(10))
+        found.append(decoding.columns())
+    assert int(found[0]["finished"].sum()) > 0
+    for name in ("tokens", "response_mask"):
+        assert torch.equal(found[0][name], found[1][name]), name
+    assert distance(found[1]["rollout_logprobs"], found[0]["rollout_logprobs"]) < 1e-4
 
 
 def distance(one: torch.Tensor, two: torch.Tensor) -> float:

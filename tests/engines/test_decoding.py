@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from heapq import heapreplace
 from threading import Barrier, Thread
 
 import pytest
@@ -21,16 +22,19 @@ from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.micro_batch import pass_settings
+from flexrlhf.engines.micro_batch import PassSettings, pass_settings
 from flexrlhf.engines.passes import Passes
-from flexrlhf.engines.prefill import growing_cache
 from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.sampling import completes_stop, gumbel_noise
+from flexrlhf.engines.slots import rows_of_pass
+from flexrlhf.engines.waves import growing_cache
 from flexrlhf.memory.activations import CACHE_COLUMNS
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS, NUM_ROWS, VOCABULARY = Lengths(prompt=7, response=12), 20, 32
 ENDS = (1, 2, 3)
+IN_SLOTS = PassSettings(LENGTHS, 8192, shares=True, slots=True)
+IN_WAVES = replace(IN_SLOTS, slots=False)
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -259,45 +263,64 @@ def test_responses_do_not_depend_on_padding_of_all_prompts(model: PreTrainedMode
     wider = {name: torch.nn.functional.pad(column, (3, 0)) for name, column in prompts.columns.items()}
     responses = []
     for columns in (prompts.columns, wider):
-        decoding = Decoding(model, Batch(columns, prompts.rows, 1), PLAIN, LENGTHS.response)
+        decoding = Decoding(model, Batch(columns, prompts.rows, 1), PLAIN, LENGTHS.response, IN_SLOTS)
         assert all(decoding.calls(NUM_ROWS))
         responses.append(decoding.columns()["tokens"][:, -LENGTHS.response :])
     assert torch.equal(*responses)
 
 
-def test_rows_with_prompts_of_like_lengths_are_decoded_together(model: PreTrainedModel, prompts: Batch) -> None:
+@pytest.mark.parametrize("settings", [IN_SLOTS, IN_WAVES], ids=["slots", "waves"])
+def test_rows_with_prompts_of_like_lengths_are_decoded_together(
+    model: PreTrainedModel, prompts: Batch, settings: PassSettings
+) -> None:
+    """A pass reads the prompts; the last token of each is read in slots with the sampled tokens."""
     lengths = sorted(prompts["prompt_mask"].sum(1).tolist(), reverse=True)
+    passes, later = passes_of(model, rows_together=5), int(settings.slots)
+    passes.pass_settings = settings
     with calls_of(model) as calls:
-        passes_of(model, rows_together=5).generate(prompts, replace(PLAIN, eos_token_ids=(10**6,)))
-    assert calls[:: LENGTHS.response] == [(5, lengths[first]) for first in range(0, NUM_ROWS, 5)]
+        passes.generate(prompts, replace(PLAIN, eos_token_ids=(10**6,)))
+    period, reads = LENGTHS.response + later, [length - later for length in lengths]
+    firsts = range(0, NUM_ROWS, 5)
+    assert calls[::period] == [(sum(read > 0 for read in reads[first : first + 5]), reads[first]) for first in firsts]
+    assert len(calls) == NUM_ROWS // 5 * period
 
 
+@pytest.mark.parametrize("settings", [IN_SLOTS, IN_WAVES], ids=["slots", "waves"])
 @pytest.mark.parametrize("between", [1, 3])
 def test_the_host_looks_for_ended_rows_every_few_tokens(
-    model: PreTrainedModel, prompts: Batch, between: int, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, prompts: Batch, between: int, settings: PassSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host reads nothing else while tokens are sampled, and responses do not depend on it."""
     expected, found = passes_of(model).generate(prompts, PLAIN), {}
     monkeypatch.setattr(decoding, "tokens_between_looks", lambda device: between)
 
     def decode() -> None:
-        rows = Decoding(model, prompts, PLAIN, LENGTHS.response, masks_once=True)
+        rows = Decoding(model, prompts, PLAIN, LENGTHS.response, settings)
         assert all(rows.calls(NUM_ROWS))
         found.update(rows.columns())
 
     reads = host_reads(torch.no_grad()(decode))
     assert_same(found, expected)
-    looks = reads.pop("decoding.py: num_left = len(rows.ended) - int(rows.ended.sum())")
+    looks = reads.pop(
+        "decoding.py: ended = live.ended.tolist()"
+        if settings.slots
+        else "decoding.py: num_left = len(live.ended) - int(live.ended.sum())"
+    )
     assert looks <= LENGTHS.response / between
-    # initial rows of a batch, and rows that are dropped
-    assert max(reads.values()) <= 3, reads
+    # of a call, and in waves rows that are dropped; transformers looks at the mask of a wave in every pass
+    assert max(count for line, count in reads.items() if "masking_utils" not in line) <= 3, reads
+    assert settings.slots <= (not any("masking_utils" in line for line in reads))
 
 
-def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_rows_are_left_out_of_a_wave(
+    model: PreTrainedModel, prompts: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Less than a quarter of the rows in a call has ended, and nothing comes out differently than with all rows."""
     sampling = replace(PLAIN, eos_token_ids=tuple(range(1, 9)))
+    passes = passes_of(model)
+    passes.pass_settings = IN_WAVES
     with calls_of(model) as calls:
-        columns = passes_of(model).generate(prompts, sampling)
+        columns = passes.generate(prompts, sampling)
     lengths = columns["response_mask"].sum(1)
     assert len(calls) == int(lengths.max())
     left = [int((lengths > position).sum()) for position in range(len(calls))]
@@ -305,8 +328,28 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
     assert sum(rows for rows, _ in calls) < 0.6 * NUM_ROWS * len(calls)
     monkeypatch.setattr(decoding, "_DROP_SHARE", 2.0)
     with calls_of(model) as calls:
-        assert_same(passes_of(model).generate(prompts, sampling), columns)
+        assert_same(passes.generate(prompts, sampling), columns)
     assert {rows for rows, _ in calls} == {NUM_ROWS}
+
+
+def test_slots_take_new_rows_as_rows_end(model: PreTrainedModel, prompts: Batch) -> None:
+    """So no row waits for a longer one, and no call has more rows than live ones need."""
+    sampling = replace(PLAIN, eos_token_ids=tuple(range(1, 9)))
+    # a pass over prompts is wider than one over sampled tokens
+    longer = shuffled(prompts, (prompts["prompt_mask"].sum(1) > 2).nonzero().squeeze(1))
+    with calls_of(model) as calls:
+        columns = passes_of(model, rows_together=4).generate(longer, sampling)
+    rows = [rows for rows, width in calls if width == 1]
+    lengths = columns["response_mask"].sum(1)
+    slots = [0] * 4
+    for place in longer["prompt_mask"].sum(1).argsort(descending=True, stable=True):
+        heapreplace(slots, slots[0] + int(lengths[place]))
+    assert len(rows) == max(slots)
+    assert rows == [rows_of_pass(sum(step < end for end in slots), 4) for step in range(max(slots))]
+    with calls_of(model) as calls:
+        passes_of(model).generate(longer, sampling)
+    live = [int((lengths > position).sum()) for position in range(int(lengths.max()))]
+    assert [rows for rows, width in calls if width == 1] == [rows_of_pass(rows, len(longer)) for rows in live]
 
 
 # --- samples of one prompt
@@ -315,17 +358,21 @@ def test_ended_rows_are_left_out(model: PreTrainedModel, prompts: Batch, monkeyp
 @pytest.mark.parametrize("rows_together", [4, 7, 100])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_samples_of_one_prompt_read_it_once(prompts: Batch, kind: str, rows_together: int) -> None:
-    """Also if a prompt's rows are decoded apart, rows end early, and layers have a window."""
+    """Also if a prompt's rows are decoded apart, rows end early, and layers have a window. A row copies the prompt
+    of one that is in its slot still."""
     model = model_of(kind, **({"sliding_window": 4} if kind == "mistral" else {}))
     samples = 5
-    longer_than_a_token = (prompts["prompt_mask"].sum(1) > 1).nonzero().squeeze(1)
-    groups = longer_than_a_token[: NUM_ROWS // samples].repeat_interleave(samples)
+    longer_than_two = (prompts["prompt_mask"].sum(1) > 2).nonzero().squeeze(1)
+    groups = longer_than_two[: NUM_ROWS // samples].repeat_interleave(samples)
     columns = {name: column[groups] for name, column in prompts.columns.items()}
     apart = Batch(columns, prompts.rows, 1)
     with calls_of(model) as calls:
         shared = passes_of(model, rows_together).generate(replace(apart, samples_per_prompt=samples), PLAIN)
     assert_same(shared, passes_of(model, rows_together).generate(apart, PLAIN))
     prefills = [rows for rows, width in calls if width > 1]
+    if kind == "llama":
+        assert sum(prefills) == NUM_ROWS // samples
+        return
     longest_first = prompts["prompt_mask"][groups].sum(1).argsort(descending=True, stable=True)
     assert prefills == [len(groups[places].unique()) for places in longest_first.split(rows_together)]
 
@@ -335,7 +382,7 @@ def test_samples_read_their_prompt_one_by_one_if_set(model: PreTrainedModel, pro
     samples = Batch(columns, prompts.rows[:6], 6)
     passes = passes_of(model)
     shared = passes.generate(samples, PLAIN)
-    passes.settings = passes.settings.model_copy(update={"share_prompts": False})
+    passes.pass_settings = replace(passes.pass_settings, shares=False)
     with calls_of(model) as calls:
         assert_same(passes.generate(samples, PLAIN), shared)
     assert calls[0][0] == 6
@@ -358,14 +405,16 @@ def test_prompts_of_other_lengths_are_read_apart(kind: str, samples: int) -> Non
     sampling = replace(PLAIN, eos_token_ids=(7, 8, 9))
 
     def responses(num_rows: int) -> dict[str, Tensor]:
-        decoding = Decoding(model, rows, sampling, LENGTHS.response)
+        settings = IN_SLOTS if kind == "llama" else IN_WAVES
+        decoding = Decoding(model, rows, sampling, LENGTHS.response, settings)
         assert all(decoding.calls(num_rows))
         return decoding.columns()
 
     with calls_of(model) as calls:
         together = responses(len(rows))
     prefills = calls[: next(place for place, (_, width) in enumerate(calls) if width == 1)]
-    assert sum(count for count, _ in prefills) == len(LONG)
+    # in slots the last token of each is read later, and one prompt has no other
+    assert sum(count for count, _ in prefills) == len(LONG) - (kind == "llama")
     computed = sum(count * width for count, width in prefills) / sum(LONG)
     assert computed < 1.4 if kind == "llama" else len(prefills) == 1
     assert all(count <= len(rows) and width == 1 for count, width in calls[len(prefills) :])

@@ -207,17 +207,18 @@ def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("read", [None, 64, 2048], ids=["waves", "slots, short passes", "slots"])
 @pytest.mark.parametrize(
     ("sizes", "prompt", "response"),
     [(WIDE_HEADS, 8, 40), (WIDE_HEADS | {"num_key_value_heads": 8}, 8, 40), (WIDE_MLP, 88, 8)],
     ids=["groups", "no groups", "long prompts"],
 )
-def test_the_peak_of_decoding(sizes: dict[str, int], prompt: int, response: int, dtype: str) -> None:
-    """At the last token, where keys and values of a layer are repeated; or at the prompts, where they are long."""
+def test_the_peak_of_decoding(sizes: dict[str, int], prompt: int, response: int, read: int | None, dtype: str) -> None:
+    """At the last token, where waves repeat keys and values of a layer; or at the prompts, where they are long."""
     rows, config = 8, config_of(layers=3, **sizes)
-    planned = blocks_of(config, dtype).decode_bytes(rows, prompt, response)
-    measured = peak_bytes(decoding(config, dtype, rows, prompt, response))
-    assert_close_above(sum(planned.values()), measured, 0.15)
+    planned = blocks_of(config, dtype).decode_bytes(rows, prompt, response, read)
+    measured = peak_bytes(decoding(config, dtype, rows, prompt, response, read=read))
+    assert_close_above(sum(planned.values()), measured, 0.2)
 
 
 @pytest.mark.parametrize(("top_p", "num_bytes"), [(1.0, 24), (0.9, NOISE_BYTES)])
@@ -248,15 +249,22 @@ def test_no_way_of_drawing_needs_more_than_the_noise(dtype: str, changes: dict[s
 
 
 def decoding(
-    config: dict[str, Any], dtype: str, rows: int, prompt: int, response: int, sampling: Sampling = SAMPLING
+    config: dict[str, Any],
+    dtype: str,
+    rows: int,
+    prompt: int,
+    response: int,
+    sampling: Sampling = SAMPLING,
+    read: int | None = None,
 ) -> Callable[[], None]:
     model, batch = model_of(config, dtype), inputs(rows, prompt)
+    settings = PassSettings(Lengths(prompt, response), read or 0, dtype=DTYPES[dtype], slots=read is not None)
     columns = {"prompts": batch["input_ids"].int(), "prompt_mask": batch["attention_mask"].to(torch.uint8)}
 
     @torch.no_grad()
     def work() -> None:
-        drawn = Decoding(model, Batch(columns, torch.arange(rows), 1), sampling, response)
-        assert sum(drawn.calls(rows)) == response
+        drawn = Decoding(model, Batch(columns, torch.arange(rows), 1), sampling, response, settings)
+        assert sum(drawn.calls(rows)) >= response
 
     return work
 

@@ -425,6 +425,7 @@ def test_kernels_that_a_model_does_not_have_are_refused() -> None:
         ),
         ("compile=true", "compile: true is for GPUs alone, and the ranks are on CPUs; use false"),
         ("liger=true", "liger: true is for GPUs alone, and the ranks are on CPUs; use false"),
+        ("cuda_graphs=true", "cuda_graphs: true is for GPUs alone, and the ranks are on CPUs; use false"),
     ],
 )
 def test_kernels_of_gpus_are_refused_on_cpus(setting: str, sentence: str) -> None:

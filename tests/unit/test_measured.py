@@ -13,7 +13,7 @@ import pytest
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.layer_prices import Curve
-from flexrlhf.guideline.costs.measured import MeasuredCosts, load_costs, shrinking_batch, slowdown
+from flexrlhf.guideline.costs.measured import MeasuredCosts, load_costs, slowdown
 from flexrlhf.guideline.costs.measurements import (
     DecodeTimes,
     LayerTimes,
@@ -212,9 +212,9 @@ def test_one_point_is_in_proportion_beyond_it() -> None:
 
 
 def generation(rows: int) -> float:
-    """Prompts of 16 tokens, then nine steps, with 21 columns of keys and values in the mean."""
+    """Prompts of 16 tokens, then nine steps, with 20.5 columns of keys and values in the mean."""
     prompts = 4 * (0.1 + 2e-3 * PROMPT * rows) + 0.1 + 1e-3 * PROMPT * rows
-    per_row = 0.01 + (21 - 16) / (32 - 16) * 0.01
+    per_row = 0.01 + (20.5 - 16) / (32 - 16) * 0.01
     return prompts + 9 * (4 * (0.05 + per_row * rows) + 0.1 + 0.01 * rows) + 0.002
 
 
@@ -231,13 +231,6 @@ def test_answers_that_end_early_save_time_but_not_all_of_it() -> None:
     alike, spread = call("generate", 16, responses=(10.0,)), call("generate", 16, responses=(2.0, 10.0))
     half = call("generate", 8, responses=(10.0,))
     assert seconds(half) < seconds(spread) < seconds(alike)
-
-
-def test_rows_are_dropped_when_a_quarter_of_them_has_ended() -> None:
-    assert list(shrinking_batch(8, (10.0,))) == [(10.0, 8)]
-    assert list(shrinking_batch(8, (2.0, 4.0, 4.0, 4.0))) == [(2.0, 8), (2.0, 6)]
-    # the longest of a hundred answers is rarely among two
-    assert list(shrinking_batch(2, (*[3.0] * 99, 50.0))) == [(3.0, 2)]
 
 
 def test_training_takes_the_time_of_each_update() -> None:

@@ -215,7 +215,7 @@ def real_estimate(row: str) -> tuple[float, float, float]:
         "mem-080": (PerParameter(2, 2, 20).on_rank(n, 1, dp), 4 * n + 20 * n / dp, 0),
         "mem-081": (PerParameter(2, 0, 0).on_rank(n), 2 * n, 0),
         "mem-082": (
-            Blocks(LLAMA_2_7B, 2).decode_bytes(batch // dp, length // 2, length // 2)["KV cache"],
+            Blocks(LLAMA_2_7B, 2).decode_bytes(batch // dp, length // 2, length // 2, None)["KV cache"],
             2 * 2 * batch * length * 4096 * 32 / dp,
             0,
         ),

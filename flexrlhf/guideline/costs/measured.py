@@ -10,7 +10,7 @@ comes from the analytic model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,16 +18,16 @@ from pathlib import Path
 from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.layer_prices import Curve, LayerPrices, SlicedModel
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, read_measurements
+from flexrlhf.guideline.costs.profiles import DECODERS
 from flexrlhf.guideline.costs.training import replica_sum_seconds
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
-WORTHWHILE = 0.25
-"""Share of ended rows from which on decoding drops them (engines/decoding.py)."""
 GRADIENT_BYTES = 4
 """Bytes of a trained parameter's gradient when it is summed over replicas and updates its weight."""
 
@@ -46,21 +46,6 @@ def slowdown(measured: Measurements, ranks: int) -> float:
         return contention[ranks] / contention[busy]
     # beyond what was measured: the cores are shared
     return max(1.0, ranks / cores) / max(1.0, busy / cores)
-
-
-def shrinking_batch(rows: float, responses: Sequence[float]) -> Iterator[tuple[float, float]]:
-    """Yield (decoding steps, rows decoded in each) as responses end and their rows are dropped; ``responses``: a
-    sample."""
-    ordered, kept, done = sorted(responses), rows, 0.0
-    for index, length in enumerate(ordered):
-        left = rows * (len(ordered) - index) / len(ordered)
-        if left < 0.5:
-            return
-        if left <= (1 - WORTHWHILE) * kept:
-            kept = left
-        if length > done:
-            yield length - done, kept
-            done = length
 
 
 @dataclass(frozen=True)
@@ -144,19 +129,13 @@ class MeasuredCosts:
 
     def _generate(self, call: Call, mesh: Mesh, prices: LayerPrices) -> dict[str, float]:
         rounds = max(1, -(-call.rows // call.decode_rows))
-        rows, prompts = call.rows / rounds, call.prompts / rounds
-        sliced = _sliced(call, mesh)
+        prompts, sliced = call.prompts / rounds, _sliced(call, mesh)
         prompt = prices.of(replace(sliced, width=call.prompt), prices.times.prompt)
         prefill, model = sum(prompt.stages("prefill", prompts * call.prompt)), prices.of(sliced, sliced.width)
-        decode = done = 0.0
-        for number, kept in shrinking_batch(rows, call.responses):
-            # the first token comes with the prompt
-            steps = number if done else number - 1
-            decode += steps * model.step(kept, call.prompt + done + number / 2)
-            done += number
+        decode = sum(each.steps * model.step(each.rows, call.prompt + each.age) for each in _decoding(call))
         # of a verification only the time of one step is known, as if its tokens were computed at once
         each = 1.0 if call.speculation is None else call.speculation.steps + call.speculation.drafting
-        return {"prefill": rounds * prefill, "decode": rounds * max(0.0, decode) * each}
+        return {"prefill": rounds * prefill, "decode": decode * each}
 
     def _train(self, call: Call, mesh: Mesh, prices: LayerPrices) -> dict[str, float]:
         times, passes = prices.times, call.passes_per_update
@@ -218,8 +197,7 @@ class MeasuredCosts:
         if call.kind == "generate":
             rounds = max(1, -(-call.rows // call.decode_rows))
             prefill = sums(2 * layers, call.prompts / rounds * call.prompt)
-            steps = sum(n * sums(2 * layers, kept) for n, kept in shrinking_batch(call.rows / rounds, call.responses))
-            return rounds * (prefill + steps)
+            return rounds * prefill + sum(each.steps * sums(2 * layers, each.rows) for each in _decoding(call))
         backward = 2 if facts_of(call.engine).fused_layers else 4 + call.model.gated
         each = 2 + (backward if call.kind == "train" else 0) + (2 if call.recompute == "full" else 0)
         passes = call.updates * call.passes_per_update
@@ -231,6 +209,11 @@ class MeasuredCosts:
         tokens = call.computed_tokens / call.updates / passes
         hops = (passes + mesh.pp - 2) * (2 if call.kind == "train" else 1)
         return call.updates * hops * hop.seconds(call.item * call.model.hidden * tokens / mesh.tp, 1)
+
+
+def _decoding(call: Call) -> tuple[DecodePhase, ...]:
+    """Return the decoding steps after the first token, which comes with the prompt."""
+    return decoding(call, DECODERS[call.engine].batching).phases
 
 
 def _sliced(call: Call, mesh: Mesh) -> SlicedModel:

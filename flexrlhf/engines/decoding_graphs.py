@@ -1,0 +1,42 @@
+"""CUDA graphs of decoding passes: the kernels of a pass are launched as one, instead of layer by layer from Python.
+
+Passes of the same number of rows and columns run the same kernels at the same addresses. The first one runs as usual,
+which also lets libraries prepare what a capture cannot; the second one is captured; after that it is replayed. Graphs
+live as long as the cache that they read: weights may be elsewhere in the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class DecodingGraphs:
+    """Captured passes by (rows, columns), which share their memory, as one runs at a time."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._logits: Tensor | None = None
+
+    def logits(self, decode: Callable[[int, int], Tensor], rows: int, width: int) -> Tensor:
+        """Return the logits (rows, vocabulary) of ``decode(rows, width)``, which the next call overwrites."""
+        key = rows, width
+        if key not in self._graphs:
+            self._graphs[key] = None
+            found = decode(rows, width)
+            if self._logits is None:
+                # the first call has the most rows
+                self._logits = torch.empty_like(found)
+            return found
+        assert self._logits is not None, "the first pass made them"
+        graph = self._graphs[key]
+        if graph is None:
+            graph = self._graphs[key] = torch.cuda.CUDAGraph()
+            # other threads, such as one that watches collectives, may call CUDA meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._logits[:rows].copy_(decode(rows, width))
+        graph.replay()
+        return self._logits[:rows]

@@ -1,0 +1,231 @@
+"""Slots of one KV cache in which rows are decoded: a slot takes a new row when its row has ended.
+
+The tokens of a row are in the first columns of its slot, so rows of any lengths are decoded in the same pass, and a new
+row copies nothing of the others. Live rows are in the first slots: a row that ends leaves its slot to the last one.
+Passes have as many rows as a few sizes allow, since kernels compute 9 rows as long as 16.
+
+Of a prompt, a pass of its own reads all tokens but the last (prefill); the last one is read with the other rows' newest
+tokens. Attention over slots takes no mask where all rows have the same length, and keys and values are not repeated
+for the heads that share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+from flexrlhf.engines.decoding_graphs import DecodingGraphs
+from flexrlhf.engines.micro_batch import PassSettings
+from flexrlhf.memory.packed_rows import TextGroup, packed
+
+ATTENTION = "flexrlhf slots"
+"""Name of the attention function among those of transformers; it has no function that makes masks, so none is made."""
+GRAPH_COLUMNS = 512
+"""Multiple of the columns that attention reads in CUDA graphs, of which each width has one."""
+
+
+def rows_of_pass(live: int, slots: int) -> int:
+    """Return the rows of a decoding pass of ``live`` rows: a power of two up to 16, then a multiple of 8."""
+    rows = 1 << (live - 1).bit_length() if live <= 16 else -(-live // 8) * 8
+    return min(slots, rows)
+
+
+class SlotCache(Cache):
+    """Keys and values of all layers, (slots, heads, columns, features) each.
+
+    A pass writes its tokens to ``slots`` (m,), from column 0 on, or one token of each of the first slots to ``columns``
+    (m,); attention then reads the first ``width`` columns.
+    """
+
+    def __init__(self, slots: int, columns: int) -> None:
+        super().__init__(layers=[])
+        self.size, self.columns = slots, columns
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._slots: Tensor | None = None
+        self._column: Tensor | None = None
+        self._width = 0
+
+    def write_prompts(self, slots: Tensor) -> None:
+        """Let the next pass write whole sequences to ``slots`` (m,); they attend to themselves."""
+        self._slots, self._column = slots, None
+
+    def write_tokens(self, slots: Tensor, columns: Tensor, width: int) -> None:
+        """Let the next pass write one token of each of the first slots ``slots`` (m,) to ``columns`` (m,)."""
+        self._slots, self._column, self._width = slots, columns, width
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values (m, heads, tokens, features) of a layer; return all that the pass attends to."""
+        if layer_idx == len(self._layers):
+            self._layers.append((self._space(key_states), self._space(value_states)))
+        pair = self._layers[layer_idx]
+        if self._column is None:
+            for space, new in zip(pair, (key_states, value_states), strict=True):
+                space[self._slots, :, : new.shape[2]] = new
+            return key_states, value_states
+        for space, new in zip(pair, (key_states, value_states), strict=True):
+            space[self._slots, :, self._column] = new[:, :, 0]
+        keys, values = (space[: len(self._column), :, : self._width] for space in pair)
+        return keys, values
+
+    def _space(self, like: Tensor) -> Tensor:
+        # zeros, since a column of no weight must still be a number
+        return like.new_zeros(self.size, like.shape[1], self.columns, like.shape[3])
+
+    def copy_slots(self, sources: Tensor, targets: Tensor, columns: int) -> None:
+        """Copy the first ``columns`` of the slots ``sources`` (m,) to ``targets`` (m,)."""
+        for space in chain.from_iterable(self._layers):
+            space[targets, :, :columns] = space[sources, :, :columns]
+
+
+class Slots:
+    """At most ``size`` rows that are decoded together, of at most ``columns`` tokens each.
+
+    settings: by which passes are laid out.
+    lengths:  tokens in the cache of each live row, as the host counts them.
+    """
+
+    def __init__(self, model: PreTrainedModel, size: int, columns: int, settings: PassSettings) -> None:
+        self._model, self._budget, self._dtype = model, settings.budget, settings.dtype
+        self._device = model.device
+        self._cache = SlotCache(size, columns)
+        self.size, self.lengths = size, list[int]()
+        self._tokens = self._positions = torch.zeros(0, dtype=torch.int64, device=self._device)
+        # inputs of passes, at the same addresses in all of them
+        self._tokens_read, self._columns = torch.zeros(2, size, dtype=torch.int64, device=self._device)
+        self._graphs = DecodingGraphs() if settings.graphs else None
+
+    def add(self, tokens: Tensor, lengths: Sequence[int], sources: Sequence[int]) -> Iterator[bool]:
+        """Put prompts into the next free slots; yield True before each model call.
+
+        tokens:   int64 (m, w), padded behind their ends.
+        lengths:  tokens of each prompt.
+        sources:  the slot whose row has the same prompt, its own slot if none before it has.
+        """
+        first, read = len(self.lengths), [length - 1 for length in lengths]
+        new = [index for index, source in enumerate(sources) if source == first + index and read[index]]
+        units = tuple((TextGroup(read[index], (0,)),) for index in new)
+        for part in packed(units, self._budget, together=False):
+            yield True
+            self._read([new[unit] for unit in part.units], first, tokens, read)
+        copied = [index for index, source in enumerate(sources) if source != first + index and read[index]]
+        if copied:
+            held, empty = self._indices([[sources[index] for index in copied], [first + index for index in copied]])
+            self._cache.copy_slots(held, empty, max(read[index] for index in copied))
+        self.lengths.extend(read)
+        at = self._indices(read)
+        self._positions = torch.cat([self._positions, at])
+        self._tokens = torch.cat([self._tokens, tokens.gather(1, at[:, None]).squeeze(1)])
+
+    def _read(self, prompts: list[int], first: int, tokens: Tensor, lengths: Sequence[int]) -> None:
+        index, width = self._indices(prompts), max(lengths[prompt] for prompt in prompts)
+        self._cache.write_prompts(index + first)
+        self._call(tokens[index, :width], torch.arange(width, device=self._device).expand(len(index), -1), None)
+
+    def _indices(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def next_logits(self) -> Tensor:
+        """Run the model on the newest token of every live row; return the logits (m, vocabulary) of the next one."""
+        live, longest = len(self.lengths), min(max(self.lengths), self._cache.columns - 1)
+        self._tokens_read[:live], self._columns[:live] = self._tokens, self._positions
+        rows = rows_of_pass(live, self.size)
+        if self._graphs is not None:
+            rows = min(1 << (live - 1).bit_length(), self.size)
+            return self._graphs.logits(self._decode, rows, self._width(longest, GRAPH_COLUMNS))[:live]
+        if rows == live and min(self.lengths) == longest:
+            return self._decode(rows, longest + 1, masks=False)
+        return self._decode(rows, self._width(longest, 8 if self._device.type == "cpu" else 64))[:live]
+
+    def _width(self, longest: int, multiple: int) -> int:
+        """Return the columns that attention reads; on a GPU each number of them has kernels of its own."""
+        return min(-(-(longest + 1) // multiple) * multiple, self._cache.columns)
+
+    def _decode(self, rows: int, width: int, masks: bool = True) -> Tensor:
+        """Return the logits of the first ``rows`` slots, live or not, with attention to ``width`` columns."""
+        # an ended row may go on for a few tokens
+        columns, mask = self._columns[:rows].clamp(max=self._cache.columns - 1), None
+        if masks:
+            behind = torch.arange(width, device=self._device) > columns[:, None]
+            mask = torch.zeros_like(behind, dtype=self._dtype).masked_fill_(behind, -torch.inf)[:, None, None]
+        self._cache.write_tokens(torch.arange(rows, device=self._device), columns, width)
+        return self._call(self._tokens_read[:rows, None], columns[:, None], mask)
+
+    def append(self, tokens: Tensor) -> None:
+        """Give every live row its next token (m,)."""
+        self._tokens, self._positions = tokens, self._positions + 1
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def remove(self, ended: Sequence[bool]) -> list[int]:
+        """Remove rows; return for each slot that is live from now on the one its row was in."""
+        left = [slot for slot, has_ended in enumerate(ended) if not has_ended]
+        holes = [slot for slot, has_ended in enumerate(ended[: len(left)]) if has_ended]
+        order = list(range(len(left)))
+        if holes:
+            moved = left[-len(holes) :]
+            for hole, slot in zip(holes, moved, strict=True):
+                order[hole] = slot
+            longest = min(max(self.lengths[slot] for slot in moved), self._cache.columns)
+            held, empty = self._indices([moved, holes])
+            self._cache.copy_slots(held, empty, longest)
+        index = self._indices(order)
+        self._tokens, self._positions = self._tokens[index], self._positions[index]
+        self.lengths = [self.lengths[slot] for slot in order]
+        return order
+
+    def _call(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        with _attention_over_slots(self._model):
+            out = self._model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+
+@contextmanager
+def _attention_over_slots(model: PreTrainedModel) -> Iterator[None]:
+    config = model.config
+    before, config._attn_implementation = config._attn_implementation, ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention (m, tokens, heads, features), as a function of transformers' attention interface.
+
+    Of one token, the query heads that share keys are as many queries of one head.
+    """
+    rows, heads, tokens, features = query.shape
+    shared = heads // key.shape[1]
+    if tokens == 1:
+        folded = query.reshape(rows, key.shape[1], shared, features)
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(rows, 1, heads, -1), None
+    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared > 1)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
