@@ -87,7 +87,7 @@ class SlotCache(Cache):
 
 
 class Slots:
-    """At most ``size`` rows that are decoded together, of at most ``columns`` tokens each.
+    """Rows that are decoded together, at most ``size``, with at most ``columns`` tokens each.
 
     settings: by which passes are laid out.
     lengths:  tokens in the cache of each live row, as the host counts them.
