@@ -153,7 +153,7 @@ class Decoding:
         lengths, limits, prompts = self._counted()
         waiting = deque(place for place in order.tolist() if limits[place] > 0)
         columns = max((lengths[place] + limits[place] for place in waiting), default=0)
-        slots = Slots(self._model, min(num_rows, len(waiting)), columns, self._settings)
+        slots = Slots(self._model, min(num_rows, len(waiting)), columns, self._settings, order.device)
         tokens = self._contexts.tokens
         behind = torch.arange(tokens.shape[1], device=tokens.device)
         live, placed, last, step = self._live(order[:0]), list[int](), list[int](), 0

@@ -93,10 +93,13 @@ class Slots:
     lengths:  tokens in the cache of each live row, as the host counts them.
     """
 
-    def __init__(self, model: PreTrainedModel, size: int, columns: int, settings: PassSettings) -> None:
+    def __init__(
+        self, model: PreTrainedModel, size: int, columns: int, settings: PassSettings, device: torch.device
+    ) -> None:
         self._model, self._budget, self._dtype = model, settings.budget, settings.dtype
-        self._device = model.device
-        self._cache = SlotCache(size, columns)
+        self._device = device
+        # kernels would copy a mask of any other width
+        self._cache = SlotCache(size, -(-columns // 8) * 8)
         self.size, self.lengths = size, list[int]()
         self._tokens = self._positions = torch.zeros(0, dtype=torch.int64, device=self._device)
         # inputs of passes, at the same addresses in all of them
