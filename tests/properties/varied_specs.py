@@ -300,7 +300,13 @@ def _model(rng: Random, trained: bool, shadows: bool, share: float) -> Raw:
     if chance(rng, share):
         further["dtype"] = rng.choice(("float32", "float16"))
     if "shadow" in model and chance(rng, share):
-        model["shadow"] |= {"dtype": "float16", "shard": "all", "generate_tokens": 512, "micro_batch_tokens": 256}
+        model["shadow"] |= {
+            "dtype": "float16",
+            "shard": "all",
+            "cp": 1,
+            "generate_tokens": 512,
+            "micro_batch_tokens": 256,
+        }
     if model.get("engine") == "deepspeed" and chance(rng, share):
         further["config"] = rng.choice(DEEPSPEED)
         if trained and model.get("zero"):
