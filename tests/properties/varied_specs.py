@@ -201,6 +201,8 @@ def make_varied_spec(rng: Random) -> Raw:
         raw["models"]["all"] = {"micro_batch_tokens": 4096}
     if graph.generated is not None and chance(rng, 0.3):
         raw["rollout"] = random_settings(rng, RolloutSpec, EXAMPLES, share) | rollout_of(rng, shadows)
+        if raw["rollout"].get("process") == "child":
+            raw["rollout"]["max_restarts"] = Random(repr(raw)).choice((0, 2))
         if raw["rollout"].get("groups") == "as-ended":
             raw["rollout"] |= {"segment_tokens": 2, "max_segments": Random(repr(raw)).choice((None, 2))}
         raw["models"]["actor"].pop("shadow", None)
