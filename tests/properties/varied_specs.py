@@ -115,6 +115,7 @@ EXAMPLES: Examples = {
     "DataSpec.max_response_tokens": (4, 8, 256),
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
+    "ModelSpec.cp": (1, 2),
     "ModelSource.model": NOTHING,
     **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service")], NOTHING),
     "ImportanceSpec.floor": NOTHING,
@@ -255,8 +256,10 @@ def _cluster(rng: Random, share: float) -> Raw:
     for node in cluster["nodes"]:
         node |= {name: rng.choice((12, 0.5)) for name in ("link_gb_s", "network_gb_s") if chance(rng, share / 2)}
         node |= {"memory_gb": 90} if chance(rng, share / 2) else {}
-        node |= {"speed": rng.choice((1, 0.5))} if chance(rng, share / 4) else {}
         node |= {"cores": 16} if chance(Random(repr(node)), share) else {}
+    if chance(rng, share / 4):
+        for node in cluster["nodes"]:
+            node["speed"] = rng.choice((1, 0.5))
     return cluster
 
 
