@@ -32,7 +32,7 @@ from symbolic import (
 )
 
 from flexrlhf.operators.columns import FINAL_OUTCOME
-from flexrlhf.placement.groups import COPIES, SHARD, Group, is_sharded_in_nodes, pipeline_ends
+from flexrlhf.placement.groups import COPIES, SHARD, WEIGHTS, Group, is_sharded_in_nodes, pipeline_ends
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import Plan
@@ -555,12 +555,15 @@ class Rank:
         if layout.tp > 1:
             ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)
             self._agree((*key, "tp"), f"tp {model.name}", ranks, instruction, (weights, reads))
+        if layout.cp > 1:
+            self._agree((*key, "cp"), f"cp {model.name}", layout.cp_set(self.number), instruction, (weights, reads))
         if layout.pp > 1:
             stages, ends = layout.pp_set(self.number), pipeline_ends(layout.pp_set(self.number))
             self._agree((*key, "pp"), f"pp {model.name}", stages, instruction, (weights, reads))
             self._check_group(f"{ends[0]} {model.name}", ends[1], instruction)
-        if model.split != "whole":
-            self._agree((*key, "dp"), f"compute {model.name}", layout.dp_set(self.number), instruction, weights)
+        if model.split != "whole" or (layout.cp > 1 and instruction.operator.kind == "train"):
+            purpose, ranks = WEIGHTS if layout.cp > 1 else "compute", layout.of_weights.dp_set(self.number)
+            self._agree((*key, "dp"), f"{purpose} {model.name}", ranks, instruction, weights)
         if is_sharded_in_nodes(model):
             sets = {SHARD: model.shard_set(self.number), COPIES: model.copy_set(self.number)}
             for purpose in (SHARD, COPIES) if instruction.operator.kind == "train" else (SHARD,):

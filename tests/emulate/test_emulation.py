@@ -228,6 +228,7 @@ ALONE = {"actor.shadow": {"ranks": "2-3"}, "reward": {"ranks": [3]}} | {
     role: {"ranks": ranks} for role, ranks in (("actor", "0-1"), ("critic", [0]), ("ref", [1]))
 }
 TENSOR: dict[str, Any] = {"actor": {"tp": 2}, "critic": {"tp": 4}, "ref": {"tp": 2, "zero": 3}}
+PARTS: dict[str, Any] = {"actor": {"cp": 2, "tp": 2, "zero": 3}, "critic": {"cp": 4}, "ref": {"cp": 2, "zero": 3}}
 TALL: dict[str, Any] = {"init": INIT | {"num_hidden_layers": 4}, "engine": "megatron"}
 STAGES: dict[str, Any] = {
     "actor": TALL | {"pp": 2, "tp": 2},
@@ -293,6 +294,7 @@ LATE: dict[str, Any] = {"lag": 2, "num_chunks": 2}
         ),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 4, models=SHARDED), id="shards"),
         pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=TENSOR), id="tensor-parallel"),
+        pytest.param(lambda: ppo_plan([1, 1, "1/2", "1/2"], 8, {"num_chunks": 2}, models=PARTS), id="context-parallel"),
         pytest.param(lambda: ppo_plan(SIX, 4, {"num_chunks": 4}, whiten="none", models=CROSSED), id="six-crossed"),
         pytest.param(lambda: ppo_plan(SIX, 8, {"lag": 1}, sync_every=2, models=CROSSED), id="six-crossed-lag-1"),
         pytest.param(lambda: ppo_plan(None, 8, rollout=HALVES, models=STAGES), id="stages"),

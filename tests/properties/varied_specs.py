@@ -133,7 +133,7 @@ EXAMPLES: Examples = {
     # its placement and engine: random_specs
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
     **dict.fromkeys(
-        [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "lora", "config", "shadow", "dtype")], NOTHING
+        [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "cp", "lora", "config", "shadow", "dtype")], NOTHING
     ),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens")], NOTHING),

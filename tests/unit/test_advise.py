@@ -144,6 +144,7 @@ ALGORITHMS = {
     "grpo": (FUNCTION,),
     "grpo without a reference": (FUNCTION, "algorithm.kl=null"),
     "grpo in rounds": ("algorithm.dynamic_sampling={rounds: 2}", "algorithm.rollouts_per_step=2"),
+    "grpo of long rows": (FUNCTION, "data.max_prompt_tokens=4096", "data.max_response_tokens=4096"),
     "rloo": (WEIGHTED,),
     "gspo": ("algorithm.samples_per_prompt=3",),
     "reinforce++": ("algorithm.baseline=group", "algorithm.samples_per_prompt=2", "algorithm.whiten=none"),
@@ -290,13 +291,27 @@ def test_ends_with_one_side_take_a_transfer_of_rows_equally_long() -> None:
             assert seconds == each.link.seconds(each.source.ends[source], each.to.ends[to], RELATIONS[relation])
 
 
+def tried(spec: Spec, name: str, setting: str) -> set[int]:
+    """Values of a setting among the options of a model on eight devices."""
+    problem = make_space(spec, AnalyticCosts(), None).problem
+    part = next(part for part in problem.parts if part.name == name)
+    options = part.options(problem.shape_of(0, 8))
+    return {getattr(each.settings, setting) for each in options if isinstance(each.settings, ModelSpec)}
+
+
+def test_context_parallel_ranks_are_a_choice_for_long_rows() -> None:
+    """Of 28 heads; the rows of a rollout engine are not split."""
+    long = {"prompt_tokens": 2048, "response_tokens": 6144}
+    assert tried(spec_for(8, "qwen2.5-7b", **long), "actor", "cp") == {1, 2, 4}
+    assert tried(spec_for(8, "qwen2.5-7b", **long), "actor.rollout", "cp") == {1}
+    assert tried(spec_for(8, "qwen2.5-7b", engine="deepspeed", **long), "actor", "cp") == {1}
+    assert tried(spec_for(8, "qwen2.5-7b"), "actor", "cp") == {1}
+    assert tried(spec_for(8, "qwen2.5-7b", ("models.actor.cp=2",)), "actor", "cp") == {2}
+
+
 def test_stages_are_a_choice_of_megatron_alone() -> None:
     def stages(spec: Spec, name: str) -> set[int]:
-        space = make_space(spec, AnalyticCosts(), None)
-        problem = space.problem
-        part = next(part for part in problem.parts if part.name == name)
-        options = part.options(problem.shape_of(0, 8))
-        return {each.settings.pp for each in options if isinstance(each.settings, ModelSpec)}
+        return tried(spec, name, "pp")
 
     # 28 layers, so not 8
     assert stages(megatron(), "critic") == {1, 2, 4}

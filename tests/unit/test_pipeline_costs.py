@@ -199,6 +199,28 @@ def test_a_plan_with_stages_is_priced_by_them() -> None:
         assert cost.parts["bubble"] > 0 and cost.parts["pipeline"] > 0
 
 
+def test_ranks_that_share_rows_compute_their_part_and_exchange_states() -> None:
+    """Four ranks with the tokens of one long row each compute a quarter of it; as replicas three have none."""
+
+    def trained(cp: int, context_parallel: str = "auto", rows: int = 4) -> Cost:
+        config = "{vocab_size: 32000, hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 4}"
+        critic = f"models.critic={{cp: {cp}, context_parallel: {context_parallel}, zero: 3, init: {config}}}"
+        data = "data={path: a.jsonl, max_prompt_tokens: 1024, max_response_tokens: 31744}"
+        kept = ("models.critic.init.model_type=llama", "models.critic.init.num_attention_heads=32")
+        plan = plan_of(None, 4, NODE.replace("8", "4", 1), critic, data, *kept, f"algorithm.prompts_per_step={rows}")
+        found = simulate(plan, COSTS)
+        return next(item.cost for item in found.priced if item.instruction.label == "train_critic on critic")
+
+    replicas, ulysses, ring = trained(1), trained(4), trained(4, "ring")
+    assert "context parallel" not in replicas.parts
+    assert ulysses.parts["compute"] == ring.parts["compute"] == pytest.approx(replicas.parts["compute"], rel=0.1)
+    assert ulysses.parts["attention"] == pytest.approx(replicas.parts["attention"], rel=0.01)
+    # heads are exchanged for tokens; without grouped heads keys and values of all others are more
+    assert 0 < ulysses.parts["context parallel"] < ring.parts["context parallel"] < 0.2 * ring.seconds
+    assert ulysses.parts["gather"] == pytest.approx(4 * replicas.parts["gather"], rel=0.01)
+    assert trained(4, rows=1).seconds < 0.4 * trained(1, rows=1).seconds
+
+
 def test_a_larger_batch_has_a_smaller_share_of_bubble_in_a_plan() -> None:
     def share(prompts: int) -> float:
         found = simulate(staged(4, f"algorithm.prompts_per_step={prompts}"), COSTS)

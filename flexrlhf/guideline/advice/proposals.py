@@ -41,8 +41,9 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
         else:
             models[name.role] = settings
     for role, shadow in shadows.items():
-        shard = None if shadow.shard == models[role].shard else shadow.shard
-        models[role] = models[role].model_copy(update={"shadow": shadow.model_copy(update={"shard": shard})})
+        own = models[role]
+        inherited = {name: None for name in ("shard", "cp") if getattr(shadow, name) == getattr(own, name)}
+        models[role] = own.model_copy(update={"shadow": shadow.model_copy(update=inherited)})
     changes: dict[str, object] = {"rollout": rollout, "placement": None}
     if space.has_less_memory:
         changes["cluster"] = usable_cluster(space.spec.cluster, space.usable)
@@ -64,14 +65,8 @@ def usable_cluster(cluster: ClusterSpec, share: float) -> ClusterSpec:
 
 def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
     """Chosen settings of a shadow, in addition to those in the YAML (its engine, its type)."""
-    names = (
-        "zero",
-        "shard",
-        "tp",
-        *(name for name, can in (("pp", facts_of(settings.engine).pp), ("cp", settings.cp > 1)) if can),
-        "micro_batch_tokens",
-        "generate_tokens",
-    )
+    stages = ("pp",) if facts_of(settings.engine).pp else ()
+    names = ("zero", "shard", "tp", *stages, "cp", "micro_batch_tokens", "generate_tokens")
     in_yaml = base.shadow if base is not None and base.shadow is not None else ShadowSpec()
     return in_yaml.model_copy(update={name: getattr(settings, name) for name in names})
 
