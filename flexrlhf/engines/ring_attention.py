@@ -101,18 +101,22 @@ class _RingAttention(Function):
         query, key, value, out, lse = ctx.saved_tensors
         by_out = by_out.contiguous()
         by_query = torch.zeros_like(query, dtype=torch.float32)
-        travelling = torch.stack([key, value])
-        by_keys = torch.zeros_like(travelling, dtype=torch.float32)
+        travelling, returning = torch.stack([key, value]), None
         for step, parts in enumerate(ctx.towards):
             arriving = _Neighbours.send(travelling, ctx.split) if step < len(ctx.towards) - 1 else None
+            by_keys = torch.zeros_like(travelling, dtype=torch.float32)
             for part in parts:
                 found = gradients(by_out, query, travelling[0], travelling[1], out, lse, part, ctx.scale)
                 for whole, more in zip((by_query, *by_keys), found, strict=True):
                     whole.add_(more)
-            # with the keys and values that they are of; from the last rank they return to their own
-            by_keys = _Neighbours.send(by_keys, ctx.split).wait()
+            # of the same keys and values from the ranks before; behind the last one they are back at their own
+            if returning is not None:
+                by_keys += returning.wait()
+            returning = _Neighbours.send(by_keys, ctx.split)
             if arriving is not None:
                 travelling = arriving.wait()
+        assert returning is not None, "a ring has ranks"
+        by_keys = returning.wait()
         return by_query.to(query.dtype), by_keys[0].to(key.dtype), by_keys[1].to(value.dtype), None, None, None
 
 
