@@ -82,15 +82,18 @@ class _RingAttention(Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, towards: tuple[Arrival, ...], split: RowSplit, scale: float
     ) -> Tensor:
-        out = torch.zeros_like(query)
+        # float32, since it is rounded once for each rank
+        whole = torch.zeros_like(query, dtype=torch.float32)
         lse = query.new_full((query.shape[1], len(query)), NO_KEYS, dtype=torch.float32)
         travelling = torch.stack([key, value])
         for step, parts in enumerate(towards):
             arriving = _Neighbours.send(travelling, split) if step < len(towards) - 1 else None
             for part in parts:
-                out, lse = joined(out, lse, *attended(query, travelling[0], travelling[1], part, scale))
+                out, part_lse = attended(query, travelling[0], travelling[1], part, scale)
+                whole, lse = joined(whole, lse, out.float(), part_lse)
             if arriving is not None:
                 travelling = arriving.wait()
+        out = whole.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.towards, ctx.split, ctx.scale = towards, split, scale
         return out

@@ -301,10 +301,10 @@ class PassSize:
         return several if self.total is None else max(self.tokens, min(several, texts * self.total))
 
     def of_part(self, cp: int) -> PassSize:
-        """Return the size on one of ``cp`` ranks that share the tokens of every row, whose attention has no mask."""
+        """Return the size on one of ``cp`` ranks that share the tokens of every row."""
         tokens = -(-self.tokens // cp)
         total = None if self.total is None else -(-self.total // cp)
-        return replace(self, tokens=tokens, width=0, responses=min(self.responses, tokens), total=total)
+        return replace(self, tokens=tokens, responses=min(self.responses, tokens), total=total)
 
 
 def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
