@@ -47,7 +47,6 @@ class EngineFacts:
     searches_tp:        whether advice tries tensor parallelism: published steps, which costs are fitted to, have it.
     pp:                 whether it has pipeline stages.
     cp:                 whether its ranks can share the tokens of a row (context parallelism).
-    lora:               whether it trains adapters.
     offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
     config:             whether ``models.*.config`` passes settings on to its library.
     float16:            whether it computes in float16 on GPUs.
@@ -96,7 +95,6 @@ class EngineFacts:
     searches_tp: bool = True
     pp: bool = False
     cp: bool = False
-    lora: bool = True
     offload: bool = False
     config: bool = False
     float16: bool = True
@@ -165,7 +163,6 @@ MEGATRON = EngineFacts(
     kinds=frozenset({"forward", "train"}),
     zero=(0, 1),
     pp=True,
-    lora=False,
     float16=False,
     sharded_optimizers=("adamw",),
     both_heads=False,

@@ -22,7 +22,6 @@ PAIRS = ("dpo", "reward", "orpo", "simpo")
 """Algorithms whose rows are two sequences."""
 FOLLOWS_FROM_EPOCHS = "epochs over data whose size is not in the file: write steps or epochs"
 CUT = "a cut distribution needs importance weights here: algorithm.importance"
-NO_ADAPTERS = "Megatron trains no adapters here; without them all weights are trained"
 
 
 def sizes_of(peer: str, algorithm: str) -> dict[str, Any]:
@@ -161,11 +160,8 @@ def check_warmup(out: Translation) -> None:
 
 
 def put_lora(out: Translation, role: str, rank: Setting | None, alpha: Setting | None, targets: Setting | None) -> None:
-    """Write adapters, if their rank is given and the engine trains any."""
+    """Write adapters, if their rank is given."""
     if rank is None:
-        return
-    if out.value("models.all.engine") == "megatron":
-        out.drop(rank, NO_ADAPTERS)
         return
     out.put(f"models.{role}.lora.rank", rank.value, rank)
     if alpha is not None:

@@ -286,11 +286,12 @@ class MegatronBytes(EngineBytes):
         replica updates a part.
         """
         per, is_split = self.per_parameter(model), model.settings.zero == 1
-        elements = elements_on_rank(model, shape.parameters, rank)
-        buffer = megatron_buffer(model, shape, rank) if is_split else elements
+        elements = elements_on_rank(model, shape.trained, rank)
+        frozen = elements_on_rank(model, shape.parameters, rank) - elements
+        buffer = megatron_buffer(model, shape.trained, rank) if is_split else elements
         updated = buffer // model.layout.of_weights.dp if is_split else elements
         return State(
-            weights=per.weights * buffer,
+            weights=per.weights * buffer + item_bytes(model) * frozen,
             gradients=per.gradients * buffer,
             optimizer=per.optimizer * updated,
             moments=4 * num_moments(model.settings.optimizer) * updated,
@@ -303,11 +304,11 @@ class MegatronBytes(EngineBytes):
         return 4 * max(part, trained.largest)
 
 
-def megatron_buffer(model: PlacedModel, shape: ModelShape, rank: int) -> int:
+def megatron_buffer(model: PlacedModel, trained: Parameters, rank: int) -> int:
     """Return the elements of a buffer of Megatron's distributed optimizer, which replicas share equally."""
     starts = sum(
         count * -(-elements_on_rank(model, (kind,), rank) // MEGATRON_ALIGNMENT) * MEGATRON_ALIGNMENT
-        for kind, count in count_kinds(shape.parameters).items()
+        for kind, count in count_kinds(trained).items()
     )
     multiple = math.lcm(model.layout.of_weights.dp, MEGATRON_BUFFER_MULTIPLE)
     return -(-starts // multiple) * multiple

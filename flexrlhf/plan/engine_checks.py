@@ -157,8 +157,6 @@ def _check_sharding(model: PlacedModel) -> None:
         lacks = f"engine {model.engine} has no context parallel, found cp {settings.cp}; use 1"
         _require(model, "cp", lambda each: each.cp, lacks)
         _check_context_parallel(model)
-    if settings.lora is not None and model.rollout is None:
-        _require(model, "lora", lambda each: each.lora, f"{engine} trains no adapters; remove it")
 
 
 def _check_context_parallel(model: PlacedModel) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.lora import shape_of, without_adapter
+from flexrlhf.weights.lora import BASE, shape_of, without_adapter
 from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
 
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -69,9 +69,7 @@ def layer_of(name: str) -> int | None:
 
 def fused_name(name: str) -> str:
     """Return the name of the first parameter that Megatron-Core has in one with parameter ``name``."""
-    path, _, kind = name.rpartition(".")
-    module = path.rpartition(".")[2]
-    return f"{path.removesuffix(module)}{FUSED[module]}.{kind}" if module in FUSED else name
+    return ".".join(FUSED.get(word, word) for word in name.replace(BASE, ".").split("."))
 
 
 @dataclass(frozen=True)

@@ -751,7 +751,7 @@ DEFAULT = [
     Case("two", "apart", 4, "apart"),
     Case("two", "lag-chunks", 4, "torch-3"),
     Case("episodes", "lag-chunks", 4, "tp"),
-    Case("uneven", "co-located", 4, "megatron-tp-pp", "torch"),
+    Case("adapters", "co-located", 4, "megatron-tp-pp", "torch"),
     Case("uneven", "halves", 4, "tp-4", "torch"),
     Case("uneven", "halves", 4, "megatron-pp-dp", "torch"),
     Case("samples", "six", 2, "unshared"),
@@ -823,7 +823,7 @@ def _every_part_of_rows() -> list[Case]:
 def _every_megatron() -> list[Case]:
     """Parts, stages and replicas of actor and critic, next to other engines."""
     # none that evaluates, for which Megatron's copy would generate
-    settings = ("two", "uneven", "pieces", "scarce", "scheduled", "epochs", "grpo", "safe")
+    settings = ("two", "uneven", "pieces", "scarce", "scheduled", "epochs", "grpo", "safe", "adapters", "shared")
     sides = [
         Case(*names, 4, way) for names in product(settings, ("six", "lag")) for way in ("megatron-tp", "megatron-pp")
     ]
@@ -880,14 +880,15 @@ def _lacks_copy(case: Case) -> bool:
 def _every_hybrid() -> list[Case]:
     """Torch on the ranks that train the actor, in its layouts and under each way to train it."""
     ways = (*STAGES, "tp", "tp-3", "tp-4", "megatron-tp-pp", "megatron-pp-dp")
-    adapting = (*STAGES, *SLICED)
     rollouts = [name for name in ROLLOUTS if name.startswith("torch")]
     settings = ("ends", "corrected", "one-trunk", "grpo-rule", "retokenized")
     cases = [Case(setting, "co-located", 4, rollout=rollout) for setting in settings for rollout in rollouts]
     for rollout in ("torch", "torch-tp"):
         cases += [Case("uneven", shape, 4, way, rollout) for shape in ("co-located", "halves") for way in ways]
         adapted = ("adapters", "shared", "one-trunk-adapters")
-        cases += [Case(setting, "co-located", 4, way, rollout) for setting in adapted for way in adapting]
+        cases += [Case(setting, "co-located", 4, way, rollout) for setting in adapted for way in (*STAGES, *SLICED)]
+        # Megatron puts one head on a trunk
+        cases += [Case("shared", "co-located", 4, way, rollout) for way in ("megatron-tp-pp", "megatron-pp-dp")]
     return cases
 
 

@@ -853,7 +853,6 @@ def test_a_cluster_file_may_give_the_speed_of_its_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "changes", "words"),
     [
-        ((), {"engine": "megatron", "lora": 8}, "models.actor.lora: engine megatron trains no adapters"),
         (("models.actor.zero=3",), {"engine": "megatron"}, "models.actor.zero: engine megatron has no stage 3"),
         (
             ("models.critic.dtype=float16",),

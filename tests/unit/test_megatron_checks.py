@@ -95,10 +95,6 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "models.critic.engine: megatron has no MLPs with gelu, only silu; use engine torch or deepspeed",
         ),
         (
-            (*critic(), "models.critic.lora={}"),
-            "models.critic.lora: engine megatron trains no adapters; remove it, or engine torch or deepspeed",
-        ),
-        (
             (*critic(), "models.critic.dtype=float16"),
             "models.critic.dtype: megatron computes in bfloat16 and float32 here, found float16; use bfloat16, or "
             "engine torch or deepspeed",

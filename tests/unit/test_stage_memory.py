@@ -97,7 +97,7 @@ def test_the_distributed_optimizer_splits_its_state_over_replicas(dp: int) -> No
     shape, plain, split = shape_of(), placed(dp, 2, 2, dtype="bfloat16"), placed(dp, 2, 2, dtype="bfloat16", zero=1)
     for rank in split.ranks:
         whole, mine = model_state(plain, shape, rank), model_state(split, shape, rank)
-        buffer = megatron_buffer(split, shape_on(split, shape, rank), rank)
+        buffer = megatron_buffer(split, shape_on(split, shape, rank).parameters, rank)
         assert mine.optimizer == 12 * buffer // dp and mine.gradients == 4 * buffer
         # gaps are few: less than one alignment a tensor, and a multiple at the end
         gaps = len(shape.parameters) * MEGATRON_ALIGNMENT + 128 * dp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from math import lcm
@@ -28,9 +29,10 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
+from flexrlhf.engines.megatron.adapters import without_adapters
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
 from flexrlhf.engines.megatron.passes import StagePasses
-from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, rows_by_name
+from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, add_adapters, rows_by_name
 from flexrlhf.engines.megatron.update import StageUpdate
 from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.non_finite import NonFiniteStep
@@ -64,6 +66,8 @@ class MegatronEngine(Lender):
         self.config = skeleton.model.config
         groups = process_groups(context, ranks)
         self._stage = _stage(context, skeleton, groups)
+        if self._settings.lora is not None:
+            add_adapters(self._stage, self._settings.lora)
         if not placed.trained:
             self._stage.requires_grad_(False)
         self._named: Named = rows_by_name(self._stage)
@@ -99,7 +103,8 @@ class MegatronEngine(Lender):
         raise AssertionError("planning places generation on another engine")
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
-        return self._passes.forward(batch, columns)
+        with nullcontext() if adapters else without_adapters(self._stage):
+            return self._passes.forward(batch, columns)
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         self._trained.allocate()

@@ -7,8 +7,9 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from flexrlhf.config.model_settings import Head
+from flexrlhf.config.model_settings import Head, LoraSpec
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import LanguageHead
+from flexrlhf.engines.megatron.adapters import Adapter
+from flexrlhf.weights.lora import ADAPTER, BASE
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, Sizes
 from flexrlhf.weights.shards import EMBEDDING
 
@@ -109,6 +112,9 @@ class Stage(GPTModel):
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Return the embedding (W, m, hidden) of ``tokens``; under sequence parallelism this rank's part of W."""
         embedded: Tensor = self.embedding(tokens, None)
+        if self.config.recompute_granularity and not embedded.requires_grad and torch.is_grad_enabled():
+            # recomputing gives no gradients to adapters behind a frozen embedding
+            return embedded.requires_grad_()
         if self._padding_token is not None and embedded.requires_grad:
             is_padding = (tokens == self._padding_token).t()[..., None]
             if self.config.sequence_parallel:
@@ -249,30 +255,59 @@ def _of_head(stage: Stage) -> Named:
 
 
 def _of_layer(layer: TransformerLayer) -> Iterator[tuple[str, Rows]]:
-    attention, mlp = layer.self_attention, layer.mlp
+    attention = layer.self_attention
     yield "input_layernorm.weight", _all(layer.input_layernorm.weight)
     yield "post_attention_layernorm.weight", _all(layer.pre_mlp_layernorm.weight)
-    size = attention.hidden_size_per_attention_head
-    keys = attention.num_query_groups_per_partition * size
-    counts = {"q_proj": attention.num_attention_heads_per_partition * size, "k_proj": keys, "v_proj": keys}
-    yield from _split("self_attn", attention.linear_qkv, counts)
-    yield "self_attn.o_proj.weight", _all(attention.linear_proj.weight)
     for name in ("q", "k"):
         norm = getattr(attention, f"{name}_layernorm")
         if isinstance(norm, nn.RMSNorm):
             yield f"self_attn.{name}_norm.weight", _all(norm.weight)
+    for prefix, linear, outputs in _linears(layer):
+        yield from _split(prefix, linear, outputs)
+
+
+def _linears(layer: TransformerLayer) -> Iterator[tuple[str, nn.Module, dict[str, int]]]:
+    """Yield the linear layers of a layer: where their parts are, and the outputs of each part, in order."""
+    attention, mlp = layer.self_attention, layer.mlp
+    size = attention.hidden_size_per_attention_head
+    keys = attention.num_query_groups_per_partition * size
+    queries = attention.num_attention_heads_per_partition * size
+    yield "self_attn", attention.linear_qkv, {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    yield "self_attn", attention.linear_proj, {"o_proj": len(attention.linear_proj.weight)}
     features = len(mlp.linear_fc1.weight) // 2
-    yield from _split("mlp", mlp.linear_fc1, {"gate_proj": features, "up_proj": features})
-    yield "mlp.down_proj.weight", _all(mlp.linear_fc2.weight)
+    yield "mlp", mlp.linear_fc1, {"gate_proj": features, "up_proj": features}
+    yield "mlp", mlp.linear_fc2, {"down_proj": len(mlp.linear_fc2.weight)}
 
 
-def _split(prefix: str, linear: nn.Module, counts: dict[str, int]) -> Iterator[tuple[str, Rows]]:
-    """Yield the parts of a fused projection, of which ``counts`` has the rows in order."""
+def add_adapters(stage: Stage, lora: LoraSpec) -> None:
+    """Add adapters, which alone are trained, with the scalar head; their values are not read yet."""
+    stage.requires_grad_(False)
+    for layer in stage.decoder.layers:
+        for _, linear, outputs in _linears(layer):
+            if lora.targets is None or not outputs.keys().isdisjoint(lora.targets):
+                Adapter(linear, outputs, lora, stage.tp_group, stage.config.sequence_parallel)
+    if stage.post_process and stage.head is None:
+        stage.output_layer.requires_grad_(True)
+
+
+def _split(prefix: str, linear: nn.Module, outputs: dict[str, int]) -> Iterator[tuple[str, Rows]]:
+    """Yield the parts of a linear layer, of which ``outputs`` has the rows in order, and their adapters."""
+    adapter: Adapter | None = getattr(linear, "adapter", None)
+    targets = () if adapter is None else adapter.targets
     for kind in ("weight", "bias"):
-        parameter, start = getattr(linear, kind), 0
-        for name, count in counts.items() if parameter is not None else ():
-            yield f"{prefix}.{name}.{kind}", Rows(parameter, range(start, start + count))
-            start += count
+        for name, rows in _ranges(outputs) if (parameter := getattr(linear, kind)) is not None else ():
+            yield f"{prefix}.{name}{BASE if name in targets else '.'}{kind}", Rows(parameter, rows)
+    if adapter is not None:
+        for name, rows in _ranges(dict.fromkeys(targets, adapter.rank)):
+            yield f"{prefix}.{name}.lora_A.{ADAPTER}.weight", Rows(adapter.a, rows)
+        for name, rows in _ranges({name: outputs[name] for name in targets}):
+            yield f"{prefix}.{name}.lora_B.{ADAPTER}.weight", Rows(adapter.b, rows)
+
+
+def _ranges(counts: Mapping[str, int]) -> Iterator[tuple[str, range]]:
+    """Yield ranges of so many rows, one behind the other."""
+    ends = accumulate(counts.values())
+    return ((name, range(end - count, end)) for (name, count), end in zip(counts.items(), ends, strict=True))
 
 
 def _all(parameter: nn.Parameter) -> Rows:

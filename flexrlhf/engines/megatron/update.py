@@ -127,7 +127,8 @@ class StageUpdate:
         tensors: dict[str, dict[str, StateTensor]] = defaultdict(dict)
         by_parameter: dict[nn.Parameter, list[str]] = defaultdict(list)
         for name, rows in named.items():
-            by_parameter[rows.parameter].append(name)
+            if rows.parameter.requires_grad:
+                by_parameter[rows.parameter].append(name)
         for parameter, names in by_parameter.items():
             master, inside = self._master(parameter)
             moments = optimizer_moments(self._settings.optimizer, self._optimizer, master) if len(inside) else {}

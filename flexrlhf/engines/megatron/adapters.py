@@ -1,0 +1,102 @@
+"""Low-rank adapters of Megatron-Core's linear layers (Hu et al. 2022), which has none of its own.
+
+A fused layer has the adapters of its parts in two parameters: A of all parts below each other, and B likewise. The
+matrix on the side that tensor parallelism splits is split, too; all ranks have the other one. Between the two matrices
+are ``rank`` features a token, which is all that ranks exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn.functional import linear as linear_map
+
+from flexrlhf.config.model_settings import LoraSpec
+
+
+class Adapter(nn.Module):
+    """Adapters of the parts of ``linear``, whose output they change.
+
+    linear:              with columns or rows on each rank.
+    outputs:             features of each part of its output on this rank, in order.
+    lora:                settings.
+    group:               tensor-parallel group.
+    sequence_parallel:   whether its ranks share the hidden states between layers.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        outputs: Mapping[str, int],
+        lora: LoraSpec,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.targets = tuple(name for name in outputs if lora.targets is None or name in lora.targets)
+        self.outputs, self.rank, self.is_active = outputs, lora.rank, True
+        self._scale, self._group, self._shares = lora.alpha / lora.rank, group, sequence_parallel
+        self._is_row = isinstance(linear, RowParallelLinear)
+        like: Any = linear.weight
+        like = like.detach()
+        self.a = nn.Parameter(like.new_empty(len(self.targets) * lora.rank, like.shape[1]))
+        self.b = nn.Parameter(like.new_empty(sum(outputs[name] for name in self.targets), lora.rank))
+        # Megatron then sums its gradients, of this rank's part of the sequences, over the tensor-parallel ranks
+        whole: Any = self.b if self._is_row else self.a
+        whole.sequence_parallel = sequence_parallel
+        linear.adapter = self
+        linear.register_forward_hook(lambda _, inputs, output: (self._changed(inputs[0], output[0]), *output[1:]))
+
+    def _changed(self, hidden: Tensor, output: Tensor) -> Tensor:
+        if not self.is_active:
+            return output
+        between = self._exchanged(linear_map(hidden, self.a))
+        pieces = zip(
+            between.split(self.rank, -1), self.b.split([self.outputs[each] for each in self.targets]), strict=True
+        )
+        changes = dict(zip(self.targets, (linear_map(values, matrix) for values, matrix in pieces), strict=True))
+        parts = [
+            changes[name] if name in changes else between.new_zeros(*between.shape[:-1], size)
+            for name, size in self.outputs.items()
+        ]
+        return output + torch.cat(parts, -1) * self._scale
+
+    def _exchanged(self, values: Tensor) -> Tensor:
+        """Return what B of this rank is multiplied by: of a column's all tokens, of a row's sums over the ranks."""
+        if self._group.size() == 1:
+            return values
+        if self._is_row:
+            reduced = (
+                reduce_scatter_to_sequence_parallel_region if self._shares else reduce_from_tensor_model_parallel_region
+            )
+            out: Tensor = reduced(values, group=self._group)
+            return out
+        copied = gather_from_sequence_parallel_region if self._shares else copy_to_tensor_model_parallel_region
+        out = copied(values, group=self._group)
+        return out
+
+
+@contextmanager
+def without_adapters(stage: nn.Module) -> Iterator[None]:
+    """Compute with the base weights alone."""
+    adapters = [module for module in stage.modules() if isinstance(module, Adapter)]
+    assert adapters, "this model has no adapters"
+    for adapter in adapters:
+        adapter.is_active = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_active = True
