@@ -48,6 +48,7 @@ class EngineFacts:
     pp:                 whether it has pipeline stages.
     cp:                 whether its ranks can share the tokens of a row (context parallelism).
     offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
+    tiled_mlp:          whether it can compute MLPs in tiles.
     config:             whether ``models.*.config`` passes settings on to its library.
     float16:            whether it computes in float16 on GPUs.
     cpu_float16:        whether it computes in float16 on CPUs.
@@ -96,6 +97,7 @@ class EngineFacts:
     pp: bool = False
     cp: bool = False
     offload: bool = False
+    tiled_mlp: bool = False
     config: bool = False
     float16: bool = True
     cpu_float16: bool = True
@@ -135,6 +137,7 @@ TORCH = EngineFacts(
     zero=(0, 2, 3),
     node=True,
     cp=True,
+    tiled_mlp=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),

@@ -199,6 +199,14 @@ class ModelSpec(StrictModel):
         "known class 512, or a hundredth of their memory",
     )
     activation_checkpointing: bool = Field(False, description="recompute a layer's activations in the backward pass")
+    offload_activations: bool = Field(
+        False, description="keep the inputs of checkpointed layers in host memory until the backward pass"
+    )
+    tiled_mlp: bool = Field(
+        False,
+        description="compute MLPs in tiles of as many tokens as there are hidden features, in the backward pass again "
+        "(ALST; Bekman et al. 2025)",
+    )
     offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory")
     offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
     config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, by their names")
@@ -248,19 +256,19 @@ class ModelSpec(StrictModel):
         Of another engine it has one pipeline stage and context-parallel rank and is sharded over all ranks, unless its
         own settings differ.
         """
-        dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False}
+        dropped: dict[str, Any] = {"shadow": None, "offload_optimizer": False, "offload_activations": False}
         is_other = own.get("engine", self.engine) != self.engine
         if is_other:
-            dropped |= {"config": {}, "shard": own.get("shard", "all")}
+            dropped |= {"config": {}, "tiled_mlp": False, "shard": own.get("shard", "all")}
             dropped |= {name: own.get(name, 1) for name in ("pp", "cp")}
         if is_other or own.get("zero", self.zero) != 3:
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})
 
 
-OF_TRAINING = ("optimizer", "lora", "activation_checkpointing", "offload_optimizer", "shadow")
+OF_TRAINING = ("optimizer", "lora", "activation_checkpointing", "offload_activations", "offload_optimizer", "shadow")
 """Settings of ``models.all`` that a role which is not trained does not take."""
-PASS_SETTINGS = ("micro_batch_tokens", "pack_texts", "share_prompts")
+PASS_SETTINGS = ("micro_batch_tokens", "pack_texts", "share_prompts", "tiled_mlp")
 """Settings by which passes are composed; of a reference that has none, the actor's."""
 _OF_ONE_ROLE = {"path": "actor", "init": "actor", "share": "ref", "retokenize": "reward", "max_text_tokens": "reward"}
 """Settings that ``models.all`` does not have → a role that has them."""

@@ -119,6 +119,22 @@ class CopyStreams:
             self._arrivals.setdefault(self._owner, []).append(arrival)
         return arrival
 
+    def copy(self, source: Tensor, target: Tensor, after: torch.Event | None = None) -> torch.Event | None:
+        """Copy a tensor to host memory or back, once the computing stream is here and ``after`` is reached.
+
+        Returns when ``target`` has it; until then the caller keeps both, which are contiguous and of one type.
+        """
+        stream = self._out if target.device.type == "cpu" else self._back
+        if stream is None:
+            target.copy_(source)
+            return None
+        stream.wait_event(self._computing.record_event())
+        if after is not None:
+            stream.wait_event(after)
+        with self._timed("copying", stream), stream:
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
     def join(self) -> None:
         """Have the computing stream wait until freed memory is copied out, so that it may be used."""
         if self._leaving:

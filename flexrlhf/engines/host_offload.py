@@ -138,7 +138,7 @@ class HostOffload:
         """Return the copy of a storage; on a CPU too, where that saves nothing but runs the same way."""
         if storage._cdata not in self._copies:
             unused, size = self._unused[storage.nbytes()], storage.nbytes()
-            memory = unused.pop() if unused else _host_memory(size, pinned=storage.device.type == "cuda")
+            memory = unused.pop() if unused else host_memory(size, pinned=storage.device.type == "cuda")
             self._copies[storage._cdata] = _Copy(StorageWeakRef(storage), memory)
         return self._copies[storage._cdata]
 
@@ -162,7 +162,7 @@ class Lender(Engine):
         return self.weights()
 
 
-def _host_memory(size: int, pinned: bool) -> Tensor:
+def host_memory(size: int, pinned: bool) -> Tensor:
     """Return ``size`` bytes of host memory, uint8; where the driver does not pin them, they are copied more slowly."""
     memory = torch.empty(size, dtype=torch.uint8)
     if pinned:

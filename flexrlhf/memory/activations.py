@@ -56,6 +56,8 @@ class Blocks:
     sharers:   ranks that share the hidden states between layers (sequence parallelism).
     pp:        pipeline stages.
     stage:     number of the stage.
+    tiled:     whether MLPs are computed in tiles, and again in the backward pass.
+    offloads:  whether the inputs of checkpointed layers are in host memory until the backward pass.
     """
 
     sizes: Sizes
@@ -66,6 +68,8 @@ class Blocks:
     sharers: int = 1
     pp: int = 1
     stage: int = 0
+    tiled: bool = False
+    offloads: bool = False
 
     @property
     def layers(self) -> int:
@@ -86,7 +90,9 @@ class Blocks:
         return self.sizes.kv_heads * self.sizes.head_dim
 
     def saved_by_layer(self, width: int, masks: bool = True) -> int:
-        """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens under a mask."""
+        """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens under a mask; of an
+        MLP in tiles its input alone, which is a norm's output.
+        """
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
         query, key = self._query, self._key
@@ -95,7 +101,7 @@ class Blocks:
         if self.fused:
             attention += 4 * item * sizes.head_dim
         heads = ((4 + item) * (query + key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
-        mlp = (4 + self.fused) * item * sizes.ffn // tp
+        mlp = 0 if self.tiled else (4 + self.fused) * item * sizes.ffn // tp
         return norms + attention + mlp + (heads if sizes.family == "qwen3" else 0)
 
     def saved_outside_layers(self) -> int:
@@ -110,15 +116,16 @@ class Blocks:
         An adapter's output exists in addition to that of its linear layer.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
-        mlp = item * ((3 + self.adapters + 2 * self.fused) * sizes.ffn // tp + 4 * sizes.hidden)
+        features = (3 + self.adapters + 2 * self.fused) * sizes.ffn // tp
+        mlp = item * (features * self._mlp_tokens(tokens) + 4 * sizes.hidden * tokens)
         heads = (6 * self._query + 3 * self._key if self.fused else 4 * self._query + 2 * self._key) // tp
         attention = item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // tp
         always = 2 * item * sizes.head_dim * (1 + self.fused) + self._copied
         if not masks:
-            return tokens * (max(mlp, self._attended) + always + PLACE_BYTES)
+            return max(mlp, tokens * self._attended) + tokens * (always + PLACE_BYTES)
         if packed:  # the mask is made from one of two numbers a place, before the first layer
-            return tokens * (max(mlp, attention, 2 * width) + always + self._given_mask(width))
-        return tokens * (max(mlp, attention + item * width) + always + width)
+            return max(mlp, tokens * max(attention, 2 * width)) + tokens * (always + self._given_mask(width))
+        return max(mlp, tokens * (attention + item * width)) + tokens * (always + width)
 
     @property
     def _copied(self) -> int:
@@ -147,15 +154,29 @@ class Blocks:
         addition, without the head. ``packed``: rows have several sequences; ``in_flight``: tokens of all micro-batches
         whose backward pass is to come, where a pipeline has several; ``masks``: attention reads a mask.
 
-        With ``recompute`` the input of every layer is kept, and all activations of one layer.
+        With ``recompute`` the input of every layer is kept, or of two of them, and all activations of one layer.
         """
-        sizes, item = self.sizes, self.item
         made = width if masks and not packed else 0
-        layer = self.saved_by_layer(made, masks)
-        kept = self.layers * (item * sizes.hidden // self.sharers if recompute else layer)
-        once = (layer if recompute else 0) + self._backward(made, recompute, masks)
+        if recompute:
+            inputs = min(2, self.layers) if self.offloads else self.layers
+            kept = inputs * self.item * self.sizes.hidden // self.sharers
+        else:
+            kept = self.layers * self.saved_by_layer(made, masks)
         given = self._given_mask(width) if masks and packed else 0 if masks else PLACE_BYTES
-        return (in_flight or tokens) * (kept + self.saved_outside_layers() + given) + tokens * once
+        kept_in_all = (in_flight or tokens) * (kept + self.saved_outside_layers() + given)
+        return kept_in_all + self.backward_bytes(tokens, made, recompute, masks)
+
+    def backward_bytes(self, tokens: int, width: int, recompute: bool, masks: bool = True) -> int:
+        """Return the bytes that the backward pass of one layer needs in addition. ``width``: of a mask of its own."""
+        if not recompute:
+            return self._in_tiles(tokens, masks) if self.tiled else tokens * self._backward(masks)
+        # in float32 a layer's first norm keeps its input, which is kept already
+        known = self.item * self.sizes.hidden if self.item == 4 and not self.fused else 0
+        return tokens * (self.saved_by_layer(width, masks) - known) + self._recomputed(tokens, width, masks)
+
+    def host_bytes(self, tokens: int) -> int:
+        """Return the bytes of the inputs of checkpointed layers in host memory, in a pass over ``tokens``."""
+        return tokens * self.layers * self.item * self.sizes.hidden if self.offloads else 0
 
     def exchanged_bytes(self, tokens: int, cp: int, is_ring: bool, train: bool) -> int:
         """Return the bytes of attention over the ranks that share rows, of which each has ``tokens``: of Ulysses sent
@@ -188,18 +209,54 @@ class Blocks:
         """
         return self.item * width + PLACE_BYTES
 
-    def _backward(self, width: int, recompute: bool, masks: bool) -> int:
+    def _backward(self, masks: bool) -> int:
         """Return the bytes per token of the backward pass itself: gradients of the widest activations.
 
-        In 16 bits the last norm computes its own in float32, before any layer is computed again. Attention by lengths
-        repeats keys, values and their gradients, when activations of the MLP exist no more.
+        In 16 bits the last norm computes its own in float32, before the layers' activations are freed. Attention by
+        lengths repeats keys, values and their gradients, when activations of the MLP exist no more.
         """
         widest = self.item * max(self.sizes.ffn * (1 + self.fused), self._query) // self.tp
-        attended = 0 if masks else self.item * (5 * self._query + 2 * self._key - 4 * self.sizes.ffn) // self.tp
-        if recompute:
-            return max(2 * widest, attended) + self.item * width + self._copied
+        attended = 0 if masks else self._attention_gradients - 4 * self.item * self.sizes.ffn // self.tp
         outside = 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
         return max(outside, attended) + self._copied
+
+    @property
+    def _attention_gradients(self) -> int:
+        """Bytes per token of repeated keys and values, and of gradients, in the backward pass of attention by
+        lengths."""
+        return self.item * (5 * self._query + 2 * self._key) // self.tp
+
+    def _recomputed(self, tokens: int, width: int, masks: bool) -> int:
+        """Return the bytes of the backward pass itself where a layer is computed again."""
+        mlp = self.item * self.sizes.ffn // self.tp
+        if self.fused:
+            widest = self.item * max(2 * self.sizes.ffn, self._query) // self.tp
+            attended = 0 if masks else self._attention_gradients - 4 * mlp
+            return tokens * (max(2 * widest, attended) + self.item * width + self._copied)
+        if self.tiled:
+            return self._in_tiles(tokens, masks)
+        # what the MLP keeps is freed before other parts of the layer compute their gradients
+        return max(2 * mlp * tokens, self._behind_mlp(tokens, masks) - 4 * mlp * tokens)
+
+    def _in_tiles(self, tokens: int, masks: bool) -> int:
+        """Return the bytes of the backward pass of a layer with its MLP in tiles: of a tile what autograd keeps and its
+        gradients, and the gradient of the MLP's input; or those behind the MLP.
+        """
+        tile = 7 * self.item * self.sizes.ffn // self.tp * self._mlp_tokens(tokens)
+        return max(tile + self.item * self.sizes.hidden * tokens, self._behind_mlp(tokens, masks))
+
+    def _behind_mlp(self, tokens: int, masks: bool) -> int:
+        """Return the bytes of gradients in a layer once those of its MLP are there: of a norm, in 16 bits in float32;
+        or of attention's output, queries, keys and values, when one norm is done.
+        """
+        item, hidden = self.item, self.sizes.hidden
+        norm = (8 if item == 4 else 16) * hidden
+        gradients = 4 * item * self._query // self.tp if masks else self._attention_gradients
+        return tokens * max(norm, gradients - (4 + 2 * item) * hidden)
+
+    def _mlp_tokens(self, tokens: int) -> int:
+        """Return the tokens whose MLP is computed at a time (``engines/tiled_mlp.py``)."""
+        return min(tokens, self.sizes.hidden) if self.tiled else tokens
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes per token of keys and values of all layers of a stage."""

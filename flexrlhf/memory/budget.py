@@ -276,7 +276,15 @@ class Sizing:
             return (Phase(work.kind, work.model, parts),)
         parts["new gradients"] = new_gradient_bytes(model, shape, rank)
         update = {"working space": update_bytes(model, shape, rank)}
-        return Phase("train", work.model, parts), Phase("update", work.model, update)
+        host = self._offloaded_activations(work, model, shape, rank)
+        return Phase("train", work.model, parts, host=host), Phase("update", work.model, update)
+
+    def _offloaded_activations(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> int:
+        """Return the bytes of activations in host memory, none of a model whose sizes are unknown."""
+        if shape.sizes is None:
+            return 0
+        size = self.pass_size(model, work).of_part(model.layout.cp)
+        return layers_on_rank(model, shape.sizes, rank).host_bytes(size.tokens)
 
     def pass_size(self, model: PlacedModel, work: Compute) -> PassSize:
         """Return bounds of the largest forward or training pass of ``work`` on ``model``."""
@@ -330,6 +338,10 @@ class Sizing:
             logits += blocks.value_bytes(size.tokens)
         recompute = settings.activation_checkpointing
         activations = blocks.train_bytes(size.tokens, size.width, recompute, size.packed, in_flight, size.masks)
+        # logits are freed before a layer computes its gradients
+        logits = max(
+            0, logits - blocks.backward_bytes(size.tokens, 0 if size.packed else size.width, recompute, size.masks)
+        )
         return {"activations": activations, **({"logits": logits} if logits else {}), **stages, **shared}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:
@@ -368,6 +380,8 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         sharers=settings.tp if model.facts.sequence_parallel and settings.sequence_parallel else 1,
         pp=layout.pp,
         stage=layout.stage(rank),
+        tiled=settings.tiled_mlp,
+        offloads=settings.offload_activations,
     )
 
 
@@ -457,13 +471,12 @@ def rank_memory(
     first = () if start is None else _starting(states, start)
     largest: dict[tuple[str, str], Phase] = {(phase.kind, phase.model): phase for phase in first}
     works = dict.fromkeys(work)
-    # a copy for a checkpoint exists until its files are written, whatever runs meanwhile
-    copied = sum(sizing.phases(item, rank)[0].host for item, _ in works if isinstance(item, Copying))
+    lasting = _lasting_host_bytes(sizing, rank, {item for item, _ in works})
     under_way = {**_under_way(sizing, rank, {item for item, _ in works}), **({ROWS: in_flight} if in_flight else {})}
     for item, absent in works:
         for bare in sizing.phases(item, rank):
-            lasting = 0 if isinstance(item, Copying) else copied
-            phase = replace(bare, host=bare.host + lasting, parts={**bare.parts, **under_way})
+            own = 0 if isinstance(item, Compute | Copying) else bare.host
+            phase = replace(bare, host=own + lasting, parts={**bare.parts, **under_way})
             if isinstance(item, WeightSync) and item.wakes:
                 phase = _with_states(phase, {**states, **_without_cache(states, item.destination)}, absent, kept)
             else:
@@ -486,6 +499,18 @@ def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[P
         if name in start.read:
             resume.append(Phase("resume", name, {}, alone + state.freed * (name in start.movable)))
     return tuple(max(phases, key=lambda phase: phase.total) for phases in (load, resume) if phases)
+
+
+def _lasting_host_bytes(sizing: Sizing, rank: int, works: Iterable[Work]) -> int:
+    """Return the host memory that exists in every phase: a copy for a checkpoint until its files are written, and that
+    of each model's offloaded activations, which is kept for the next pass."""
+    copied, activations = 0, dict[ModelName, int]()
+    for item in works:
+        if isinstance(item, Copying):
+            copied += sizing.phases(item, rank)[0].host
+        elif isinstance(item, Compute) and item.kind == "train":
+            activations[item.model] = max(activations.get(item.model, 0), sizing.phases(item, rank)[0].host)
+    return copied + sum(activations.values())
 
 
 def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:

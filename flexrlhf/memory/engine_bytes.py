@@ -124,10 +124,12 @@ class EngineBytes:
 
     def new_gradients(self, model: PlacedModel, trained: Units) -> int:
         # the head sums its gradient in float32 and casts it; other tensors' are computed in their type, and then cast
+        # an MLP in tiles sums those of all of its tensors in float32
+        tiled = (4 + item_bytes(model)) * trained.mlp if model.settings.tiled_mlp else 0
         if model.split == "whole":
-            return _cast_bytes(model) * trained.largest
+            return max(_cast_bytes(model) * trained.largest, tiled)
         sharded = item_bytes(model) * trained.head + UNREDUCED_BYTES * trained.layer
-        return max(_cast_bytes(model) * trained.head, sharded)
+        return max(_cast_bytes(model) * trained.head, sharded, tiled)
 
     def update(self, model: PlacedModel, trained: Units) -> int:
         """Return the bytes of an update. On CUDA torch updates all tensors at once, with a float32 number more for

@@ -159,6 +159,7 @@ class Units:
     layer:    of the largest layer.
     largest:  of the largest tensor.
     head:     of the language head.
+    mlp:      of the MLP of that layer.
     """
 
     total: int
@@ -166,6 +167,7 @@ class Units:
     layer: int
     largest: int
     head: int
+    mlp: int
 
 
 def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
@@ -216,11 +218,12 @@ def with_fused_layers(parameters: Parameters) -> Parameters:
 def _units_of(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     root, layer = _root_and_layer(parameters)
     head = _head(parameters) if model.head != "scalar" else ()
-    total, outside, largest_layer, head_elements = (
-        sliced_elements(model, part, rank) for part in (parameters, root, layer, head)
+    mlp = tuple(item for item in layer if ".mlp." in item[0])
+    total, outside, largest_layer, head_elements, mlp_elements = (
+        sliced_elements(model, part, rank) for part in (parameters, root, layer, head, mlp)
     )
     largest = max((sliced_elements(model, (item,), rank) for item in {*_largest(root), *_largest(layer)}), default=0)
-    return Units(total, outside, largest_layer, largest, head_elements)
+    return Units(total, outside, largest_layer, largest, head_elements, mlp_elements)
 
 
 def _largest(parameters: Parameters) -> Parameters:

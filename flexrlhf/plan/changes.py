@@ -141,7 +141,8 @@ def _of_role(model: PlacedModel, has_shape: bool) -> dict[str, list[Any]]:
     settings = model.settings
     changes: dict[str, list[Any]] = {
         key: [] if getattr(settings, key) else [True]
-        for key in ("activation_checkpointing", "offload_optimizer", "offload_parameters")
+        for key in ("tiled_mlp", "activation_checkpointing", "offload_activations")
+        + ("offload_optimizer", "offload_parameters")
     }
     if model.trained and settings.lora is None and has_shape:
         changes["lora"] = [LoraSpec()]

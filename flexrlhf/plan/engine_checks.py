@@ -177,10 +177,14 @@ def _check_computation(model: PlacedModel) -> None:
     if settings.attention not in ("auto", "sdpa"):
         lacks = f"engine {model.engine} has attention of its own, found {settings.attention}; use auto"
         _require(model, "attention", lambda each: each.transformers_modules, lacks)
+    lacks = f"engine {model.engine} has none, found true; use false"
     for name in ("liger", "compile"):
         if getattr(settings, name):
-            lacks = f"engine {model.engine} has none, found true; use false"
             _require(model, name, lambda each: each.transformers_modules, lacks)
+    if settings.tiled_mlp:
+        _require(model, "tiled_mlp", lambda each: each.tiled_mlp, lacks)
+        if settings.compile:
+            raise UserError(f"{model.key('compile')}: a layer with tiled_mlp is not compiled, found both; use false")
     optimizers = facts.sharded_optimizers
     if model.trained and settings.zero and optimizers and settings.optimizer.name not in optimizers:
         raise UserError(
@@ -196,10 +200,17 @@ def _check_computation(model: PlacedModel) -> None:
 
 def _check_offload(model: PlacedModel) -> None:
     settings = model.settings
+    lacks = f"engine {model.engine} has none, found true; use false"
     for name in ("offload_optimizer", "offload_parameters"):
         if getattr(settings, name):
-            lacks = f"engine {model.engine} has none, found true; use false"
             _require(model, name, lambda each: each.offload, lacks)
+    if settings.offload_activations:
+        _require(model, "offload_activations", lambda each: each.transformers_modules, lacks)
+        if model.trained and not settings.activation_checkpointing:
+            raise UserError(
+                f"{model.key('offload_activations')}: offloads the inputs of checkpointed layers, found true without "
+                f"activation_checkpointing; set that too, or use false"
+            )
     if settings.offload_optimizer and settings.zero == 0:
         raise UserError(f"{model.key('offload_optimizer')}: needs zero 1, 2 or 3, found 0; use zero 1")
     if settings.offload_parameters and settings.zero != 3:
@@ -216,8 +227,9 @@ def _check_role(model: PlacedModel) -> None:
     for name in ("optimizer", "offload_optimizer"):
         if getattr(settings, name) != getattr(ModelSpec(), name):
             raise UserError(f"{model.key(name)}: {model.role} is not trained, so it has no optimizer; remove it")
-    if settings.activation_checkpointing:
-        raise UserError(f"{model.key('activation_checkpointing')}: {model.role} is not trained; remove it")
+    for name in ("activation_checkpointing", "offload_activations"):
+        if getattr(settings, name):
+            raise UserError(f"{model.key(name)}: {model.role} is not trained; remove it")
     if settings.shadow is not None:
         raise UserError(f"{model.key('shadow')}: {model.role} is not trained, so it has no shadow; remove it")
     if settings.lora is not None:

@@ -1,18 +1,25 @@
-"""The largest batch of a placement: the most prompts a step that memory has room for, at the settings of its plan.
+"""The largest batch and the longest text of a placement: the most prompts a step, and the most tokens of a prompt and
+its response, that memory has room for at the settings of its plan.
 
-FlexRLHF compares placements by it (Fig. 9), and its guideline lets the batch grow until memory is full (section IV-C).
-Rows of a step pass through a model in micro-batches, so what grows without end are their columns.
+FlexRLHF compares placements by the batch (Fig. 9), and its guideline lets it grow until memory is full (section IV-C).
+Rows of a step pass through a model in micro-batches, so what grows without end are their columns. A text is in one
+pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from flexrlhf.config.spec import MAX_ROWS, Spec
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.workload import first_alike
+from flexrlhf.weights.shapes import read_config
+
+MOST_TOKENS = 2**24
+"""Most tokens of a text that are tried."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +34,34 @@ class LargestBatch:
     is_memory_filled: bool
 
 
+@dataclass(frozen=True)
+class LongestText:
+    """Most tokens of a response to prompts of the run's length.
+
+    response:  tokens; 0: memory has room for none.
+    limit:     what limits it.
+    """
+
+    response: int
+    limit: str
+
+
 def largest_batch(plan: Plan) -> LargestBatch | None:
     """Return the largest batch with the instructions and the cache of ``plan``; None for devices of unknown size.
 
     The columns of the newest batch count, which a plan leaves out. Not counted: idle models that a larger batch would
     move to host memory, or a smaller cache, as another plan may have.
     """
-    alike = first_alike(plan.schedule.instructions, plan.placement, plan.batch, plan.cluster)
-    ranks = sorted(set(alike.values()))
-    sizes = {rank: size for rank in ranks if (size := plan.device_bytes(rank)) is not None}
-    if len(sizes) < len(ranks):
+    sizes = _device_sizes(plan)
+    if sizes is None:
         return None
-    kept = plan.num_steps_kept + 1 + any(operator.turns for operator in plan.graph.operators)
     own, unit = plan.spec.algorithm.prompts_per_step, plan.spec.algorithm.num_mini_batches
-    of_prompt = {rank: Fraction(plan.row_bytes(rank, kept), own) for rank in ranks}
+    of_prompt = {rank: Fraction(plan.row_bytes(rank, _num_kept(plan)), own) for rank in sizes}
 
     def lacking(prompts: int) -> dict[int, int]:
         batch = BatchShape.of(with_prompts(plan.spec, prompts))
-        peaks = {rank: plan.memory_of(rank, batch, int(prompts * of_prompt[rank])).peak_bytes for rank in ranks}
-        return {rank: peaks[rank] - sizes[rank] for rank in ranks if peaks[rank] > sizes[rank]}
+        peaks = {rank: plan.memory_of(rank, batch, int(prompts * of_prompt[rank])).peak_bytes for rank in sizes}
+        return {rank: peaks[rank] - sizes[rank] for rank in sizes if peaks[rank] > sizes[rank]}
 
     most = own * MAX_ROWS // plan.batch.num_rows // unit * unit
     short = lacking(most)
@@ -56,10 +72,64 @@ def largest_batch(plan: Plan) -> LargestBatch | None:
     low, high = max(0, int(room) // unit), most // unit
     if lacking((low + 1) * unit):
         high = low + 1
+    return LargestBatch(_last(low, high, lambda middle: not lacking(middle * unit)) * unit, is_memory_filled=True)
+
+
+def longest_text(plan: Plan) -> LongestText | None:
+    """Return the longest text with the instructions and the cache of ``plan``; None for devices of unknown size.
+
+    It counts and leaves out what ``largest_batch`` does. Texts of a model's own tokenizer stay as long as they are.
+    """
+    sizes = _device_sizes(plan)
+    if sizes is None:
+        return None
+
+    def fits(response: int) -> bool:
+        longer, kept = replace(plan, lengths=replace(plan.lengths, response=response)), _num_kept(plan)
+        memories = (longer.memory_of(rank, longer.batch, longer.row_bytes(rank, kept)) for rank in sizes)
+        return all(memory.peak_bytes <= sizes[memory.rank] for memory in memories)
+
+    total, limit = min(_token_limits(plan))
+    most = total - plan.lengths.prompt
+    if fits(most):
+        return LongestText(most, limit)
+    return LongestText(_last(0, most, fits), "by memory")
+
+
+def _token_limits(plan: Plan) -> list[tuple[int, str]]:
+    """Return limits of a text's tokens other than memory, each with its name."""
+    limits = [(MOST_TOKENS, "the limit of a plan")]
+    for role in plan.shapes:
+        model = plan.model(role)
+        positions = None if model.retokenize else read_config(role, model).get("max_position_embeddings")
+        if isinstance(positions, int):
+            limits.append((positions, f"the positions of {role}"))
+    for placed in plan.placement.models:
+        if placed.has_cache:
+            block = placed.facts.cache_block
+            limits.append((placed.settings.generate_tokens // block * block, f"the cache of {placed.name}"))
+    return limits
+
+
+def _device_sizes(plan: Plan) -> Mapping[int, int] | None:
+    """Return the bytes of the devices of ranks with different work; None if one is unknown."""
+    alike = first_alike(plan.schedule.instructions, plan.placement, plan.batch, plan.cluster)
+    sizes = {rank: plan.device_bytes(rank) for rank in sorted(set(alike.values()))}
+    known = {rank: size for rank, size in sizes.items() if size is not None}
+    return known if len(known) == len(sizes) else None
+
+
+def _num_kept(plan: Plan) -> int:
+    """Return the number of batches whose columns exist at a time."""
+    return plan.num_steps_kept + 1 + any(operator.turns for operator in plan.graph.operators)
+
+
+def _last(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits between ``low``, which does, and ``high``, which does not."""
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if lacking(middle * unit) else (middle, high)
-    return LargestBatch(low * unit, is_memory_filled=True)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def with_prompts(spec: Spec, prompts: int) -> Spec:

@@ -45,8 +45,8 @@ def check_models(
             _check_served(model, shape)
         if model.head == "both":
             _check_shared_trunk(model, shape)
-        if model.settings.liger and model.rollout is None:
-            _check_liger(model, shape)
+        if model.rollout is None:
+            _check_modules(model, shape)
         longest = 0 if lengths is None else lengths.of_role(model.role).total
         if model.rollout is None and not model.facts.transformers_modules:
             _check_mapped(model, shape, longest)
@@ -119,14 +119,15 @@ def _other_family(shape: ModelShape | None) -> str | None:
     return None if shape.sizes.family in LLAMA_LIKE else shape.sizes.family
 
 
-def _check_liger(model: PlacedModel, shape: ModelShape | None) -> None:
-    """Raise UserError for Liger's kernels of a family that is not among those checked here."""
+def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
+    """Raise UserError for Liger's kernels or tiles of an MLP in a family that is not among those checked here."""
     found = _other_family(shape)
-    if found is not None:
-        raise UserError(
-            f"{model.key('liger')}: only {', '.join(LLAMA_LIKE)} models have these kernels here, found {found}; "
-            f"use false"
-        )
+    for name, kind in (("liger", "kernels"), ("tiled_mlp", "tiles")):
+        if found is not None and getattr(model.settings, name):
+            raise UserError(
+                f"{model.key(name)}: only {', '.join(LLAMA_LIKE)} models have these {kind} here, found {found}; "
+                f"use false"
+            )
 
 
 def _check_graphs(model: PlacedModel, shape: ModelShape | None, longest: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import host_accelerator
 import pytest
 from assets import WORDS
-from cases import DEFAULT, SIX, Assets, Case, make_assets
+from cases import DEFAULT, LONG, SIX, Assets, Case, make_assets
 from comparison import deviations
 from forked import run_ranks
 from launcher import Outcome, params
@@ -70,7 +70,8 @@ def raw_spec(assets: Assets, name: str, micro_batch_tokens: int) -> dict[str, An
     return {
         "name": name,
         "algorithm": {"name": "ppo", "prompts_per_step": 16, "num_mini_batches": 1},
-        "models": dict.fromkeys(("actor", "critic", "ref", "reward"), role),
+        "models": dict.fromkeys(("critic", "ref", "reward"), role)
+        | {"actor": role | LONG | {"micro_batch_tokens": 2 * micro_batch_tokens}},
         "placement": SIX,
         "schedule": {"lag": 1},
         "data": {

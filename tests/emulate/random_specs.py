@@ -295,7 +295,8 @@ def split_by_protocols(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
 
 
 def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel) -> None:
-    for name in ("lora", "config", "offload_optimizer", "offload_parameters", "liger", "compile", "attention", "dtype"):
+    of_others = ("lora", "config", "liger", "compile", "attention", "dtype", "tiled_mlp")
+    for name in (*of_others, "offload_optimizer", "offload_parameters", "offload_activations"):
         settings.pop(name, None)
     stages = [number for number in (2, 4) if len(model.ranks) // model.layout.tp % number == 0]
     is_adam = settings.get("optimizer", {}).get("name") != "sgd"

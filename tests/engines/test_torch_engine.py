@@ -170,9 +170,9 @@ def test_the_reported_rate_is_the_one_that_is_used() -> None:
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recomputing_changes_no_number(dtype: str, role: str) -> None:
-    plain, recomputed = (
-        engine_of(role, dtype=dtype, optimizer=FAST, activation_checkpointing=on) for on in (False, True)
-    )
+    """Nor does offloading of what is computed again from."""
+    settings = {"activation_checkpointing": True, "offload_activations": dtype != "float16"}
+    plain, recomputed = (engine_of(role, dtype=dtype, optimizer=FAST, **each) for each in ({}, settings))
     loss = likelihood() if role == "actor" else squared_values()
     assert [step["grad_norm"].tolist() for step in train(plain, 3, loss)] == [
         step["grad_norm"].tolist() for step in train(recomputed, 3, loss)
@@ -180,19 +180,34 @@ def test_recomputing_changes_no_number(dtype: str, role: str) -> None:
     assert equal(plain.weights(), recomputed.weights())
 
 
-@pytest.mark.parametrize(("on", "calls"), [(False, 1), (True, 2)])
-def test_layers_run_again_in_the_backward_pass_alone(on: bool, calls: int) -> None:
-    engine = engine_of(optimizer=FAST, activation_checkpointing=on)
+@pytest.mark.parametrize("further", [{}, {"activation_checkpointing": True}, {"lora": {"rank": 2}}], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 0.01)])
+def test_an_mlp_in_tiles_computes_the_same(dtype: str, tolerance: float, further: dict[str, Any]) -> None:
+    """Passes of more tokens than there are hidden features, 16."""
+    whole, tiled = (engine_of(dtype=dtype, optimizer=FAST, **further, tiled_mlp=on) for on in (False, True))
+    assert torch.allclose(output(whole, "logprobs"), output(tiled, "logprobs"), atol=tolerance)
+    norms = [[float(step["grad_norm"][1]) for step in train(each, 3)] for each in (whole, tiled)]
+    assert norms[0] == pytest.approx(norms[1], rel=tolerance)
+    assert close(whole.weights(), tiled.weights(), tolerance)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("on", [False, True])
+def test_layers_run_again_in_the_backward_pass_alone(on: bool, tiled: bool) -> None:
+    """And MLPs in tiles once for their gradients, with which a layer's own second pass has no product to compute."""
+    engine = engine_of(optimizer=FAST, activation_checkpointing=on, tiled_mlp=tiled)
     seen: list[bool] = []
-    layer = engine._model.model.layers[0]
+    layer, calls = engine._model.model.layers[0], 1 + (on or tiled)
     # before and not after it: recomputing ends as soon as the last saved tensor exists
-    layer.mlp.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+    part = layer.mlp.gate_proj
+    part.register_forward_pre_hook(lambda module, _: seen.append(module.training))
     engine.train([(mini_batch(), likelihood())])
-    assert seen == [False] * calls
+    tiles = 2 if tiled else 1
+    assert seen == [False] * calls * tiles
     assert not any(module.training for module in engine._model.modules())
     seen.clear()
     output(engine, "logprobs")
-    assert seen == [False]
+    assert seen == [False] * tiles
 
 
 # --- float16 and its loss scale

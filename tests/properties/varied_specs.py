@@ -136,6 +136,7 @@ EXAMPLES: Examples = {
         [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "cp", "lora", "config", "shadow", "dtype")], NOTHING
     ),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_activations", "tiled_mlp")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens")], NOTHING),
 }
 RULES: tuple[Raw, ...] = (
@@ -304,6 +305,10 @@ def _model(rng: Random, trained: bool, shadows: bool, share: float) -> Raw:
         further.pop("activation_checkpointing", None)
     if chance(rng, share):
         further["dtype"] = rng.choice(("float32", "float16"))
+    if further.get("activation_checkpointing") and chance(rng, share):
+        further["offload_activations"] = True
+    if model.get("engine", "torch") == "torch" and not further.get("compile") and chance(rng, share):
+        further["tiled_mlp"] = True
     if "shadow" in model and chance(rng, share):
         model["shadow"] |= {
             "dtype": "float16",

@@ -14,7 +14,10 @@ from flexrlhf.plan.models import CRITIC_RATE
 from flexrlhf.plan.pipeline import resolve
 
 ROLES = ("actor", "critic", "ref", "reward")
-TRAINING = "{zero: 3, activation_checkpointing: true, optimizer: {learning_rate: 0.5}, lora: {rank: 4}, shadow: {}}"
+TRAINING = (
+    "{zero: 3, activation_checkpointing: true, offload_activations: true, optimizer: {learning_rate: 0.5}, "
+    "lora: {rank: 4}, shadow: {}}"
+)
 
 
 def model_of(spec: Spec, role: str) -> ModelSpec:

@@ -64,6 +64,23 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "models.reward.activation_checkpointing: reward is not trained; remove it",
         ),
         (
+            ("models.reward.offload_activations=true",),
+            "models.reward.offload_activations: reward is not trained; remove it",
+        ),
+        (
+            ("models.actor.offload_activations=true",),
+            "models.actor.offload_activations: offloads the inputs of checkpointed layers, found true without "
+            "activation_checkpointing; set that too, or use false",
+        ),
+        (
+            (DEEPSPEED, "models.actor.tiled_mlp=true"),
+            "models.actor.tiled_mlp: engine deepspeed has none, found true; use false, or engine torch",
+        ),
+        (
+            ("models.actor.tiled_mlp=true", "models.actor.compile=true"),
+            "models.actor.compile: a layer with tiled_mlp is not compiled, found both; use false",
+        ),
+        (
             (DEEPSPEED, "models.actor.offload_parameters=true", "models.actor.zero=2"),
             "models.actor.offload_parameters: needs zero 3, found 2; use zero 3 or offload_optimizer",
         ),
@@ -410,10 +427,11 @@ def test_kernels_that_a_model_does_not_have_are_refused() -> None:
         "models.critic.attention: flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype "
         "bfloat16"
     )
-    assert refused(None, 2, GPT2, "models.actor.liger=true") == (
-        "models.actor.liger: only llama, mistral, qwen2, qwen3 models have these kernels here, found an unknown "
-        "family; use false"
-    )
+    for name, kind in (("liger", "kernels"), ("tiled_mlp", "tiles")):
+        assert refused(None, 2, GPT2, f"models.actor.{name}=true") == (
+            f"models.actor.{name}: only llama, mistral, qwen2, qwen3 models have these {kind} here, found an unknown "
+            f"family; use false"
+        )
 
 
 @pytest.mark.parametrize(
@@ -501,7 +519,9 @@ VALID = {
     "shared weights": ("models.actor.lora={}", "models.ref.share=actor"),
     "16 bits": ("models.actor.dtype=bfloat16", "models.critic.dtype=float16", "models.ref.dtype=bfloat16"),
     "float16 on any device": (V100, "models.actor.dtype=float16"),
-    "checkpointing": ("models.actor.activation_checkpointing=true",),
+    "checkpointing": (
+        *(f"models.actor.{name}=true" for name in ("activation_checkpointing", "offload_activations", "tiled_mlp")),
+    ),
     "an unknown architecture": (GPT2, "models.actor.dtype=bfloat16"),
     "settings of deepspeed": (DEEPSPEED, "models.actor.config={zero_optimization: {reduce_bucket_size: 1000000}}"),
 }
@@ -520,6 +540,7 @@ def test_settings_that_work(overrides: tuple[str, ...]) -> None:
         ("{tp: 2}", "{tp: 1, zero: 3, dtype: bfloat16}"),
         ("{engine: deepspeed, zero: 1}", "{engine: torch}"),
         ("{engine: deepspeed, zero: 1, offload_optimizer: true}", "{engine: torch}"),
+        ("{activation_checkpointing: true, offload_activations: true, tiled_mlp: true}", "{engine: deepspeed}"),
         ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{engine: torch}"),
         ("{engine: deepspeed, config: {steps_per_print: 1}}", "{engine: torch}"),
         ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{zero: 0}"),

@@ -186,6 +186,13 @@ def test_every_pass_is_launched() -> None:
 def test_recomputing_repeats_the_forward_pass_of_every_layer() -> None:
     more = seconds(call("train", 32, recompute="full")) - seconds(call("train", 32))
     assert more == pytest.approx(forward(WIDTH * 32)[1])
+    tiled = seconds(call("train", 32, tiled_mlp=True)) - seconds(call("train", 32))
+    assert 0 < tiled < more
+    assert seconds(call("train", 32, recompute="full", tiled_mlp=True)) == seconds(call("train", 32, recompute="full"))
+    offloaded = COSTS.call(call("train", 32, recompute="full", offload_activations=True), MESH).parts["host"]
+    model = call("train", 32).model
+    size = call("train", 32).item * model.hidden * WIDTH * 32 * model.layers
+    assert offloaded == pytest.approx(2 * COSTS.switch(int(size), MESH.device).seconds)
 
 
 def test_passes_are_priced_by_the_tokens_that_they_compute() -> None:

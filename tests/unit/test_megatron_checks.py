@@ -112,6 +112,15 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "models.critic.offload_optimizer: engine megatron has none, found true; use false, or engine deepspeed",
         ),
         (
+            (*critic(), "models.critic.offload_activations=true"),
+            "models.critic.offload_activations: engine megatron has none, found true; use false, or engine torch or "
+            "deepspeed",
+        ),
+        (
+            (*critic(), "models.critic.tiled_mlp=true"),
+            "models.critic.tiled_mlp: engine megatron has none, found true; use false, or engine torch",
+        ),
+        (
             (*critic(), "models.critic.liger=true"),
             "models.critic.liger: engine megatron has none, found true; use false, or engine torch or deepspeed",
         ),

@@ -61,6 +61,8 @@ def _call(chance: random.Random) -> Call:
         updates=chance.randint(1, 4),
         micro_rows=chance.randint(1, 16),
         recompute=chance.choice(["none", "selective", "full"]),
+        tiled_mlp=chance.random() < 0.2,
+        offload_activations=chance.random() < 0.2,
         offload_optimizer=chance.random() < 0.2,
     )
 
@@ -190,6 +192,32 @@ def test_offloaded_optimizer_is_slower():
         call, mesh = replace(_call(chance), offload_optimizer=False), _mesh(chance)
         resident = train_cost(call, mesh).parts["optimizer"]
         assert train_cost(replace(call, offload_optimizer=True), mesh).parts["optimizer"] > resident
+
+
+def test_offloaded_activations_take_time_where_the_link_is_slower_than_a_layer():
+    chance = random.Random(20)
+    for _ in range(100):
+        call, mesh = replace(_call(chance), offload_activations=False), replace(_mesh(chance), pp=1)
+        offloaded = replace(call, offload_activations=True)
+        links = [replace(mesh, device=replace(mesh.device, host_gb_s=speed)) for speed in (1e6, 1e-3)]
+        hidden, exposed = (train_cost(offloaded, each).parts["host"] for each in links)
+        size = call.item * call.model.hidden * call.model.layers * call.width * call.rows
+        assert hidden == 0 and 0 < exposed < 2 * size / 1e6
+        busy = sum(train_cost(call, links[1]).parts[name] for name in ("compute", "attention", "elements", "launch"))
+        assert exposed >= 2 * size / 1e6 - ROUNDING * busy
+
+
+def test_tiles_of_an_mlp_cost_less_where_layers_are_computed_again_anyway():
+    """An MLP is computed twice in all: without recomputation once more, with it only its last product."""
+    chance = random.Random(21)
+    for _ in range(100):
+        call, mesh = replace(_call(chance), engine="torch", tiled_mlp=False, width=2048.0), _mesh(chance)
+        more = {}
+        for recompute in ("none", "full"):
+            each = replace(call, recompute=recompute)
+            whole, tiled = (train_cost(replace(each, tiled_mlp=on), mesh).parts["compute"] for on in (False, True))
+            more[recompute] = tiled - whole
+        assert 0 < more["full"] < more["none"]
 
 
 def test_no_rows_are_no_compute():

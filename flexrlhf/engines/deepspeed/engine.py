@@ -27,6 +27,7 @@ from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
 from flexrlhf.engines.non_finite import NonFiniteStep
+from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.optimizers import (
     learning_rate,
     make_optimizer,
@@ -128,8 +129,7 @@ class DeepSpeedEngine(Lender):
         self.config = self._model.config
         head = use_language_head(self._model, self._settings.logits_at_a_time)
         use_kernels(self._model, self._settings)
-        if self._settings.activation_checkpointing and placed.trained:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(self._model, context)
         self._tp, names = context.tp, TensorParallelNames()
         if context.tp.group is not None:
             skeleton.replace_placeholders(lambda parameter: torch.empty(parameter.shape, device="meta"))

@@ -28,6 +28,7 @@ from flexrlhf.engines.host_offload import HostOffload, Lender
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
 from flexrlhf.engines.non_finite import NonFiniteStep
+from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.skeletons import Skeleton, make_skeleton, swap_values
@@ -61,8 +62,7 @@ class TorchEngine(Lender):
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._update = self._make_update(context, names) if placed.trained else None
-        if settings.activation_checkpointing and placed.trained:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(self._model, context)
 
     def _make_update(self, context: EngineContext, names: TensorParallelNames) -> Update:
         """Make the optimizer of the trained parameters, and hooks that add up 16-bit gradients in float32."""

@@ -223,6 +223,8 @@ class Call:
     decode_rows:        rows decoded together
     item:               bytes of a weight
     recompute:          activations that the backward pass computes again
+    tiled_mlp:          whether MLPs are computed in tiles, and again in the backward pass
+    offload_activations: whether the inputs of layers that are computed again are in host memory until then
     offload_optimizer:  whether the optimizer runs on the host
     offload_parameters: whether ZeRO-3 shards of weights are in host memory between passes
     cache_item:         bytes of one number of a key or value
@@ -246,6 +248,8 @@ class Call:
     decode_rows: int = 256
     item: int = 2
     recompute: Recompute = "none"
+    tiled_mlp: bool = False
+    offload_activations: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
     cache_item: int = 2

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.layer_prices import Curve, LayerPrices, SlicedModel
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, read_measurements
 from flexrlhf.guideline.costs.profiles import DECODERS
-from flexrlhf.guideline.costs.training import replica_sum_seconds
+from flexrlhf.guideline.costs.training import product_shapes, replica_sum_seconds
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
@@ -141,13 +141,17 @@ class MeasuredCosts:
         times, passes = prices.times, call.passes_per_update
         tokens, model = call.computed_tokens / call.updates / passes, prices.of(_sliced(call, mesh))
         stages = model.stages("train", tokens, mesh.pp)
-        if call.recompute == "full":
-            again = call.model.layers / mesh.pp * model.block("forward", tokens)
+        if call.recompute == "full" or call.tiled_mlp:
+            share = 1.0 if call.recompute == "full" else _mlp_share(call.model)
+            again = share * call.model.layers / mesh.pp * model.block("forward", tokens)
             stages = [stage + again for stage in stages]
         dp = mesh.copies if mesh.copies in times.update else min(times.update)
         update = times.update[dp].seconds(_trained_bytes(call, mesh), call.model.layers / mesh.pp)
         parts = _through(stages, passes)
         parts |= {"optimizer": update, "gradients": self._reduce(call, mesh, times, dp)}
+        if call.offload_activations:
+            size = call.item * call.model.hidden * tokens * call.model.layers / mesh.pp
+            parts["host"] = 2 * passes * self.measured.switch.seconds(int(size))
         return {name: call.updates * seconds for name, seconds in parts.items()}
 
     def _reduce(self, call: Call, mesh: Mesh, times: ModelTimes, dp: int) -> float:
@@ -218,6 +222,12 @@ def _decoding(call: Call) -> tuple[DecodePhase, ...]:
 
 def _sliced(call: Call, mesh: Mesh) -> SlicedModel:
     return SlicedModel(call.model, mesh.tp, call.row_width, call.weight_share * call.item)
+
+
+def _mlp_share(model: Transformer) -> float:
+    """Return the share of the MLP in the matrix products of a layer."""
+    sizes = [k * n for k, n in product_shapes(model, 1)]
+    return sum(sizes[2:]) / sum(sizes)
 
 
 def _through(stages: Sequence[float], passes: float) -> dict[str, float]:

@@ -31,6 +31,8 @@ OPTIMIZER_BYTES = 30
 # ZeRO-Offload, section 4: gradients down and weights up, in 16 bits; the host's Adam moves the same bytes through its
 # own memory, about 200 GB/s of a node.
 OFFLOADED_BYTES, HOST_MEMORY_GB_S = 4, 200
+# Sums of weight gradients over the tiles of an MLP: a 32-bit sum read and written, a 16-bit gradient written and read.
+TILE_SUM_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,10 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
     shapes = _pass_shapes(call)
     # forward passes that recomputation adds
     repeats = {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute] if training else 0.0
-    split = mesh.tp, mesh.pp, mesh.per_node
+    split, tiled, offloads = (mesh.tp, mesh.pp, mesh.per_node), call.tiled_mlp, call.offload_activations
     stages = [
-        _stage(call.model, mesh.device, mesh.links, profile, shape, split, training, repeats) for _, shape in shapes
+        _stage(call.model, mesh.device, mesh.links, profile, shape, split, training, repeats, tiled, offloads)
+        for _, shape in shapes
     ]
     parts: dict[str, float] = {}
     for (times, _), stage in zip(shapes, stages, strict=True):
@@ -245,16 +248,23 @@ def _stage(
     split: tuple[int, int, int],
     training: bool,
     repeats: float,
+    tiled: bool,
+    offloads: bool,
 ) -> Mapping[str, float]:
     """Return the time of one micro-batch on the slowest stage, by cause.
 
-    ``split``: tensor-parallel ranks, pipeline stages, ranks in a node. ``repeats``: forward passes that recomputation
-    adds.
+    split:     tensor-parallel ranks, pipeline stages, ranks in a node.
+    repeats:   forward passes that recomputation adds.
+    tiled:     whether MLPs are computed in tiles, and again in the backward pass.
+    offloads:  whether the inputs of layers are in host memory until the backward pass.
     """
     tp, pp, per_node = split
     layers = ceil(model.layers / pp)
     forward = layer_forward(model, device, profile, shape, tp)
-    each = forward.plus(_recomputed(forward, model, device, profile, shape, tp).times(repeats))
+    if training and tiled:
+        each = forward.plus(_tiled_again(forward, model, device, profile, shape, tp, repeats))
+    else:
+        each = forward.plus(_recomputed(forward, model, device, profile, shape, tp).times(repeats))
     head = head_forward(model, device, profile, shape, tp)
     if training:
         each = each.plus(layer_backward(model, device, profile, shape, tp))
@@ -267,6 +277,8 @@ def _stage(
     message = shape.item * model.hidden * shape.tokens
     tensor = reduces * all_reduce_seconds(message, tp, min(tp, per_node), links)
     slower = 1 / profile.reached
+    # inputs are copied both ways while layers compute
+    exposed = max(0.0, 2 * layers * message / device.host_gb_s / 1e9 - slower * (stage.seconds + launch))
     return {
         "compute": slower * stage.products,
         "attention": slower * stage.attention,
@@ -274,6 +286,7 @@ def _stage(
         "head": slower * head.seconds,
         "launch": slower * launch,
         "tensor parallel": tensor / profile.tensor_reached,
+        **({"host": exposed} if offloads else {}),
     }
 
 
@@ -286,6 +299,26 @@ def _recomputed(
     k, n = product_shapes(model, tp)[-1]
     last = matmul_seconds(shape.tokens, k, n, device, shape.item) / device.sustained
     return replace(forward, products=forward.products - last)
+
+
+def _tiled_again(
+    forward: LayerSeconds,
+    model: Transformer,
+    device: DeviceClass,
+    profile: EngineProfile,
+    shape: PassShape,
+    tp: int,
+    repeats: float,
+) -> LayerSeconds:
+    """Return the time of computing again a layer whose MLP is in tiles: all of it, or the MLP alone where activations
+    are kept; and of summing weight gradients over the tiles, each of as many tokens as hidden features."""
+    products = product_shapes(model, tp)[2:]
+    sums = TILE_SUM_BYTES * shape.tokens / model.hidden * sum(k * n for k, n in products) * (not model.adapters)
+    if repeats:
+        return forward.plus(LayerSeconds(elements=elements_seconds(sums, device)))
+    mlp = sum(matmul_seconds(shape.tokens, k, n, device, shape.item) for k, n in products) / device.sustained
+    activation = profile.elements * shape.item * shape.tokens * _ffn_elements(model, tp)
+    return LayerSeconds(mlp, 0.0, elements_seconds(sums + activation, device))
 
 
 def layer_forward(
@@ -334,8 +367,12 @@ def element_bytes(model: Transformer, profile: EngineProfile, shape: PassShape, 
     norms (read twice, written once), two additions, rotations of queries and keys, the activation."""
     hidden = 12 * model.hidden / (tp if profile.sequence_parallel else 1)
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim / tp
-    ffn = (3 if model.gated else 2) * model.ffn / tp
-    return profile.elements * shape.item * shape.tokens * (hidden + heads + ffn)
+    return profile.elements * shape.item * shape.tokens * (hidden + heads + _ffn_elements(model, tp))
+
+
+def _ffn_elements(model: Transformer, tp: int) -> float:
+    """Return the numbers that the activation of an MLP reads and writes for a token."""
+    return (3 if model.gated else 2) * model.ffn / tp
 
 
 def _adapter_seconds(

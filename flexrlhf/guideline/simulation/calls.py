@@ -223,6 +223,8 @@ class CallMaker:
             item=item_bytes(model),
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
+            tiled_mlp=settings.tiled_mlp,
+            offload_activations=trains and settings.offload_activations,
             offload_optimizer=settings.offload_optimizer,
             offload_parameters=settings.offload_parameters,
             passes=None
