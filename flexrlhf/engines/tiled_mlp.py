@@ -3,7 +3,7 @@
 The widest activations of a layer, four times its MLP features, then exist for one tile at a time. A tile has about as
 many tokens as the model has hidden features: with fewer the weights would be read more often than their products take.
 
-Two autograd functions share a layer's MLP. ``_KeptInput`` saves its input and gives the gradients; ``_Output`` computes
+Two autograd functions share a layer's MLP. ``_TiledInput`` saves its input and gives the gradients; ``_TiledOutput`` computes
 the output, saves nothing and passes the gradient on. So a checkpointed layer that is computed again stops at the input,
 and an MLP is computed twice in all. Gradients of weights are summed over tiles in float32 at least.
 """
@@ -41,8 +41,8 @@ class _Tiled:
     def __call__(self, values: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.output(values)
-        kept = _KeptInput.apply(self, values, *self.trained())
-        output: Tensor = _Output.apply(self, kept)
+        kept = _TiledInput.apply(self, values, *self.trained())
+        output: Tensor = _TiledOutput.apply(self, kept)
         return output
 
     def trained(self) -> list[nn.Parameter]:
@@ -63,7 +63,7 @@ class _Tiled:
         return output.view(values.shape)
 
 
-class _KeptInput(torch.autograd.Function):
+class _TiledInput(torch.autograd.Function):
     """The identity. From the gradient of the MLP's output it gives the gradients of its input and its parameters."""
 
     @staticmethod
@@ -97,7 +97,7 @@ class _KeptInput(torch.autograd.Function):
         return None, None if for_values is None else for_values.view(values.shape), *gradients
 
 
-class _Output(torch.autograd.Function):
+class _TiledOutput(torch.autograd.Function):
     """The output of an MLP, whose gradient goes on as it is."""
 
     @staticmethod
