@@ -3,9 +3,9 @@
 The widest activations of a layer, four times its MLP features, then exist for one tile at a time. A tile has about as
 many tokens as the model has hidden features: with fewer the weights would be read more often than their products take.
 
-Two autograd functions share a layer's MLP. ``_TiledInput`` saves its input and gives the gradients; ``_TiledOutput`` computes
-the output, saves nothing and passes the gradient on. So a checkpointed layer that is computed again stops at the input,
-and an MLP is computed twice in all. Gradients of weights are summed over tiles in float32 at least.
+Two autograd functions share a layer's MLP. ``_TiledInput`` saves its input and gives the gradients; ``_TiledOutput``
+computes the output, saves nothing and passes the gradient on. So a checkpointed layer that is computed again stops at
+the input, and an MLP is computed twice in all. Gradients of weights are summed over tiles in float32 at least.
 """
 
 from __future__ import annotations
