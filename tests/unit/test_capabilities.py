@@ -434,6 +434,17 @@ def test_kernels_that_a_model_does_not_have_are_refused() -> None:
         )
 
 
+def test_graphs_are_refused_where_passes_call_libraries_or_rows_go_in_waves() -> None:
+    key, graphs = "models.actor.cuda_graphs", "models.actor.cuda_graphs=true"
+    whole = f"{key}: true is for engine torch with tp 1 and whole weights on each rank, found engine "
+    assert refused(None, 2, graphs, "models.actor.engine=deepspeed") == f"{whole}deepspeed, tp 1, zero 0; use false"
+    assert refused(None, 2, graphs, "models.actor.zero=3") == f"{whole}torch, tp 1, zero 3; use false"
+    assert refused(None, 2, GPT2, graphs) == (
+        f"{key}: true is for llama, mistral, qwen2, qwen3 models with attention auto, sdpa or eager and no window of "
+        "less than 12 tokens, found another; use false"
+    )
+
+
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
