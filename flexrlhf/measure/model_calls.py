@@ -23,8 +23,9 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.operator_context import OperatorContext
 from flexrlhf.trainer.operator_guards import FiniteGuard
-from flexrlhf.trainer.run_operator import OperatorContext, run_operator
+from flexrlhf.trainer.run_operator import run_operator
 from flexrlhf.trainer.text_operators import ExternalScorers
 
 NO_TOKEN = -1

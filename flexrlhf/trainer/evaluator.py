@@ -11,8 +11,9 @@ from flexrlhf.engines.base import Moments, add_moments
 from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
+from flexrlhf.trainer.operator_context import OperatorContext, evaluation_sampling
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.trainer.run_operator import OperatorContext, evaluation_sampling, run_operator
+from flexrlhf.trainer.run_operator import run_operator
 from flexrlhf.trainer.step_rows import input_columns
 
 

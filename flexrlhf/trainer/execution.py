@@ -70,6 +70,11 @@ class OperatorRun:
         present = store.get(PRESENT, rows).tolist()
         return tuple(row for row, is_present in zip(rows, present, strict=True) if is_present)
 
+    def has_rows(self, batch: Batch) -> bool:
+        """Whether any data-parallel rank has rows of a mini-batch, of which ``batch`` are this rank's."""
+        number = torch.tensor(float(len(batch)), dtype=torch.float64, device=batch.rows.device)
+        return bool(self.model.dp.sum(number) > 0)
+
     def examples_of(self, batch: Batch) -> list[Example]:
         """Return the example of each row of ``batch``."""
         return [self.examples[row // self.shape.samples_per_prompt] for row in batch.rows.tolist()]

@@ -32,12 +32,13 @@ from flexrlhf.trainer.execution import Execution, OperatorRun
 from flexrlhf.trainer.memory_meter import naming_exhaustion
 from flexrlhf.trainer.model_saver import ModelSaver
 from flexrlhf.trainer.observers import make_observers
+from flexrlhf.trainer.operator_context import make_operator_context
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Steps
 from flexrlhf.trainer.restoration import StartingPoint, restore
 from flexrlhf.trainer.results_writer import open_results
 from flexrlhf.trainer.row_ledger import RowLedger
-from flexrlhf.trainer.run_operator import make_operator_context, run_operator
+from flexrlhf.trainer.run_operator import run_operator
 from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.trainer.training_loop import Experiences, LoopCalls, PromptBatch, cut_round, is_training
 from flexrlhf.trainer.weight_syncs import WeightSyncs
