@@ -10,7 +10,8 @@ work:
 exponentially distributed lengths of about the same means: prompts of 129 tokens, up to 512, and responses of 40, up to
 128. ``pack_texts`` is compared with itself turned off, which is one sequence in a row, sorted, without a gap; and with
 rows of the longest prompt and response of a pass, in the order of the batch, which no setting computes any more. *
-copies of a prompt, by ``share_prompts``: two prompts of 512 tokens, 8 responses of 64 tokens to each. * log-probs, by
+masks, by attention that takes lengths: training passes whose FLOPs are those of attention alone. * copies of a
+prompt, by ``share_prompts``: two prompts of 512 tokens, 8 responses of 64 tokens to each. * log-probs, by
 ``rollout.logprobs``: a step of PPO on some of the sequences, and one of GRPO with 8 samples of a prompt, by the
 trainer, with one mini-batch and one epoch.
 """
@@ -27,7 +28,7 @@ import torch
 
 from benchmarks.peers.speed.workloads import SMALL
 from benchmarks.saved_work.costs import HEADER, SavedWork
-from benchmarks.saved_work.passes import GROUPS, SAMPLES, padding, prompts
+from benchmarks.saved_work.passes import GROUPS, SAMPLES, masks, padding, prompts
 from benchmarks.saved_work.runs import StepRuns
 from benchmarks.saved_work.texts import LONGEST, Text, dialogue_texts, sampled_texts
 from flexrlhf.operators.columns import Lengths
@@ -59,6 +60,8 @@ def _mean(lengths: Sequence[int]) -> str:
 
 def rows(texts: Sequence[Text], rounds: int) -> Iterator[SavedWork]:
     """Yield the table."""
+    for tokens in (128, 512, 2048, 8192):
+        yield from masks(tokens, rounds)
     yield from padding(texts, rounds)
     yield from prompts(rounds)
     of_step = [max(2, text.prompt) for text in texts[:NUM_STEP_TEXTS]]

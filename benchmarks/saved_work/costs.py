@@ -18,7 +18,7 @@ Shape = Sequence[int]
 class Cost:
     """Cost of one piece of work.
 
-    flops:    of matrix products and attention
+    flops:    of matrix products and attention, or of attention alone
     seconds:  the median
     """
 
@@ -57,11 +57,15 @@ HEADER = (
 )
 
 
-def count_flops(work: Work) -> float:
+BLOCK = 512
+"""Keys that the attention kernel of CPUs computes at a time: causality leaves out later blocks."""
+
+
+def count_flops(work: Work, attention_alone: bool = False) -> float:
     """Run ``work`` and return the FLOPs of its matrix products and its attention, of backward too.
 
     torch's counter has no formula for the attention kernel of CPUs; the other kernels' formula is used: all rows of
-    queries with all keys, also if a mask or causality leaves products out.
+    queries with all keys, also if a mask leaves products out, without the blocks that causality leaves out.
     """
     aten = torch.ops.aten
     kernels = {
@@ -70,21 +74,44 @@ def count_flops(work: Work) -> float:
     }
     with FlopCounterMode(display=False, custom_mapping=kernels) as counter:
         work()
-    return float(counter.get_total_flops())
+    if not attention_alone:
+        return float(counter.get_total_flops())
+    return float(sum(count for kernel, count in counter.get_flop_counts()["Global"].items() if kernel in kernels))
 
 
-def _attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+def _attention(query: Shape, key: Shape, value: Shape, dropout: float = 0, causal: bool = False, **_: object) -> int:
+    return int(_share(key[2], causal) * sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+def _attention_backward(
+    gradient: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    out: Shape,
+    lse: Shape,
+    dropout: float,
+    causal: bool,
+    **_: object,
+) -> int:
+    flops = sdpa_backward_flop_count(gradient, query, key, value)  # type: ignore[no-untyped-call]
+    return int(_share(key[2], causal) * flops)
 
 
-def compare(saved: str, work: str, computed: Work, left_out: Work, rounds: int) -> SavedWork:
-    """Measure both ways in turns, ``rounds`` times. FLOPs are counted in a run before, which warms up."""
+def _share(keys: int, causal: bool) -> float:
+    """Return the share of pairs of as many queries and keys that the kernel computes."""
+    return min(1.0, (1 + BLOCK / keys) / 2) if causal else 1.0
+
+
+def compare(
+    saved: str, work: str, computed: Work, left_out: Work, rounds: int, attention_alone: bool = False
+) -> SavedWork:
+    """Measure both ways in turns, ``rounds`` times. FLOPs are counted in a run before, which warms up.
+
+    ``attention_alone``: FLOPs are those of attention.
+    """
     ways = (computed, left_out)
-    flops = [count_flops(way) for way in ways]
+    flops = [count_flops(way, attention_alone) for way in ways]
     seconds: list[list[float]] = [[], []]
     for _ in range(rounds):
         for way, found in zip(ways, seconds, strict=True):

@@ -43,6 +43,32 @@ def prompts(rounds: int) -> Iterator[SavedWork]:
     yield from _both("copies of a prompt", (copies, [batch]), (shares, [batch]), rounds)
 
 
+def masks(tokens: int, rounds: int) -> Iterator[SavedWork]:
+    """Yield the savings in training passes of so many tokens by attention that takes the lengths of sequences.
+
+    Of 16 sequences of uneven lengths, the longest of which has half of the tokens; and of a prompt with half of them
+    and 8 responses. Both ways lay out rows as they do best.
+    """
+    half, eighth = tokens // 2, tokens // 16
+    uneven = [half, *(half * (1 + number % 5) // 45 for number in range(15))]
+    layouts = {
+        "16 sequences": ([Text(length - length // 4, length // 4) for length in uneven], 1),
+        "8 responses": ([Text(half, eighth)] * SAMPLES, SAMPLES),
+    }
+    for name, (texts, samples) in layouts.items():
+        lengths = Lengths(max(text.prompt for text in texts), max(text.response for text in texts))
+        batch = batch_of(texts, lengths, SMALL["vocab_size"], samples)
+        masked, by_lengths = (engine_with(lengths, attention=way) for way in ("sdpa", "auto"))
+        yield compare(
+            f"a mask, {tokens} tokens",
+            f"training, {name}",
+            optimizer_step(masked, [batch]),
+            optimizer_step(by_lengths, [batch]),
+            rounds,
+            attention_alone=True,
+        )
+
+
 def engine_with(lengths: Lengths, **settings: Any) -> TorchEngine:
     """Return a trained model of random weights on one rank."""
     model = ModelSpec(init=SMALL, **settings)

@@ -168,8 +168,8 @@ class ModelSpec(StrictModel):
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "auto",
-        description="auto: by the lengths of sequences, without a mask, in Llama, Mistral, Qwen2 and Qwen3, else sdpa; "
-        "or a kernel of transformers' attention, the last two on GPUs alone",
+        description="auto: by the lengths of texts, without a mask, in Llama, Mistral, Qwen2 and Qwen3, else sdpa; "
+        "sdpa, eager: under a mask; flash_attention_2: on GPUs in 16 bits; flex_attention: on GPUs, one text in a row",
     )
     liger: bool = Field(False, description="norms and MLPs by Liger's kernels, on GPUs")
     compile: bool = Field(False, description="compile the layers (torch.compile), on GPUs")

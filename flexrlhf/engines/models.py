@@ -30,7 +30,7 @@ from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.errors import UserError
-from flexrlhf.memory.packed_rows import PACKED_FAMILIES
+from flexrlhf.memory.packed_rows import has_lengths
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
@@ -41,6 +41,7 @@ from flexrlhf.weights.model_files import (
     no_scalar_head,
     stored_head_name,
 )
+from flexrlhf.weights.shapes import read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLASSES: dict[Head, Any] = {
@@ -98,7 +99,7 @@ def settle(model: PreTrainedModel, placed: PlacedModel, pad_token_id: int | None
         settle_padding(model.config, reads_last, placed.trained, None if placed.settings.lora else pad_token_id)
     # saved with the model; other tools select the class by it
     model.config.architectures = [type(model).__name__]
-    if placed.settings.attention == "auto" and model.config.model_type in PACKED_FAMILIES:
+    if has_lengths(model.config.model_type, placed.settings.attention):
         model.config._attn_implementation = BY_SEQUENCES
     if not placed.trained:
         model.requires_grad_(False)
@@ -158,7 +159,9 @@ def may_lack_head(placed: PlacedModel) -> bool:
 def _options(placed: PlacedModel) -> dict[str, Any]:
     settings = placed.settings
     # without this option transformers takes sdpa, or eager where a family lacks it
-    attention = {} if settings.attention in ("auto", "sdpa") else {"attn_implementation": settings.attention}
+    is_ours = has_lengths(read_config(placed.role, settings)["model_type"], settings.attention)
+    is_default = is_ours or settings.attention in ("auto", "sdpa")
+    attention = {} if is_default else {"attn_implementation": settings.attention}
     return {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code, **attention}
 
 

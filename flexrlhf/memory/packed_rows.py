@@ -26,7 +26,9 @@ from flexrlhf.weights.shapes import ModelShape
 
 PACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose attention in transformers takes any mask, where no window restricts it."""
-PACKED_ATTENTION = ("auto", "sdpa", "eager")
+BY_LENGTHS = ("auto", "flash_attention_2")
+"""Values of ``attention`` that take the lengths of sequences in a row, in families that are packed."""
+PACKED_ATTENTION = (*BY_LENGTHS, "sdpa", "eager")
 """Values of ``attention`` that compute several sequences in a row: by their lengths, or under a mask as numbers."""
 EQUAL_WIDTH = 4096
 """Width at which attention over a row under a mask is taken to cost as much as all else: 6 times hidden size 683."""
@@ -107,9 +109,14 @@ def may_pack(model_type: str, attention: str, window: int | None, longest: int) 
     return is_packed and (window is None or window >= longest)
 
 
+def has_lengths(model_type: str, attention: str) -> bool:
+    """Whether a model has attention by the lengths of sequences, where no window restricts it."""
+    return model_type in PACKED_FAMILIES and attention in BY_LENGTHS
+
+
 def takes_lengths(model_type: str, attention: str, window: int | None, longest: int) -> bool:
     """Whether passes compute attention by the lengths of sequences; the arguments are as in ``may_pack``."""
-    return attention == "auto" and may_pack(model_type, attention, window, longest)
+    return has_lengths(model_type, attention) and may_pack(model_type, attention, window, longest)
 
 
 def units_of(group: TextGroup, budget: int, shares: bool, compares: bool, masks: bool = True) -> tuple[Unit, ...]:

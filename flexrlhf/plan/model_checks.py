@@ -11,14 +11,14 @@ from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError, either
-from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots
+from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import engines_with
 from flexrlhf.weights.model_files import has_adapters
-from flexrlhf.weights.shapes import ModelShape, Sizes
+from flexrlhf.weights.shapes import ModelShape, Sizes, read_config
 
 FLASH = Package("flash_attn", "flash", "flash-attn")
 FLASH_CAPABILITY = 8.0
@@ -317,7 +317,7 @@ def check_packages(placement: Placement) -> None:
             packages["lora"] = PEFT
         if has_adapters(model.settings.path):
             packages["the adapters in its path"] = PEFT
-        packages |= _packages_of_kernels(model.settings)
+        packages |= _packages_of_kernels(model)
         for feature, package in packages.items():
             if package is not None and not _is_installed(package.module):
                 section = f"models.{model.role}" if model.rollout is None else "rollout"
@@ -337,11 +337,14 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _packages_of_kernels(settings: ModelSpec) -> dict[str, Package | None]:
-    """Return the library of each kernel by the setting that needs it."""
+def _packages_of_kernels(model: PlacedModel) -> dict[str, Package | None]:
+    """Return the library of each kernel by the setting that needs it; torch has flash attention by lengths."""
+    settings = model.settings
     packages: dict[str, Package | None] = {}
     if settings.attention == "flash_attention_2":
-        packages["attention flash_attention_2"] = FLASH
+        family = read_config(model.role, settings)["model_type"]
+        if not has_lengths(family, settings.attention):
+            packages[f"attention flash_attention_2 of {family}"] = FLASH
     if settings.liger:
         packages["liger"] = LIGER
     return packages

@@ -465,10 +465,14 @@ def test_kernels_of_gpus_are_refused_on_cpus(setting: str, sentence: str) -> Non
 
 def test_a_missing_library_of_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_checks, "find_spec", lacking("flash_attn", "liger_kernel"))
-    flash = plan_of(None, 2, "models.actor.attention=flash_attention_2", "models.actor.dtype=bfloat16")
-    assert sentence_of(lambda: check_packages(flash.placement)) == (
-        "models.actor: attention flash_attention_2 needs the package flash_attn, which is not installed; pip install "
-        "'flexrlhf[flash]'"
+    flash = "attention: flash_attention_2, dtype: bfloat16"
+    check_packages(
+        plan_of(None, 2, "models.actor.attention=flash_attention_2", "models.actor.dtype=bfloat16").placement
+    )
+    other = plan_of(None, 2, f"models.reward={{{flash}, init: {{model_type: gemma2, vocab_size: 64}}}}")
+    assert sentence_of(lambda: check_packages(other.placement)) == (
+        "models.reward: attention flash_attention_2 of gemma2 needs the package flash_attn, which is not installed; "
+        "pip install 'flexrlhf[flash]'"
     )
     liger = plan_of(None, 2, "models.actor.liger=true")
     assert sentence_of(lambda: check_packages(liger.placement)) == (

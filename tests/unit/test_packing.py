@@ -147,7 +147,8 @@ def test_the_same_texts_have_the_same_places() -> None:
         ("mistral", "sdpa", 63, False),
         ("gemma2", "sdpa", None, False),
         ("gpt2", "sdpa", None, False),
-        ("llama", "flash_attention_2", None, False),
+        ("llama", "flash_attention_2", None, True),
+        ("gemma2", "flash_attention_2", None, False),
         ("llama", "flex_attention", None, False),
     ],
 )

@@ -16,28 +16,30 @@ LENGTHS = Lengths(12, 6)
 LAYERS, HIDDEN, FFN = (SMALL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
 
 
-def forward_flops(batch: Batch, **settings: bool) -> float:
+def forward_flops(batch: Batch, **settings: bool | str) -> float:
     return count_flops(forward_pass(engine_with(LENGTHS, **settings), [batch]))
 
 
-def expected(rows: int, width: int, responses: int) -> int:
+def expected(tokens: int, pairs: int, responses: int) -> int:
     """Two operations for each weight and token: of layers, of scores and values of all pairs, of the language head."""
-    layers = 2 * rows * width * LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN)
-    attention = 2 * rows * LAYERS * (2 * width * width * HIDDEN)
+    layers = 2 * tokens * LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN)
+    attention = 2 * LAYERS * (2 * pairs * HIDDEN)
     return layers + attention + 2 * responses * HIDDEN * SMALL["vocab_size"]
 
 
 def test_flops_of_a_forward_pass_are_those_counted_by_hand() -> None:
     batch = batch_of([Text(5, 3), Text(5, 3)], LENGTHS, SMALL["vocab_size"], samples=2)
-    assert forward_flops(batch, share_prompts=False) == expected(rows=2, width=8, responses=6)
-    assert forward_flops(batch) == expected(rows=1, width=5 + 2 * 3, responses=6)
+    assert forward_flops(batch, share_prompts=False) == expected(tokens=2 * 8, pairs=2 * 8 * 8, responses=6)
+    # the prompt and both responses to themselves, these to the prompt
+    assert forward_flops(batch) == expected(tokens=11, pairs=5 * 5 + 2 * 3 * 3 + 6 * 5, responses=6)
+    assert forward_flops(batch, attention="sdpa") == expected(tokens=11, pairs=11 * 11, responses=6)
 
 
 def test_flops_of_backward_are_counted() -> None:
     """Of a product two further ones, of attention five, which computes its scores again."""
     batch = batch_of([Text(5, 3)], LENGTHS, SMALL["vocab_size"])
     engine = engine_with(LENGTHS)
-    forward = expected(rows=1, width=8, responses=3)
+    forward = expected(tokens=8, pairs=8 * 8, responses=3)
     attention = 2 * LAYERS * (8 * 8 * HIDDEN)
     assert count_flops(optimizer_step(engine, [batch])) == 3 * forward + attention
 
