@@ -10,7 +10,7 @@ work:
 exponentially distributed lengths of about the same means: prompts of 129 tokens, up to 512, and responses of 40, up to
 128. ``pack_texts`` is compared with itself turned off, which is one sequence in a row, sorted, without a gap; and with
 rows of the longest prompt and response of a pass, in the order of the batch, which no setting computes any more. *
-masks, by attention that takes lengths: training passes whose FLOPs are those of attention alone. * copies of a
+masks, by attention that takes lengths: training passes, with FLOPs of attention alone. * copies of a
 prompt, by ``share_prompts``: two prompts of 512 tokens, 8 responses of 64 tokens to each. * log-probs, by
 ``rollout.logprobs``: a step of PPO on some of the sequences, and one of GRPO with 8 samples of a prompt, by the
 trainer, with one mini-batch and one epoch.

@@ -108,7 +108,7 @@ def compare(
 ) -> SavedWork:
     """Measure both ways in turns, ``rounds`` times. FLOPs are counted in a run before, which warms up.
 
-    ``attention_alone``: FLOPs are those of attention.
+    ``attention_alone``: FLOPs of attention are counted, no others.
     """
     ways = (computed, left_out)
     flops = [count_flops(way, attention_alone) for way in ways]

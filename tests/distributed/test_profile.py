@@ -93,7 +93,8 @@ def test_the_layers_of_both_models_are_measured_in_powers_of_two(measured: Measu
     assert [step.cache for step in block.step] == [10, 14], "three steps after the prompt, and the last three"
     assert all(needed <= rows(step.points) <= all_rows for step in block.step)
     assert all(point.tokens == 8 * point.rows // 2 for point in block.prefill)
-    assert causal.width == 16 and causal.row is not None and causal.row > 16
+    # of sequences of 8 to 12 tokens, to which attention is confined in a row of several
+    assert causal.width == 16 and causal.row is not None and 8 <= causal.row < 16
 
 
 def test_transfers_between_ranks_are_measured(measured: Measurements) -> None:

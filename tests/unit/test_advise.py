@@ -917,7 +917,7 @@ def test_all_devices_are_simpler_than_halves_and_those_than_shadows(advice: Advi
 
 def test_a_lag_is_offered_with_its_price_and_chosen_if_it_is_allowed() -> None:
     nodes, models = nodes_of_eight(64, "H100-80G"), dict.fromkeys(ROLES, "qwen2.5-7b")
-    request = AdviceRequest(models, nodes, response_tokens=16384, prompts=128, samples=8, algorithm="grpo")
+    request = AdviceRequest(models, nodes, response_tokens=16384, prompts=64, samples=8, algorithm="grpo")
     spec = request.spec(("reward={rule: gsm8k}",))
     found = advise(spec, AnalyticCosts(), expected_lengths(spec, None, 6000))
     assert found.best.lag == 0 and found.lagging is not None and found.lagging.lag == 1
