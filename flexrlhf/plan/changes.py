@@ -22,6 +22,8 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.strategies.workload import workload
 
+LONG_ROW = 8192
+"""Tokens of a prompt and its response from which several context-parallel ranks are tried."""
 LEAST_RESPONSE = 128
 """Tokens of the shortest responses that are suggested."""
 MOST_TIMES = 64
@@ -103,6 +105,8 @@ def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
         if model.is_of_operators:
             continue  # it has the settings of its role
         changes = {**_of_any_copy(model), **_smaller_batches(plan, model, rank)}
+        if model.facts.cp and plan.lengths.of_role(model.role).total >= LONG_ROW:
+            changes["cp"] = [2 * model.settings.cp]
         if not model.is_shadow:
             changes |= _of_role(model, has_shape=model.role in plan.shapes)
         section = f"models.{model.role}" + ".shadow" * model.is_shadow

@@ -35,7 +35,7 @@ COMBINED = 8
 """Changes of which two or three are tried together if none suffices alone: those that free most."""
 BY_TIME = (
     *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "shard"),
-    *("tiled_mlp", "activation_checkpointing", "offload_activations", "tp", "pp", "overlap"),
+    *("tiled_mlp", "activation_checkpointing", "offload_activations", "cp", "tp", "pp", "overlap"),
     *("offload_optimizer", "offload_parameters"),
 )
 """Settings that leave learning as it is, by the time that they usually cost."""

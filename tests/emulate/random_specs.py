@@ -66,7 +66,7 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
             plan = make_plan(parse_spec(raw))
             if chance(rng, 0.7) and add_tensor_parallel(rng, raw, plan):
                 plan = make_plan(parse_spec(raw))
-            raw, plan = with_rollout_stages(*with_stages(*with_shards_in_nodes(raw, plan)))
+            raw, plan = with_rollout_stages(*with_stages(*with_shards_in_nodes(*with_parts_of_rows(raw, plan))))
             if chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
                 plan = make_plan(parse_spec(raw))
@@ -207,6 +207,23 @@ def add_tensor_parallel(rng: Random, raw: Raw, plan: Plan) -> bool:
             settings["tp"] = tp
         changed = changed or tp > 1
     return changed
+
+
+def with_parts_of_rows(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Split the rows of some models over context-parallel ranks, by a separate generator; unchanged if that is not
+    valid."""
+    rng = Random(f"parts of {raw!r}")
+    if not chance(rng, 0.4):
+        return raw, plan
+    changed = deepcopy(raw)
+    for model in plan.placement.models:
+        if model.facts.cp and model.rollout is None and not model.follows and chance(rng, 0.7):
+            parts = {"cp": rng.choice((2, 2, 4)), "context_parallel": rng.choice(("auto", "ring"))}
+            changed["models"].setdefault(model.role, {}).update(parts)
+    try:
+        return changed, make_plan(parse_spec(changed))
+    except UserError:
+        return raw, plan
 
 
 def with_shards_in_nodes(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -461,6 +478,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "weights": [f"{m.split} of {'tp' if m.layout.tp > 1 else 'one'}" for m in placement.models if len(m.ranks) > 1],
         "sharded in nodes": [m.split for m in placement.models if is_sharded_in_nodes(m)],
         "tensor parallel": [str(m.layout.tp) for m in placement.models],
+        "context parallel": [str(m.layout.cp) for m in placement.models],
         "pipeline stages": [f"{m.layout.pp} of {'a copy' if m.is_shadow else 'a role'}" for m in placement.models],
         "adapters": _adapters(plan),
         "syncs": [_reshards(plan, x) for x in plan.schedule.instructions if isinstance(x, Sync)],

@@ -28,6 +28,7 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
+from flexrlhf.plan.changes import LONG_ROW
 from flexrlhf.plan.model_checks import lacks_of
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Sizes
@@ -38,8 +39,6 @@ T = TypeVar("T")
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 CONTEXT_PARALLEL = (1, 2, 4, 8)
-LONG_ROW = 8192
-"""Tokens of a prompt and its response from which several context-parallel ranks are tried."""
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
 PASS_TOKENS = (0, 4096, 8192, 32768)
