@@ -85,6 +85,14 @@ def test_suggestions_are_in_order_and_state_whether_results_change() -> None:
         assert suggestion.same_numbers == (".lora=" not in suggestion.change and ".dtype=" not in suggestion.change)
 
 
+def test_context_parallel_ranks_are_suggested_for_long_rows() -> None:
+    plan = large(None, 4, "data.max_response_tokens=8192")
+    found = {suggestion.change: suggestion.freed for suggestion in memory_suggestions(plan, 0)}
+    shared = large(None, 4, "data.max_response_tokens=8192", "models.actor.cp=2")
+    assert found["models.actor.cp=2"] == plan.memory(0).peak_bytes - shared.memory(0).peak_bytes > 0
+    assert "models.actor.cp" not in settings_of(memory_suggestions(large(), 0))
+
+
 def test_only_settings_of_the_engine_are_suggested() -> None:
     torch, deepspeed = (
         settings_of(memory_suggestions(large(), 0)),
