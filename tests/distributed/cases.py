@@ -472,13 +472,18 @@ def _everywhere(**settings: Any) -> Raw:
     return {role: dict(settings) for role in ("actor", "critic", "ref", "reward")}
 
 
-LONG = {"activation_checkpointing": True, "offload_activations": True, "tiled_mlp": True}
+OFFLOADED = {"activation_checkpointing": True, "offload_activations": True}
+LONG = OFFLOADED | {"tiled_mlp": True}
 """Settings with which sequences may be longest."""
 COMPUTE: dict[str, Raw] = {
     "replicas": {},
     "torch-2": _everywhere(zero=2),
     "torch-3": _everywhere(zero=3),
-    **{f"deepspeed-{stage}": _everywhere(engine="deepspeed", zero=stage) for stage in range(4)},
+    **{
+        f"deepspeed-{stage}": _everywhere(engine="deepspeed", zero=stage)
+        | {"actor": {"engine": "deepspeed", "zero": stage, **OFFLOADED}}
+        for stage in range(4)
+    },
     "recomputed": _everywhere(zero=3) | {role: {"zero": 3, **LONG} for role in ("actor", "critic")},
     "unpacked": _everywhere(pack_texts=False),
     "unshared": _everywhere(share_prompts=False),
