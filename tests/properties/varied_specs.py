@@ -17,6 +17,7 @@ from random_specs import (
     placement_of,
     rollout_of,
     settings_of,
+    with_parts_of_rows,
     with_rollout_stages,
     with_shards_in_nodes,
     with_stages,
@@ -115,7 +116,6 @@ EXAMPLES: Examples = {
     "DataSpec.max_response_tokens": (4, 8, 256),
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
-    "ModelSpec.cp": (1, 2),
     "ModelSource.model": NOTHING,
     **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service")], NOTHING),
     "ImportanceSpec.floor": NOTHING,
@@ -169,7 +169,8 @@ class VariedSpecs:
             plan = make_plan(parse_spec(raw))
         if chance(self.rng, 0.2):
             raw, plan = with_shards_in_nodes(raw, plan)
-        return _with_environment(*with_rollout_stages(*with_stages(raw, plan)))
+        raw, plan = with_parts_of_rows(*with_rollout_stages(*with_stages(raw, plan)))
+        return _with_environment(raw, plan)
 
 
 def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -194,8 +195,10 @@ def make_varied_spec(rng: Random) -> Raw:
     raw["data"] |= {"sources": sources} if chance(rng, 0.3) else {"path": rng.choice(TEXTS)}
     raw["cluster"] = _cluster(rng, share)
     raw |= {"models": {}, "rollout": {}, **_sources(rng, raw["algorithm"]["name"], share)}
-    if not any(source.get("level") == "step" for source in _listed(raw.get("reward", []))):
-        raw["algorithm"].pop("supervision", None)
+    raw["algorithm"].pop("supervision", None)
+    has_steps = any(source.get("level") == "step" for source in _listed(raw.get("reward", [])))
+    if has_steps and raw["algorithm"]["name"] == "grpo" and chance(Random(repr(raw)), 0.5):
+        raw["algorithm"] |= {"supervision": "process", "baseline": "mean", "normalise_scores": "none", "kl": None}
     graph = make_graph(parse_spec(raw))
     shadows = graph.can_shadow and chance(rng, 0.5)
     raw["models"] = _models(rng, graph, shadows, share) | _scoring_models(raw)
