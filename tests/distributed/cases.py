@@ -817,7 +817,8 @@ def every_case() -> list[Case]:
 
 def _every_part_of_rows() -> list[Case]:
     """Rows split over two and four ranks, packed and with shared prompts, alone and next to replicas."""
-    settings = ("two", "uneven", "pieces", "samples", "grpo", "one-trunk", "safe", "sft", "dpo", "reward-uneven")
+    settings = ("two", "uneven", "pieces", "samples", "segments", "episodes", "grpo", "one-trunk", "safe", "dpo")
+    settings += ("sft", "reward-uneven")
     two, four = ("cp", "cp-3", "cp-ring", "cp-ring-2"), ("cp-3", "cp-ring", "cp-tp-3", "cp-4", "cp-ring-4")
     shapes = {"sft": "all", "reward-uneven": "all"}
     return [

@@ -56,6 +56,8 @@ def _engine(case: Case) -> str:
     settings = COMPUTE.get(case.compute, {}).get("actor", {})
     if settings.get("engine") in ("deepspeed", "megatron"):
         return str(settings["engine"])
+    if settings.get("cp", 1) > 1:
+        return "context parallel"
     if settings.get("tp", 1) > 1:
         return "tensor parallel"
     # one rank has no shards
@@ -71,7 +73,10 @@ def pairs(cases: Iterable[Case]) -> Counter[tuple[Pair, Pair]]:
 
 def _may_interact(one: Pair, other: Pair) -> bool:
     """Whether a pair must be covered. vLLM, which takes seconds to start, reads weights and writes rows: it is combined
-    only with placements, lags and weights."""
+    only with placements, lags and weights. Outside a pass, context-parallel ranks have rows as tensor-parallel
+    ones and weights as replicas: they are combined with nothing."""
+    if ("engine", "context parallel") in (one, other):
+        return False
     if ("rollout", "vllm") not in (one, other):
         return True
     return not {one[0], other[0]}.isdisjoint({"placement", "lag", "weights"})
