@@ -24,6 +24,7 @@ from flexrlhf.memory.states import (
     kv_cache_bytes,
     num_moments,
     trained_units,
+    with_fused_layers,
     zero_split,
 )
 from flexrlhf.placement.placed import PlacedModel
@@ -310,7 +311,7 @@ def megatron_buffer(model: PlacedModel, trained: Parameters, rank: int) -> int:
     """Return the elements of a buffer of Megatron's distributed optimizer, which replicas share equally."""
     starts = sum(
         count * -(-elements_on_rank(model, (kind,), rank) // MEGATRON_ALIGNMENT) * MEGATRON_ALIGNMENT
-        for kind, count in count_kinds(trained).items()
+        for kind, count in count_kinds(with_fused_layers(trained)).items()
     )
     multiple = math.lcm(model.layout.of_weights.dp, MEGATRON_BUFFER_MULTIPLE)
     return -(-starts // multiple) * multiple

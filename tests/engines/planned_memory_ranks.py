@@ -67,6 +67,7 @@ ALONE = {
     "bfloat16": Case(settings={"dtype": "bfloat16"}),
     "recomputed": Case(settings=RECOMPUTED),
     "qwen3, values, zero 1": Case(head="scalar", init=QWEN3, settings={"zero": 1}),
+    "adapters, zero 1": Case(settings={"zero": 1, "lora": {"rank": 8}}),
     "many keys, unpacked, sgd": Case(init=MANY_KEYS, settings={"pack_texts": False, "optimizer": {"name": "sgd"}}),
 }
 TOGETHER = {

@@ -63,15 +63,17 @@ class Adapter(nn.Module):
         if not self.is_active:
             return output
         between = self._exchanged(linear_map(hidden, self.a))
-        pieces = zip(
-            between.split(self.rank, -1), self.b.split([self.outputs[each] for each in self.targets]), strict=True
-        )
-        changes = dict(zip(self.targets, (linear_map(values, matrix) for values, matrix in pieces), strict=True))
-        parts = [
-            changes[name] if name in changes else between.new_zeros(*between.shape[:-1], size)
-            for name, size in self.outputs.items()
-        ]
-        return output + torch.cat(parts, -1) * self._scale
+        tokens = torch.addmm(output.flatten(0, -2), between.flatten(0, -2), self._b().t(), alpha=self._scale)
+        return tokens.view_as(output)
+
+    def _b(self) -> Tensor:
+        """Return B of all parts (outputs, targets x rank): a block for each target, and else 0."""
+        if len(self.outputs) == 1:
+            return self.b
+        rows = self.b.split([self.outputs[name] for name in self.targets])
+        blocks = dict(zip(self.targets, rows, strict=True))
+        none = {name: self.b.new_empty(size, 0) for name, size in self.outputs.items()}
+        return torch.block_diag(*({**none, **blocks}[name] for name in self.outputs))
 
     def _exchanged(self, values: Tensor) -> Tensor:
         """Return what B of this rank is multiplied by: of a column's all tokens, of a row's sums over the ranks."""
