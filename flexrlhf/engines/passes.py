@@ -59,7 +59,8 @@ class Passes:
 
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Sample responses, as ``Engine.generate``; context-parallel ranks to a part of the prompts each."""
-        split, count = self.pass_settings.split, len(batch) // batch.samples_per_prompt
+        # of some prompts a batch may have a part of the samples
+        split, count = self.pass_settings.split, -(-len(batch) // batch.samples_per_prompt)
         if split is None:
             return self._generate(batch, sampling)
         bounds = (count * each // split.num_parts for each in (split.index, split.index + 1))

@@ -768,6 +768,7 @@ DEFAULT = [
     Case("safe", "six", 4, "megatron-tp"),
     KILLED,
     Case("grpo", "co-located", 2, "cp"),
+    Case("episodes", "co-located", 2, "cp-ring"),
     Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
