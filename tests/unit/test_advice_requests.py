@@ -216,7 +216,7 @@ def leanest(spec: Spec) -> Iterator[Spec]:
             trained, engine = role in graph.trained, ENGINES[model.engine]
             lean = {
                 "zero": max(engine.zero),
-                "tp": tp if engine.tp and (model.lora is None or not trained) else 1,
+                "tp": tp if engine.searches_tp and (model.lora is None or not trained) else 1,
                 "micro_batch_tokens": 1,
                 "generate_tokens": 1,
                 "activation_checkpointing": trained,

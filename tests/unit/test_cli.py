@@ -91,7 +91,7 @@ BAD = [
     ("no such stage", ("--set", "models.actor.zero=4"), ("models.actor.zero", "0, 1, 2 or 3", "found 4")),
     ("tp and devices", ("--devices", "3", "--set", "models.ref.tp=2"), ("models.ref.tp", "2", "3 devices", "1 or 3")),
     ("tp and heads", ("--devices", "4", "--set", "models.ref.tp=4"), ("models.ref.tp", "4", "2 heads", "1 or 2")),
-    ("cp", ("--set", "models.actor.cp=2"), ("models.actor: unknown key 'cp'", "known: ", "tp, trust_remote_code")),
+    ("ep", ("--set", "models.actor.ep=2"), ("models.actor: unknown key 'ep'", "known: ", "tp, trust_remote_code")),
     ("offload", ("--set", "models.actor.offload_optimizer=true"), ("models.actor.offload_optimizer", "deepspeed")),
     (
         "adapters",

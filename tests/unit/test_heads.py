@@ -170,7 +170,8 @@ def test_a_trunk_with_both_heads_costs_what_a_causal_model_does() -> None:
 
 
 KINDS: tuple[Literal["generate", "forward", "train"], ...] = ("generate", "forward", "train")
-WIDE = TINY | {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}
+WIDE = TINY | {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 10_000}
+"""Its logits need more than the gradients of a layer."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

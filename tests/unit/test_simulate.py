@@ -318,7 +318,7 @@ def test_budgets_bound_the_rows_of_a_pass() -> None:
     assert found["generate"].passes is None
     # eight prompts of four tokens; half of the responses have two, the others four
     shorter = asked(plan, TextLengths(4, (2.0, 4.0)))["train_actor"][0][0]
-    assert (shorter.computed_tokens, shorter.width) == (8 * 4 + 4 * 2 + 4 * 4 + 4, 8), "but 4 tokens of padding"
+    assert (shorter.computed_tokens, shorter.width) == (8 * 4 + 4 * 2 + 4 * 4, 8)
 
 
 def passes_of(call: Call) -> tuple[float, float, float, float]:
@@ -388,7 +388,9 @@ def test_samples_share_their_prompt_in_passes() -> None:
     plans = [plan_of(None, 1, *group, f"models.actor.share_prompts={value}") for value in ("true", "false")]
     shared, apart = (asked(plan)["train_actor"][0][0] for plan in plans)
     assert (shared.computed_tokens, apart.computed_tokens) == (16 * 1024, 16 * 8 * 576)
-    assert passes_of(shared) == (2, 8, 1024, 8 * 8 * 64)
+    # 8 rows of 1,024 tokens, whose attention leaves out the pairs of two responses
+    pairs = 8 * (512**2 + 8 * (2 * 512 * 64 + 64**2))
+    assert passes_of(shared) == (2, (8 * 1024) ** 2 / pairs, pairs / (8 * 1024), 8 * 8 * 64)
     assert [asked(plan)["generate"][0][0].prompts for plan in plans] == [16, 128]
 
 

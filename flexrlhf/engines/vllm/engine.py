@@ -142,7 +142,10 @@ class VllmEngine(Engine):
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         raise AssertionError("planning gives a rollout engine only generate")
 
-    def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+    def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
+        raise AssertionError("planning gives a rollout engine only generate")
+
+    def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         raise AssertionError("planning gives a rollout engine only generate")
 
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
