@@ -1,14 +1,9 @@
-"""Memory budget of a rank, computed before a run: states of its placed models, and what their work needs in addition.
-
-``Sizing`` computes one piece of work; ``rank_memory`` combines a rank's work and finds the peak. Not counted: the
-context of the device's driver (about 1 GB on CUDA), fragmentation, and the columns of the newest batch's rows, unless
-these are episodes.
-"""
+"""Bytes of the states of placed models on a rank, and of what one piece of work needs in addition, before a run."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -25,9 +20,8 @@ from flexrlhf.memory.packed_rows import (
     reads_masks,
     shares_prompts,
 )
-from flexrlhf.memory.states import State, item_bytes, reused_bytes
+from flexrlhf.memory.states import State, item_bytes
 from flexrlhf.memory.transfer_bytes import (
-    UNDER_WAY,
     WeightSync,
     copied_bytes,
     is_loaded_whole,
@@ -88,8 +82,6 @@ class Releasing:
 
 
 Work = Compute | WeightSync | Saving | Copying | Releasing
-ROWS = "rows in flight"
-"""Part of every phase with a lag or episodes."""
 PhaseKind = CallKind | Literal["load", "resume", "update", "sync", "save", "checkpoint", "release"]
 NamedBytes = Mapping[str, int | None]
 """Bytes by name; None where they are known only once the model is loaded."""
@@ -383,165 +375,3 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         tiled=settings.tiled_mlp,
         offloads=settings.offload_activations,
     )
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Memory plan of one rank.
-
-    states:       by placed model.
-    phases:       the largest of each kind and model.
-    loading:      bytes of host memory while models are loaded.
-    loads_whole:  whether one of them is loaded whole and in float32.
-    """
-
-    rank: int
-    states: Mapping[ModelName, State | None]
-    phases: tuple[Phase, ...]
-    loading: int
-    loads_whole: bool
-
-    @property
-    def peak(self) -> Phase | None:
-        """Phase with the highest total; None on a rank without work."""
-        return max(self.phases, key=lambda phase: phase.total, default=None)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak bytes on the device, as far as they are known."""
-        resting = sum(state.resting for state in self.states.values() if state is not None)
-        return resting if self.peak is None else self.peak.total
-
-    @property
-    def process_bytes(self) -> int:
-        """Peak bytes of a rank on CPU, whose device memory is host memory."""
-        return max((phase.total + phase.host for phase in self.phases), default=self.peak_bytes)
-
-    @property
-    def host_bytes(self) -> int:
-        """Peak bytes in host memory."""
-        offloaded = sum(state.host for state in self.states.values() if state is not None)
-        return max(self.loading + offloaded, self.loaded_host_bytes)
-
-    @property
-    def loaded_host_bytes(self) -> int:
-        """Peak bytes in host memory once models are loaded."""
-        return max((phase.host for phase in self.phases), default=0)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every number is known."""
-        parts = [size for phase in self.phases for size in phase.parts.values()]
-        return None not in self.states.values() and None not in parts
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start of a rank that offloads models.
-
-    loaded:   its models in the order of loading.
-    away:     models that leave the device before the next one is loaded.
-    movable:  models that are not on the device while a checkpoint is read, but for the one that is read.
-    kept:     models that host memory has a copy of, or room for one.
-    read:     models that a checkpoint has.
-    """
-
-    loaded: Sequence[ModelName]
-    away: frozenset[ModelName]
-    movable: frozenset[ModelName]
-    kept: frozenset[ModelName]
-    read: frozenset[ModelName]
-
-
-def rank_memory(
-    sizing: Sizing,
-    rank: int,
-    work: Iterable[tuple[Work, frozenset[ModelName]]],
-    start: Start | None = None,
-    in_flight: int = 0,
-) -> RankMemory:
-    """Return the memory plan of ``rank``.
-
-    work:       in order, each with the models that are offloaded or released.
-    start:      None if nothing is offloaded: all that is loaded then stays on the device.
-    in_flight:  bytes of rows that are generated and not trained on yet.
-    """
-    kept = frozenset[ModelName]() if start is None else start.kept
-    states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
-    first = () if start is None else _starting(states, start)
-    largest: dict[tuple[str, str], Phase] = {(phase.kind, phase.model): phase for phase in first}
-    works = dict.fromkeys(work)
-    lasting = _lasting_host_bytes(sizing, rank, {item for item, _ in works})
-    under_way = {**_under_way(sizing, rank, {item for item, _ in works}), **({ROWS: in_flight} if in_flight else {})}
-    for item, absent in works:
-        for bare in sizing.phases(item, rank):
-            own = 0 if isinstance(item, Compute | Copying) else bare.host
-            phase = replace(bare, host=own + lasting, parts={**bare.parts, **under_way})
-            if isinstance(item, WeightSync) and item.wakes:
-                phase = _with_states(phase, {**states, **_without_cache(states, item.destination)}, absent, kept)
-            else:
-                phase = _with_states(phase, states, absent, kept)
-            known = largest.setdefault((phase.kind, phase.model), phase)
-            if phase.total > known.total:
-                largest[phase.kind, phase.model] = phase
-    return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank), sizing.loads_whole(rank))
-
-
-def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[Phase, ...]:
-    """Return the largest phase of loading and of resuming."""
-    known = {name: states[name] or State(0) for name in start.loaded}
-    resting = sum(state.resting for state in known.values())
-    alone = resting - sum(known[name].freed for name in start.movable)
-    load, resume, on_device = [], [], 0
-    for name, state in known.items():
-        load.append(Phase("load", name, {}, on_device + state.loaded + state.at_load))
-        on_device += state.resting - state.freed if name in start.away else state.loaded
-        if name in start.read:
-            resume.append(Phase("resume", name, {}, alone + state.freed * (name in start.movable)))
-    return tuple(max(phases, key=lambda phase: phase.total) for phases in (load, resume) if phases)
-
-
-def _lasting_host_bytes(sizing: Sizing, rank: int, works: Iterable[Work]) -> int:
-    """Return the host memory that exists in every phase: a copy for a checkpoint until its files are written, and that
-    of each model's offloaded activations, which is kept for the next pass."""
-    copied, activations = 0, dict[ModelName, int]()
-    for item in works:
-        if isinstance(item, Copying):
-            copied += sizing.phases(item, rank)[0].host
-        elif isinstance(item, Compute) and item.kind == "train":
-            activations[item.model] = max(activations.get(item.model, 0), sizing.phases(item, rank)[0].host)
-    return copied + sum(activations.values())
-
-
-def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:
-    """Return the bytes, in every phase, of weights that travel while a rank computes."""
-    syncs = [item for item in works if isinstance(item, WeightSync) and item.overlaps]
-    sizes = [phase.parts.get(UNDER_WAY, None) for item in syncs for phase in sizing.phases(item, rank)]
-    if not sizes:
-        return {}
-    return {UNDER_WAY: None if None in sizes else sum(size or 0 for size in sizes)}
-
-
-def _without_cache(states: Mapping[ModelName, State | None], name: ModelName) -> dict[ModelName, State]:
-    """Return the state of a rollout engine that has its weights, and allocates its cache when it generates."""
-    state = states.get(name)
-    return {} if state is None else {name: replace(state, cache=0)}
-
-
-def _with_states(
-    phase: Phase,
-    states: Mapping[ModelName, State | None],
-    absent: frozenset[ModelName],
-    kept: frozenset[ModelName],
-) -> Phase:
-    device, host = reused_bytes(states, absent), 0
-    for name, state in states.items():
-        if state is None:
-            continue
-        # once it is allocated, host memory is kept for the next time
-        host += state.host + state.for_restart + (state.offloaded if name in kept else 0)
-        if name in absent:
-            device += state.resting - state.freed
-        else:
-            device += state.training if phase.trains and name == phase.model else state.resting
-    return replace(phase, states=device, host=phase.host + host)

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
-from flexrlhf.memory.budget import Phase, RankMemory
+from flexrlhf.memory.budget import Phase
+from flexrlhf.memory.rank_memory import RankMemory
 from flexrlhf.memory.states import State
 from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES, communicator_bytes
 from flexrlhf.placement.placed import ModelName

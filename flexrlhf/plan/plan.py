@@ -11,7 +11,8 @@ from pathlib import Path
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.memory.budget import RankMemory, SequenceLengths, Sizing, Start, rank_memory
+from flexrlhf.memory.budget import SequenceLengths, Sizing
+from flexrlhf.memory.rank_memory import RankMemory, Start, rank_memory
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph

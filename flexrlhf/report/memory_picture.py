@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from flexrlhf.memory.budget import RankMemory
+from flexrlhf.memory.rank_memory import RankMemory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import PARTS_OF_MEMORY
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure

@@ -19,7 +19,7 @@ from flexrlhf.config.spec import SyncSpec
 from flexrlhf.engines.deepspeed.config import deepspeed_config
 from flexrlhf.guideline.simulation.calls import TextLayout
 from flexrlhf.memory.activations import Blocks
-from flexrlhf.memory.budget import Compute, RankMemory, Saving, SequenceLengths, Sizing, Start, rank_memory
+from flexrlhf.memory.budget import Compute, Saving, SequenceLengths, Sizing
 from flexrlhf.memory.engine_bytes import (
     DEEPSPEED_ELEMENTS,
     bytes_per_parameter,
@@ -29,6 +29,7 @@ from flexrlhf.memory.engine_bytes import (
     update_bytes,
 )
 from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
+from flexrlhf.memory.rank_memory import RankMemory, Start, rank_memory
 from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units
 from flexrlhf.memory.transfer_bytes import UNDER_WAY, saving_parts, sync_parts
 from flexrlhf.placement.placed import Placement
