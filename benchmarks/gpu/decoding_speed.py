@@ -14,7 +14,7 @@ from benchmarks.gpu.machine import ON_CPU, ON_GPU, device_name
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding, tokens_between_looks
 from flexrlhf.engines.language_head import use_language_head
-from flexrlhf.engines.micro_batch import PassSettings
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.operators.columns import Lengths
 
 Figures = Iterator[tuple[str, str, dict[str, float]]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import Batch, Sampling, searched_from
-from flexrlhf.engines.micro_batch import PassSettings
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
 from flexrlhf.engines.slots import Slots
 from flexrlhf.engines.waves import Wave

@@ -8,81 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.attended_spans import Span
 from flexrlhf.engines.attention import PassAttention
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.models import DTYPES
-from flexrlhf.engines.row_split import RowPart, RowSplit
+from flexrlhf.engines.batch_texts import BatchTexts, PassUnit
+from flexrlhf.engines.pass_settings import PassSettings
+from flexrlhf.engines.row_split import RowPart
 from flexrlhf.memory.packed_rows import (
     PackedPass,
     Place,
-    TextGroup,
-    Unit,
-    as_units,
-    may_pack,
     packed,
-    takes_lengths,
-    units_of,
 )
-from flexrlhf.operators.columns import Lengths
-
-
-@dataclass(frozen=True)
-class PassSettings:
-    """Settings by which sequences are laid out.
-
-    lengths:  P and R of the run.
-    budget:   computed tokens of a pass.
-    packs:    whether several sequences are in one row.
-    shares:   whether sequences with the same prompt share one copy of it.
-    dtype:    of the mask that separates sequences in a row.
-    masks:    whether attention reads a mask; else it takes the lengths of sequences.
-    multiple: of which the tokens of a row are.
-    split:    of the rows over context-parallel ranks; None: this rank computes all tokens.
-    slots:    whether rows are decoded in slots of one cache, for which attention must take any mask.
-    graphs:   whether passes over slots are captured as CUDA graphs.
-    """
-
-    lengths: Lengths
-    budget: int
-    packs: bool = False
-    shares: bool = False
-    dtype: torch.dtype = torch.float32
-    masks: bool = True
-    multiple: int = 1
-    split: RowSplit | None = None
-    slots: bool = False
-    graphs: bool = False
-
-
-def pass_settings(
-    settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device, split: RowSplit | None = None
-) -> PassSettings:
-    """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
-    of_model = config.model_type, settings.attention, getattr(config, "sliding_window", None), lengths.total
-    takes_masks = may_pack(*of_model)
-    return PassSettings(
-        lengths=lengths,
-        budget=settings.micro_batch_tokens,
-        packs=settings.pack_texts and takes_masks,
-        shares=settings.share_prompts,
-        dtype=DTYPES[settings.dtype],
-        masks=not takes_lengths(*of_model),
-        # torch's attention would copy a mask of any other width in each layer
-        multiple=(1 if device.type == "cpu" else 8) * (1 if split is None else split.multiple),
-        split=split,
-        slots=takes_masks,
-        graphs=settings.cuda_graphs,
-    )
 
 
 @dataclass(frozen=True)
@@ -202,12 +145,12 @@ def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
     """
     if not len(batch):
         return
-    texts = _Texts.of(batch, settings.lengths)
+    texts = BatchTexts.of(batch, settings.lengths)
     for prompts in batch.blocks or (range(len(texts.same)),):
         yield from _composed(batch, prompts, texts, settings)
 
 
-def _composed(batch: Batch, prompts: Sequence[int], texts: _Texts, settings: PassSettings) -> Iterator[MicroBatch]:
+def _composed(batch: Batch, prompts: Sequence[int], texts: BatchTexts, settings: PassSettings) -> Iterator[MicroBatch]:
     """Yield the passes of ``prompts``, which depend on these alone."""
     units = [unit for number in prompts for unit in texts.units(number, settings, batch.compares)]
     for narrow in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs, settings.masks):
@@ -237,77 +180,6 @@ def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch
     return replace(piece, idle=True)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Sequences of one prompt that are in one pass.
-
-    groups:    the sequences, in groups that share a copy of the prompt.
-    rows:      of the batch, of these sequences in order.
-    repeated:  further rows → the row with the same sequence, which is computed once.
-    """
-
-    groups: Unit
-    rows: tuple[int, ...]
-    repeated: dict[int, int]
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """Sequences of a batch.
-
-    tokens:     (n, P + R), in host memory as all else here: to read a GPU stops it.
-    prompts:    (n,), tokens of each prompt.
-    responses:  (n,), tokens of each response.
-    contents:   bytes that two sequences have in common only if all their tokens are the same.
-    samples:    sequences of a prompt.
-    same:       of each prompt, whether its sequences have the same one; encoded again, they do not.
-    """
-
-    tokens: NDArray[np.int64]
-    prompts: NDArray[np.int64]
-    responses: NDArray[np.int64]
-    contents: list[bytes]
-    samples: int
-    same: list[bool]
-
-    @classmethod
-    def of(cls, batch: Batch, lengths: Lengths) -> _Texts:
-        tokens, samples = batch["tokens"].long(), batch.samples_per_prompt
-        # read once; tokens outside of sequences are negative
-        read = torch.where(batch["attention_mask"].bool(), tokens, -1 - tokens).cpu().numpy()
-        mask = read >= 0
-        prompts, responses = mask[:, : lengths.prompt].sum(1), mask[:, lengths.prompt :].sum(1)
-        # a row without any token has a place all the same
-        prompts = np.maximum(prompts, prompts + responses == 0)
-        shown = np.where(mask, read, -1)
-        prompt = shown[:, : lengths.prompt].reshape(-1, samples, lengths.prompt)
-        same = (prompt == prompt[:, :1]).all((1, 2))
-        contents = [row.tobytes() for row in shown]
-        return cls(np.where(mask, read, -1 - read), prompts, responses, contents, samples, same.tolist())
-
-    def units(self, number: int, settings: PassSettings, compares: bool) -> Iterator[_Unit]:
-        """Yield the units of one prompt. The same sequence is computed once.
-
-        Rounding depends on the place in a pass, and group advantages would enlarge the difference of equal sequences.
-        """
-        alike: dict[bytes, list[int]] = {}
-        for row in range(number * self.samples, (number + 1) * self.samples):
-            alike.setdefault(self.contents[row], []).append(row)
-        again = {first: others for first, *others in alike.values()}
-        left = iter(again)
-        for groups in self._groups(number, list(again), settings, compares):
-            rows = tuple(islice(left, sum(len(group.responses) for group in groups)))
-            yield _Unit(groups, rows, {row: first for first in rows for row in again[first]})
-
-    def _groups(self, number: int, rows: Sequence[int], settings: PassSettings, compares: bool) -> tuple[Unit, ...]:
-        """Return the sequences ``rows`` of one prompt in units, in order."""
-        if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
-            group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
-            return units_of(group, settings.budget, shares=True, compares=compares, masks=settings.masks)
-        apart = tuple(TextGroup(int(self.prompts[row]), (int(self.responses[row]),)) for row in rows)
-        return as_units(apart, compares)
-
-
 class _Start(NamedTuple):
     """Places at which a sequence starts in the flattened rows of a pass.
 
@@ -323,7 +195,7 @@ class _Start(NamedTuple):
     number: int
 
 
-def _starts(place: int, row: Sequence[Place], units: Sequence[_Unit]) -> Iterator[_Start]:
+def _starts(place: int, row: Sequence[Place], units: Sequence[PassUnit]) -> Iterator[_Start]:
     """Yield the sequences of one row of a pass, whose first token is at ``place``."""
     for unit, index in row:
         groups = units[unit].groups
@@ -335,7 +207,7 @@ def _starts(place: int, row: Sequence[Place], units: Sequence[_Unit]) -> Iterato
             place += response
 
 
-def _attended(each: PackedPass, units: Sequence[_Unit], fills: bool) -> PassAttention:
+def _attended(each: PackedPass, units: Sequence[PassUnit], fills: bool) -> PassAttention:
     """Return which tokens of the rows of a pass attend to each other.
 
     fills: whether padding behind the sequences of a row is one more, for kernels that would skip places by copies.
@@ -365,7 +237,7 @@ def _laid_out(
     batch: Batch,
     starts: Sequence[_Start],
     num_texts: int,
-    texts: _Texts,
+    texts: BatchTexts,
     each: PackedPass,
     settings: PassSettings,
     attended: PassAttention | None,

@@ -17,9 +17,10 @@ from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling,
 from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
-from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches, pass_settings
+from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.models import base_weights_alone
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
+from flexrlhf.engines.pass_settings import PassSettings, pass_settings
 from flexrlhf.engines.readout import (
     Computed,
     PassRequest,

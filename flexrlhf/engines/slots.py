@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from flexrlhf.engines.decoding_graphs import DecodingGraphs
-from flexrlhf.engines.micro_batch import PassSettings
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.memory.packed_rows import TextGroup, packed
 
 ATTENTION = "flexrlhf slots"

@@ -19,8 +19,8 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.host_offload import HostOffload
-from flexrlhf.engines.micro_batch import PassSettings
 from flexrlhf.engines.models import load_model, use_kernels
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.layout import Layout

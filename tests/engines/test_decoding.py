@@ -22,7 +22,7 @@ from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.micro_batch import PassSettings, pass_settings
+from flexrlhf.engines.pass_settings import PassSettings, pass_settings
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.sampling import completes_stop, gumbel_noise

@@ -18,7 +18,8 @@ from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import token_logprobs
-from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch, micro_batches
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.passes import no_search_for_texts
 from flexrlhf.engines.sampling import sample_tokens
 from flexrlhf.engines.tiled_mlp import tile_mlps

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.memory.packed_rows import packed
 from flexrlhf.operators.columns import Lengths
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch, micro_batches
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.guideline.costs.cost_model import MeanPass
 from flexrlhf.guideline.simulation.calls import MOST_TEXTS, TextLayout, all_passes, mean_pass, text_groups
 from flexrlhf.memory.packed_rows import TextGroup

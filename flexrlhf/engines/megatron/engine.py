@@ -34,8 +34,8 @@ from flexrlhf.engines.megatron.config import gradient_config, prepare_process, t
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, add_adapters, rows_by_name
 from flexrlhf.engines.megatron.update import StageUpdate
-from flexrlhf.engines.micro_batch import pass_settings
 from flexrlhf.engines.non_finite import NonFiniteStep
+from flexrlhf.engines.pass_settings import pass_settings
 from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.engines.skeletons import Skeleton, is_tied, make_skeleton, planned_parts

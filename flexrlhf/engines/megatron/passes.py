@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, Loss, Moments, StageRanks, Totals, add_moments
-from flexrlhf.engines.micro_batch import MicroBatch, PassSettings, idle_micro_batch, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.readout import (
     Computed,
     PassRequest,
