@@ -211,7 +211,7 @@ def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int
 
     tokens, width = piece.tokens.numel(), piece.width
     planned = blocks.forward_bytes(tokens, width, packed=True, masks=masks)
-    assert_close_above(planned, peak_bytes(forward), 0.12 if masks else 0.3)
+    assert_close_above(planned, peak_bytes(forward), 0.12 if masks or samples == 1 else 0.3)
     train = peak_bytes(lambda: hidden().float().sum().backward())
     assert_close_above(
         blocks.train_bytes(tokens, width, False, packed=True, masks=masks), train, 0.02 if masks else 0.04
@@ -226,11 +226,14 @@ def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int
     ids=["groups", "no groups", "long prompts"],
 )
 def test_the_peak_of_decoding(sizes: dict[str, int], prompt: int, response: int, read: int | None, dtype: str) -> None:
-    """At the last token, where waves repeat keys and values of a layer; or at the prompts, where they are long."""
+    """At the last token, where waves repeat keys and values of a layer; or at the prompts, where they are long.
+
+    The plan repeats them for prompts in slots, too, as some kernels do.
+    """
     rows, config = 8, config_of(layers=3, **sizes)
     planned = blocks_of(config, dtype).decode_bytes(rows, prompt, response, read)
     measured = peak_bytes(decoding(config, dtype, rows, prompt, response, read=read))
-    assert_close_above(sum(planned.values()), measured, 0.2)
+    assert_close_above(sum(planned.values()), measured, 0.15 if read is None else 0.2)
 
 
 @pytest.mark.parametrize(("top_p", "num_bytes"), [(1.0, 24), (0.9, NOISE_BYTES)])
