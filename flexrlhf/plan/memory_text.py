@@ -24,6 +24,8 @@ SMALLEST_DEVICE_BYTES = min(device.usable_bytes for device in DEVICE_CLASSES.val
 TensorBytes = Mapping[str, Mapping[str, int]]
 """Bytes of a rank's tensors by placed model and kind."""
 WIDTH = 120
+PHASE_WIDTH = 96
+"""Columns of a phase or suggestion, before a plan indents them."""
 
 
 def planned_memory(plan: Plan) -> list[str]:
@@ -82,7 +84,7 @@ def _phase_lines(phase: Phase) -> list[str]:
     parts = [f"{bytes_text(size)} {name}" for name, size in phase.parts.items() if size is None or _share(size, phase)]
     head = f"{phase.label:<25}{bytes_text(phase.total):>11}  "
     unbroken = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts]
-    lines = textwrap.wrap(head + ", ".join(unbroken), 96, subsequent_indent=" " * len(head))
+    lines = _wrapped(head, ", ".join(unbroken))
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
@@ -99,6 +101,12 @@ def _share(size: int, phase: Phase) -> bool:
     return 100 * size >= phase.total > 0
 
 
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        head + text, PHASE_WIDTH, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False
+    )
+
+
 def _suggestions(plan: Plan) -> list[str]:
     """Return the settings that reduce the highest peak, unless it is far below the device's memory, or a cache takes
     what they would free."""
@@ -107,12 +115,10 @@ def _suggestions(plan: Plan) -> list[str]:
     lacks = (plan.device_bytes(rank) or inf) < plan.memories[rank].peak_bytes
     if 2 * plan.memories[rank].peak_bytes < size or (is_short_of_cache(plan) and not lacks):
         return []
-    lines = [
-        f"  {bytes_text(each.freed):>8}  {each.change}"
-        + "  (suffices)" * (lacks and each.suffices)
-        + "  (other numbers)" * (not each.same_numbers)
-        for each in memory_suggestions(plan, rank)[:NUM_SUGGESTIONS]
-    ]
+    lines: list[str] = []
+    for each in memory_suggestions(plan, rank)[:NUM_SUGGESTIONS]:
+        remarks = "  (suffices)" * (lacks and each.suffices) + "  (other numbers)" * (not each.same_numbers)
+        lines += _wrapped(f"  {bytes_text(each.freed):>8}  ", each.change + remarks)
     return [f"to free memory on rank {rank}:", *lines] if lines else []
 
 

@@ -182,7 +182,7 @@ def table(plan: Plan) -> list[str]:
 
 def test_six_models_fit_the_page() -> None:
     lines = table(large([0.5] * 6, 4, "cluster.memory_gb=24", "sync.overlap=true"))
-    assert max(map(len, lines)) <= 104
+    assert max(map(len, lines)) <= 100
     assert [line.strip() for line in lines if line.strip().startswith("rank")] == [
         line.strip() for line in lines if ": at most" in line
     ]
