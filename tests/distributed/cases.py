@@ -186,6 +186,12 @@ SETTINGS: dict[str, Raw] = {
             "actor": {"lora": {}, "optimizer": {**FAST, "name": "adam", "schedule": "linear", "warmup_steps": 1}}
         },
     },
+    # one pass a rank, whose gradients are summed in the same order by all engines
+    "sft-adapters-whole": {
+        "algorithm": {"name": "sft", "num_mini_batches": 2},
+        "models": {"actor": {"lora": {}, "optimizer": {**FAST, "max_grad_norm": None}}},
+        "schedule": {"num_blocks": 1},
+    },
     "reward-adapters": {
         "algorithm": {"name": "reward", "num_mini_batches": 2},
         "models": {"reward": {"lora": {"rank": 4}, "optimizer": {**FAST, "name": "adam", "warmup_steps": 3}}},
