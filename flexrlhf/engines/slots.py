@@ -23,6 +23,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from flexrlhf.engines.decoding_graphs import DecodingGraphs
 from flexrlhf.engines.pass_settings import PassSettings
+from flexrlhf.engines.waves import last_logits
 from flexrlhf.memory.packed_rows import TextGroup, packed
 
 ATTENTION = "flexrlhf slots"
@@ -186,16 +187,7 @@ class Slots:
 
     def _call(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         with _attention_over_slots(self._model):
-            out = self._model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        logits: Tensor = out.logits[:, -1]
-        return logits
+            return last_logits(self._model, tokens, positions, mask, self._cache)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from flexrlhf.memory.activations import CACHE_COLUMNS
@@ -51,16 +51,7 @@ class Wave:
         self._cache.reorder_cache(rows)
 
     def _call(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        out = self._model(
-            input_ids=tokens,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        return last_logits(self._model, tokens, positions, self._mask, self._cache)
 
 
 class GrowingLayer(DynamicLayer):
@@ -103,6 +94,20 @@ class GrowingLayer(DynamicLayer):
         """Keep the rows ``beam_idx``, in that order; the next columns have a space of their own."""
         self._spaces.clear()
         super().reorder_cache(beam_idx)
+
+
+def last_logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+    """Return the logits (m, vocabulary) behind ``tokens`` (m, w), whose keys and values ``cache`` takes."""
+    out = model(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits: Tensor = out.logits[:, -1]
+    return logits
 
 
 def growing_cache(config: PretrainedConfig, limit: int) -> DynamicCache:
