@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from flexrlhf.guideline.advice.request import AdviceOptions, AdviceRequest
+from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.advice.sizes import MOST_DEVICES, TIMES, Size, SizedPlan, SizeTable
 from flexrlhf.guideline.costs.profiles import accuracy_by_figures
 from flexrlhf.guideline.simulation.inputs import engine_family
@@ -94,7 +94,7 @@ class SizesText:
             times = f"{each.low:.3g} to {each.high:.3g} times the predicted seconds"
             yield f"measured steps take {times}, in {each.share:.0%} of cases{which}"
         for rollout in dict.fromkeys(size.other_rollout for size in self.sizes if size.other_rollout):
-            yield f"{rollout}: generates, since {AdviceRequest.rollout}, with weights of its own, needs more devices"
+            yield f"{rollout}: generates, since the usual engine, with weights of its own, needs more devices"
         yield f"({ON_HOST}): optimizer states (deepspeed), or models while others compute, are in host memory"
         plan = next((plan for size in self.sizes for plan in size.plans), None)
         if plan is not None:
