@@ -60,12 +60,10 @@ class Passes:
 
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Sample responses, as ``Engine.generate``; context-parallel ranks to a part of the prompts each."""
-        # of some prompts a batch may have a part of the samples
-        split, count = self.pass_settings.split, -(-len(batch) // batch.samples_per_prompt)
+        split = self.pass_settings.split
         if split is None:
             return self._generate(batch, sampling)
-        bounds = (count * each // split.num_parts for each in (split.index, split.index + 1))
-        own = slice(*(bound * batch.samples_per_prompt for bound in bounds))
+        own = split.rows(len(batch), batch.samples_per_prompt)
         columns = {}
         for name, values in self._generate(batch.select(own), sampling).items():
             whole = values.new_zeros(len(batch), *values.shape[1:])

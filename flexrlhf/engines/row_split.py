@@ -44,6 +44,13 @@ class RowSplit:
         """Return the columns of a row of ``width`` tokens that part ``index`` has, ascending."""
         return np.arange(width).reshape(self.multiple, -1)[list(self.chunks(index))].flatten()
 
+    def rows(self, count: int, samples: int) -> slice:
+        """Return the rows, of ``count`` with ``samples`` of each prompt, perhaps fewer of the last, to which this rank
+        generates: as many prompts as the others, up to one."""
+        prompts = -(-count // samples)
+        bounds = (prompts * each // self.num_parts for each in (self.index, self.index + 1))
+        return slice(*(bound * samples for bound in bounds))
+
     def part(self, width: int, predicting: Columns) -> tuple[Columns, Columns, Columns]:
         """Return the columns of this rank's part, and of its tokens that predict response tokens the places in the
         flattened m x w, and their numbers in ``predicting``, the places of all of them in the flattened m x W.
