@@ -244,6 +244,17 @@ def put_recomputation(out: Translation, setting: Setting | None, otherwise: str)
     out.put("models.all.activation_checkpointing", setting is not None, setting or otherwise)
 
 
+def put_offloaded_activations(out: Translation, setting: Setting | None, role: str = "all") -> None:
+    """Write that activations are in host memory until the backward pass, if they are computed again from these."""
+    if setting is None:
+        return
+    recomputes = out.value(f"models.{role}.activation_checkpointing")
+    if out.value("models.all.activation_checkpointing") if recomputes is None else recomputes:
+        out.put(f"models.{role}.offload_activations", True, setting)
+    else:
+        out.drop(setting, "inputs of layers that are computed again go to host memory, no others")
+
+
 def rule_for(out: Translation) -> str:
     """Return the rule that scores responses to the rows that are written."""
     sources = out.value("data.sources") or [{"path": out.value("data.path") or ""}]

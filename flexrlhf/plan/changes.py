@@ -30,7 +30,7 @@ MOST_TIMES = 64
 """Most devices that are suggested, as a multiple of those there are."""
 OF_MODELS = (
     *("zero", "shard", "tp", "pp", "cp", "micro_batch_tokens", "generate_tokens"),
-    *("activation_checkpointing", "offload_optimizer"),
+    *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
 )
 OF_ROLLOUT = ("tp", "pp", "kv_tokens")
 OF_SCHEDULE = ("strategy", "lag", "num_chunks")

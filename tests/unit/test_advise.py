@@ -309,6 +309,24 @@ def test_context_parallel_ranks_are_a_choice_for_long_rows() -> None:
     assert tried(spec_for(8, "qwen2.5-7b", ("models.actor.cp=2",)), "actor", "cp") == {2}
 
 
+def test_activations_are_offloaded_where_nothing_else_fits() -> None:
+    """Rows of 16k tokens on one device; not where these fit without, nor if the YAML says so."""
+
+    def settings(gpu_type: str, *overrides: str) -> ModelSpec:
+        request = AdviceRequest({"actor": "qwen2.5-7b"}, nodes_of_eight(1, gpu_type), prompts=64, samples=1, lora=8)
+        spec = replace(request, algorithm="sft", response_tokens=16384).spec(overrides)
+        found = advise(spec, AnalyticCosts(), seconds_limit=2.0)
+        chosen = found.best.plan.placement["actor"].settings
+        assert ("activations in host memory: actor" in format_advice(found, SOURCE)) == chosen.offload_activations
+        return chosen
+
+    plain, short = settings("A100-40G"), settings("RTX4090-24G")
+    assert plain.activation_checkpointing and not (plain.offload_activations or plain.tiled_mlp)
+    assert short.offload_activations and short.tiled_mlp
+    with pytest.raises(UserError, match="with models.actor.tiled_mlp: False; it would fit without"):
+        settings("RTX4090-24G", "models.actor.tiled_mlp=false")
+
+
 def test_stages_are_a_choice_of_megatron_alone() -> None:
     def stages(spec: Spec, name: str) -> set[int]:
         return tried(spec, name, "pp")

@@ -40,8 +40,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "algorithm.clip_high": 0.28,
         "models.actor.init": "qwen2.5-7b",
         "models.actor.optimizer.learning_rate": 2e-6,
+        "models.actor.offload_activations": True,
+        "models.actor.tiled_mlp": True,
         "models.all.engine": "torch",
         "models.all.zero": 3,
+        "models.all.activation_checkpointing": True,
         "models.all.micro_batch_tokens": 8192,
         "models.all.cp": 2,
         "models.all.context_parallel": "ulysses",
@@ -126,6 +129,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.actor.init": "qwen3-1.7b",
         "models.actor.lora.targets": ["q_proj", "v_proj"],
         "models.actor.optimizer.schedule": "cosine",
+        "models.all.offload_activations": True,
         "models.all.zero": 3,
         "data.path": "some/conversations",
         "steps": 500,
@@ -232,6 +236,24 @@ def test_a_setting_without_a_counterpart_is_listed(name: str) -> None:
     assert NO_COUNTERPART[name] in [each.setting.key for each in out.left_out if each.matters]
     assert NO_COUNTERPART[name] in out.report() and NO_COUNTERPART[name] in out.text()
     assert not out.is_whole
+
+
+def test_activations_that_are_not_computed_again_stay_on_the_device(tmp_path: Path) -> None:
+    """Of a critic, whose settings are its own."""
+    words = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-4B critic.model.path=Qwen/Qwen3-4B"
+    of_critic = [f"critic.model.{name}=true" for name in ("enable_activation_offload", "tiled_mlp.enabled")]
+
+    def critic(*settings: str) -> tuple[Any, ...]:
+        (tmp_path / "job.sh").write_text(" ".join([words, *of_critic, *settings]))
+        out = translated(tmp_path / "job.sh")
+        assert out.value("models.actor.tiled_mlp") is None
+        listed = {each.setting.key for each in out.left_out if each.matters}
+        own = (out.value(f"models.critic.{name}") for name in ("offload_activations", "tiled_mlp"))
+        return *own, "critic.model.enable_activation_offload" in listed
+
+    assert critic() == (True, True, False)
+    assert critic("critic.model.enable_gradient_checkpointing=false") == (None, True, True)
+    assert critic("actor_rollout_ref.actor.strategy=megatron") == (None, None, False)
 
 
 @pytest.mark.parametrize("key", ["optim.lr", "ppo_mini_batch_size", "use_kl_loss", "trainer.nnodes", "rollout.n"])

@@ -39,6 +39,12 @@ ENOUGH = 0.95
 """Share of the most samples/s with which a batch is large enough."""
 FULL_SHARE = 0.6
 """Share of memory under which more devices no longer pay (ReaL, section 8)."""
+SAVING_SETTINGS = {
+    "optimizer in host memory": "offload_optimizer",
+    "activations in host memory": "offload_activations",
+    "MLPs in tiles": "tiled_mlp",
+}
+"""Lines of the settings → setting of a model."""
 LARGEST_BATCHES = "largest batches at these settings (proposed, not chosen: another batch trains otherwise)"
 SIMULATED = "a step as simulated"
 """Words that the first line of an advised YAML has."""
@@ -163,13 +169,14 @@ def _engines(item: FeasibleCandidate) -> Iterator[str]:
 
 
 def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
-    """Yield lines on tensors in host memory: optimizers, and models while others compute, with a node's bytes."""
+    """Yield lines on MLPs in tiles and on tensors in host memory: optimizers, activations, and models while others
+    compute, with a node's bytes."""
     moved = [each.model for each in item.plan.schedule.instructions if isinstance(each, Offload) and not each.rare]
     names = [name for name in dict.fromkeys(moved) if not name.is_rollout]
-    models = item.plan.spec.models
-    on_host = [role for role, model in models if isinstance(model, ModelSpec) and model.offload_optimizer]
-    if on_host:
-        yield f"optimizer in host memory: {', '.join(on_host)}"
+    models = [(role, model) for role, model in item.plan.spec.models if isinstance(model, ModelSpec)]
+    for text, setting in SAVING_SETTINGS.items():
+        if roles := [role for role, model in models if getattr(model, setting)]:
+            yield f"{text}: {', '.join(roles)}"
     if names:
         most, ranks = item.plan.cluster.most_on_node, item.plan.memories
         later = most * max(memory.loaded_host_bytes for memory in ranks)

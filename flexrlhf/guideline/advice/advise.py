@@ -45,6 +45,8 @@ SECONDS = 15.0
 """Work of all searches together, in seconds of an ordinary core, where nothing else is set."""
 LEAST_SHARE = 1 / 15
 """Share of them that a search may take after others have taken all."""
+LEAN = "activations offloaded"
+"""End of the labels of searches with ``tiled_mlp`` and ``offload_activations``."""
 USUAL_SECONDS = 4.0
 """Most work of the search for the settings of a usual placement."""
 
@@ -184,7 +186,10 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Guid
         # weights that travel in the background, although the YAML does not say so, need memory next to those in use
         may_wait = space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
         if space.has_shadows and not _is_found(result) and may_wait:
-            compared.search(f"{label}, syncs in turn", with_syncs_in_turn(space))
+            label, space = f"{label}, syncs in turn", with_syncs_in_turn(space)
+            result = compared.search(label, space)
+        if not _is_found(result) and space.leaner is not None:
+            compared.search(f"{label}, {LEAN}", space.leaner)
     if not base.must_have_shadows:
         _compare_offloaded(compared, plain, others, margin)
     compared.candidates += others
@@ -193,11 +198,16 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Guid
 
 def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:
     """Search placements with idle models in host memory, where memory makes a step longer or nothing fits."""
-    first = next(iter(compared.searches.values()))
-    best = first if _is_found(first) else None
-    if best is None or is_short_of_memory(plain, best.assignment, best.seconds, margin):
-        for label, space in offloaded_spaces(plain, offload_sets(plain)):
-            compared.search(label, space, _seeds(others, space))
+    label, first = next(iter(compared.searches.items()))
+    lean = compared.searches.get(f"{label}, {LEAN}")
+    space = plain if lean is None or plain.leaner is None else plain.leaner
+    best = next((each for each in (first, lean) if each is not None and _is_found(each)), None)
+    if best is not None and not is_short_of_memory(space, best.assignment, best.seconds, margin):
+        return
+    if lean is None and plain.leaner is not None:
+        compared.search(f"{label}, {LEAN}", plain.leaner, _seeds(compared.candidates, plain.leaner))
+    for label, offloaded in offloaded_spaces(space, offload_sets(space)):
+        compared.search(label, offloaded, _seeds(others, offloaded))
 
 
 def _seeds(candidates: Sequence[Candidate], space: Space) -> list[Assignment]:

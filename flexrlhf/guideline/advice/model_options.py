@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from typing import Any, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
@@ -43,6 +44,9 @@ STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
 PASS_TOKENS = (0, 4096, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one text's."""
+LEAST_FREED = 0.02
+"""Share of a device's memory that the inputs of a model's layers take, for one row, where they are tried in host memory
+and MLPs in tiles."""
 DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """All rows decoded together, half of them, a fourth ..."""
 CACHE_SHARES = DECODE_SHARES
@@ -276,6 +280,32 @@ class OptionEnumerator:
             yield change
             if model.trained and "activation_checkpointing" not in fixed:
                 yield {**change, "activation_checkpointing": True}
+        if model.is_lean and not model.is_shadow:
+            yield from self._lean_passes(model, placed, {"micro_batch_tokens": tried[0]} if tried[0] else {})
+
+    def _lean_passes(
+        self, model: SearchModel, placed: PlacedModel, smallest: Mapping[str, object]
+    ) -> Iterator[dict[str, object]]:
+        """Settings with which the smallest passes take least memory: MLPs in tiles, activations in host memory."""
+        settings, facts, fixed = placed.settings, placed.facts, self._fixed(model)
+        sizes = self.shapes[model.role].sizes
+        tiles = facts.tiled_mlp and not settings.compile and sizes is not None and sizes.family in LLAMA_LIKE
+        recomputes = settings.activation_checkpointing or "activation_checkpointing" not in fixed
+        offloads = model.trained and facts.transformers_modules and recomputes
+        change = {**smallest, **({"activation_checkpointing": True} if model.trained and recomputes else {})}
+        tried = {"tiled_mlp": tiles, "offload_activations": offloads}
+        open_ones = [name for name, can in tried.items() if can and name not in fixed]
+        for values in product((False, True), repeat=len(open_ones)):
+            if any(values):
+                yield {**change, **dict(zip(open_ones, values, strict=True))}
+
+    def frees_activations(self, role: str, memory: float) -> bool:
+        """Whether the inputs of a model's layers, for one row, take a share of ``memory`` worth freeing."""
+        model, sizes = self.spec.models.of(role), self.shapes[role].sizes
+        if model is None or sizes is None or not facts_of(model.engine).transformers_modules:
+            return False
+        row = self.spec.data.max_prompt_tokens + self.spec.data.max_response_tokens
+        return row * sizes.layers * sizes.hidden * DTYPE_BYTES[model.dtype] >= LEAST_FREED * memory
 
     def _decodes(self, model: SearchModel, placed: PlacedModel) -> list[dict[str, object]]:
         """Settings of decoding: tokens of the rows decoded together."""
@@ -452,4 +482,7 @@ def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object,
     """Settings that a call of ``kind`` depends on, of those that differ between options of one mesh."""
     if kind == "generate":
         return (settings.generate_tokens,)
-    return settings.micro_batch_tokens, kind == "train" and settings.activation_checkpointing
+    if kind == "train":
+        of_layers = settings.activation_checkpointing, settings.offload_activations
+        return settings.micro_batch_tokens, settings.tiled_mlp, of_layers
+    return settings.micro_batch_tokens, settings.tiled_mlp

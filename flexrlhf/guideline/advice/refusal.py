@@ -83,10 +83,10 @@ def last_spaces(base: Space) -> Iterator[tuple[str, Space]]:
     schedule = base.spec.schedule
     if not base.must_have_shadows:
         plain = with_schedule(base, schedule.num_chunks, 0)
-        yield "without shadows", replace(plain, usable=1.0)
+        yield "without shadows", replace(plain.leaner or plain, usable=1.0)
     if base.may_have_shadows and schedule.strategy in (None, DISAGGREGATED):
         space = with_syncs_in_turn(base) if base.spec.sync.overlap == "auto" else base
-        yield "with shadows", replace(space, has_shadows=True, usable=1.0)
+        yield "with shadows", replace(space.leaner or space, has_shadows=True, usable=1.0)
 
 
 def _each_fits(space: Space) -> bool:

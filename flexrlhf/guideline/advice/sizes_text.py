@@ -135,7 +135,9 @@ def _cells(size: Size) -> Row:
 def _on_host(plan: SizedPlan) -> Iterator[str]:
     """Yield the tensors that a plan has in host memory, the last with the bytes that a node needs."""
     planned = plan.chosen.plan
-    names = ["optimizers"] if any(model.settings.offload_optimizer for model in planned.placement.models) else []
+    settings = [model.settings for model in planned.placement.models]
+    names = ["optimizers"] if any(each.offload_optimizer for each in settings) else []
+    names += ["activations"] if any(each.offload_activations for each in settings) else []
     names += ["idle models"] if plan.chosen.candidate.space.offloaded else []
     if names:
         size = planned.cluster.most_on_node * max(memory.loaded_host_bytes for memory in planned.memories)

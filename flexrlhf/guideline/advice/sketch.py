@@ -73,6 +73,7 @@ class SearchModel:
     head:     its computation on top of the hidden states.
     is_apart: whether its weights travel to or from another copy while both compute.
     switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
+    is_lean:  whether MLPs in tiles and activations in host memory are tried.
     """
 
     name: ModelName
@@ -81,6 +82,7 @@ class SearchModel:
     head: Head = "causal"
     is_apart: bool = False
     switches: tuple[int, ...] = ()
+    is_lean: bool = False
 
     @property
     def role(self) -> str:
@@ -183,8 +185,12 @@ class Sketch:
         sent."""
         return next(iter(sleepers(self.placement)), None)
 
-    def models(self, offloaded: Collection[str]) -> Iterator[SearchModel]:
-        """Yield the placed models with their calls, in vector order. ``offloaded``: those in host memory when idle."""
+    def models(self, offloaded: Collection[str], is_lean: bool) -> Iterator[SearchModel]:
+        """Yield the placed models with their calls, in vector order.
+
+        offloaded:  models in host memory when idle.
+        is_lean:    whether settings are tried with which activations take least memory.
+        """
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.names}
         for run in self.runs:
             calls[run.model].append(PlacedCall.of(run))
@@ -195,7 +201,7 @@ class Sketch:
         for name in self.names:
             switches = self.switches(name) if name in offloaded else ()
             trained, head = name in self.roles.trained, self.head(name)
-            yield SearchModel(name, trained, tuple(calls[name]), head, name in travelling, switches)
+            yield SearchModel(name, trained, tuple(calls[name]), head, name in travelling, switches, is_lean)
 
     def last_training(self, model: ModelName) -> str:
         """Return the task that ends the training of ``model``."""

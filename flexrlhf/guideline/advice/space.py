@@ -82,6 +82,7 @@ class Space:
     pending:         models that an earlier run of the command will write, by directory.
     offloaded:       models that are in host memory while others compute.
     usable:          share of a device's memory that a plan may take.
+    is_lean:         whether MLPs in tiles and activations in host memory are tried.
     """
 
     spec: Spec
@@ -97,6 +98,7 @@ class Space:
     pending: Mapping[Path, ModelSpec] = field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
     usable: float = USABLE
+    is_lean: bool = False
 
     @cached_property
     def batch(self) -> BatchShape:
@@ -116,6 +118,13 @@ class Space:
         schedule = self.spec.schedule
         return bool(schedule.lag) or self.spec.sync.every > 1 or schedule.strategy == DISAGGREGATED
 
+    @cached_property
+    def leaner(self) -> Space | None:
+        """The same space with MLPs in tiles and activations in host memory, if these free enough for any model."""
+        least = min(self.pool.memory.values())
+        frees = any(self.enumerator.frees_activations(role, least) for role in self.roles.trained)
+        return replace(self, is_lean=True) if frees and not self.is_lean else None
+
     @property
     def has_less_memory(self) -> bool:
         """Whether a YAML of it has a smaller ``memory_gb``: a plan offloads models where a device is full."""
@@ -133,7 +142,7 @@ class Space:
     @cached_property
     def models(self) -> tuple[SearchModel, ...]:
         """Placed models with their calls, in vector order."""
-        return tuple(self.sketch.models(self.offloaded))
+        return tuple(self.sketch.models(self.offloaded, self.is_lean))
 
     @cached_property
     def devices(self) -> dict[str, DeviceClass]:

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
         policy\.generation\.(async_engine|max_new_tokens|top_\w)\b.*
     """,
     "models go to host memory between their calls where a plan needs it": r"""
-        .*cpu_offload .*optimizer_offload\w* .*offload\w*
+        (?!.*(activation_offload|offload_modules)).*offload\w*
     """,
     "of the launcher": r"cluster\..*",
     "of its server": r"""
@@ -44,6 +44,9 @@ WITHOUT_EFFECT = {
 WITH_EFFECT = {
     "a sequence is on one device, or with engine torch on context-parallel ranks (cp)": r".*context_parallel_size",
     "experts are not placed by themselves": r".*expert\w*_parallel_size .*\bmoe_\w+",
+    "activations of Megatron stay on the device: engine torch has offload_activations": r"""
+        .*activation_offload\w* .*offload_modules
+    """,
     "stages have equally many layers": r".*num_layers_in_\w+ .*virtual_pipeline\w* .*pipeline_model_parallel_layout",
     "weights and caches are of 16 or 32 bits": r".*fp8.* .*quant.* .*kv_cache_dtype .*precision\w*",
     "environments and tools are named in environment here: docs/environments.md": r"""

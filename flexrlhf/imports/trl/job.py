@@ -19,6 +19,7 @@ from flexrlhf.imports.parts import (
     put_micro_batch,
     put_model,
     put_name,
+    put_offloaded_activations,
     put_optimizer,
     put_recomputation,
     split_length,
@@ -208,6 +209,7 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
         is_named = dtype is not None and dtype.value == "bfloat16"
         out.put("models.all.dtype", "bfloat16", dtype if is_named else "bf16 (TRL's default)")
     put_recomputation(out, job.truth("gradient_checkpointing"), "gradient_checkpointing=false")
+    put_offloaded_activations(out, job.truth("activation_offloading"))
     if job.truth("use_peft") is not None or job.has("lora_r"):
         targets = job.listed("lora_target_modules") or _TARGETS
         put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), targets)

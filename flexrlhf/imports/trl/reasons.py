@@ -18,7 +18,7 @@ WITHOUT_EFFECT = {
         config_file main_process_port num_machines num_processes machine_rank trust_remote_code model_revision
         ds3_gather\w* vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port|guided\w*|structured\w*) deepspeed
         fsdp\w* model_init_kwargs\w* dtype torch_dtype cast_lm\w* use_cache disable_dropout 
-        activation_offloading padding_free pad_to\w* config
+        padding_free pad_to\w* config
     """,
     "of Python": r"""
         eval_dataset ref_model reward_model args processing_class tokenizer callbacks train_dataset compute_metrics

@@ -24,6 +24,7 @@ from flexrlhf.imports.parts import (
     put_model,
     put_name,
     put_needed_model,
+    put_offloaded_activations,
     put_optimizer,
     put_recomputation,
     sizes_of,
@@ -191,10 +192,22 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
                 out.drop(shard, "shards are over all devices of a model or of a node")
         _split_sequences(out, job, prefix)
     put_recomputation(out, recomputes, "no recompute_granularity" if engine == "megatron" else "it is false")
+    if engine != "megatron":
+        _save_activations(out, job, "actor", _M, "model.")
     names = [(f"{_M}{key}", f"model.{key}") for key in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha")]
     targets = job.listed(f"{_M}target_modules", "model.target_modules", f"{_M}lora.target_modules")
     rank = job.number(f"{prefix}lora_rank", *names[0]) or job.number(*names[1])
     put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets)
+
+
+def _save_activations(out: Translation, job: JobSettings, role: str, *prefixes: str) -> None:
+    """Write activations of a role in host memory, and MLPs in tiles, which the reference has with the actor."""
+    put_offloaded_activations(out, job.truth(*(f"{prefix}enable_activation_offload" for prefix in prefixes)), role)
+    tiles = [f"{prefix}tiled_mlp." for prefix in prefixes]
+    if (tiled := job.truth(*(f"{prefix}enabled" for prefix in tiles))) is not None:
+        out.put(f"models.{role}.tiled_mlp", True, tiled)
+        parts = job.get(*(f"{prefix}num_shards" for prefix in tiles))
+        out.drop(parts, "a tile has about as many tokens as the model has hidden features")
 
 
 def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
@@ -234,6 +247,8 @@ def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> Non
     recomputes = None if engine == "megatron" else job.get("critic.model.enable_gradient_checkpointing")
     if recomputes is not None and is_true(recomputes.value) != out.value("models.all.activation_checkpointing"):
         out.put("models.critic.activation_checkpointing", is_true(recomputes.value), recomputes)
+    if engine != "megatron":
+        _save_activations(out, job, "critic", "critic.model.")
 
 
 def _micro_batch(out: Translation, job: JobSettings, tokens: int, role: str, prefix: str) -> None:

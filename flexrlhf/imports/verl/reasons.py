@@ -44,6 +44,7 @@ WITHOUT_EFFECT = {
     "of another algorithm, or as the actor is trained here": r"""
         critic\.(?!.*(?:ulysses|expert|context)).* .*ref\..*reshard_after\w* algorithm\.(gamma|lam)
     """,
+    "of transformers' modules, which Megatron has not": r".*\.(enable_activation_offload|tiled_mlp\.\w+)",
     "of an engine that is not here": r"""
         optim model actor@.* .*\.model_engine .*\.trust_remote_code .*turbo_config.* .*\.veomni\..*
     """,
