@@ -8,7 +8,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -94,6 +94,15 @@ def longest_text(plan: Plan) -> LongestText | None:
     if fits(most):
         return LongestText(most, limit)
     return LongestText(_last(0, most, fits), "by memory")
+
+
+def longest_text_line(plan: Plan) -> Iterator[str]:
+    """Yield a line on the longest text, where the memory of the devices is known."""
+    found, prompt = longest_text(plan), plan.lengths.prompt
+    if found is not None:
+        total = prompt + found.response if found.response else 0
+        longest = f"{prompt} prompt + at most {found.response} response at these settings, {found.limit}"
+        yield f"longest text         {total:>8} = {longest if total else 'none fits'}"
 
 
 def _token_limits(plan: Plan) -> list[tuple[int, str]]:

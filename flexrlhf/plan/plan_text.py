@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from flexrlhf.memory.packed_rows import packs_texts, reads_masks, shares_prompts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.largest_batch import largest_batch, longest_text
+from flexrlhf.plan.largest_batch import largest_batch, longest_text_line
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
 from flexrlhf.plan.placement_text import NAME_WIDTH, environment_lines, placement_lines
@@ -133,16 +133,13 @@ def _batch(plan: Plan) -> list[str]:
 
 def _largest(plan: Plan) -> Iterator[str]:
     """Yield a line on the most prompts of a step, and on the longest text, where the memory of the devices is known."""
-    found, text = largest_batch(plan), longest_text(plan)
-    if found is None or text is None:
+    found = largest_batch(plan)
+    if found is None:
         return
     limit = "by memory" if found.is_memory_filled else "the limit of a plan"
     most = f"at most so many prompts a step at these settings, {limit}" if found.prompts else "none fits"
     yield f"largest batch        {found.prompts:>8} = {most}"
-    prompt = plan.lengths.prompt
-    longest = f"{prompt} prompt + at most {text.response} response at these settings, {text.limit}"
-    total = prompt + text.response if text.response else 0
-    yield f"longest text         {total:>8} = {longest if total else 'none fits'}"
+    yield from longest_text_line(plan)
 
 
 def _places(batch: BatchShape) -> str:

@@ -240,7 +240,9 @@ def test_a_setting_without_a_counterpart_is_listed(name: str) -> None:
 
 def test_activations_that_are_not_computed_again_stay_on_the_device(tmp_path: Path) -> None:
     """Of a critic, whose settings are its own."""
-    words = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-4B critic.model.path=Qwen/Qwen3-4B"
+    words = (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-4B critic.model.path=Qwen/Qwen3-4B"
+    )
     of_critic = [f"critic.model.{name}=true" for name in ("enable_activation_offload", "tiled_mlp.enabled")]
 
     def critic(*settings: str) -> tuple[Any, ...]:

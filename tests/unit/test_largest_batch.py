@@ -8,7 +8,10 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.plan.largest_batch import largest_batch, longest_text, with_prompts
+from flexrlhf.guideline.simulation.inputs import costs_for
+from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.guideline.simulation.simulation_text import format_simulation
+from flexrlhf.plan.largest_batch import largest_batch, longest_text, longest_text_line, with_prompts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -92,6 +95,13 @@ def test_settings_make_the_longest_text_longer_up_to_other_limits() -> None:
     assert f"{TEXT}      16 = " in format_plan(few) and "at these settings, the positions of critic" in format_plan(few)
     cached = plan_of(None, 1, memory, "rollout={engine: vllm, kv_tokens: 64}")
     assert "at these settings, the cache of actor.rollout" in format_plan(cached)
+
+
+def test_a_simulation_has_the_line_of_the_plan() -> None:
+    plan = plan_of(None, 1, "cluster={nodes: [{devices: 1, class: A100-80G, memory_gb: 0.02}]}")
+    (line,) = longest_text_line(plan)
+    printed = format_simulation(simulate(plan), costs_for(plan.spec, None))
+    assert f"  {line}\n" in printed and f"  {line}\n" in format_plan(plan)
 
 
 def test_a_batch_is_limited_by_what_a_plan_takes_or_does_not_fit_at_all() -> None:

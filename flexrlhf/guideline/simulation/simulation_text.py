@@ -13,6 +13,7 @@ from flexrlhf.guideline.simulation.episode_prices import crowding
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
+from flexrlhf.plan.largest_batch import longest_text_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync, without_turn
 from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
@@ -55,6 +56,7 @@ def _head(simulation: Simulation, source: CostSource) -> list[str]:
         f"they wait (the bubble)",
         *_copies(simulation),
         *_environments(simulation, source),
+        *(f"  {line}" for line in longest_text_line(plan)),
     ]
 
 
