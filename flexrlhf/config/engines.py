@@ -48,7 +48,6 @@ class EngineFacts:
     pp:                 whether it has pipeline stages.
     cp:                 whether its ranks can share the tokens of a row (context parallelism).
     offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
-    tiled_mlp:          whether it can compute MLPs in tiles.
     config:             whether ``models.*.config`` passes settings on to its library.
     float16:            whether it computes in float16 on GPUs.
     cpu_float16:        whether it computes in float16 on CPUs.
@@ -61,8 +60,8 @@ class EngineFacts:
 
     How it stores and computes:
 
-    transformers_modules:  whether its models are made of transformers' modules: kernels of attention, Liger's and
-                           compiled layers can be chosen, and all such engines decode alike.
+    transformers_modules:  whether its models are made of transformers' modules: kernels of attention, Liger's, MLPs in
+                           tiles and compiled layers can be chosen, and all such engines decode alike.
     fused_layers:          whether a trained model has query, key and value in one linear layer, gate and up in another.
     splits:                how replicas store weights by ZeRO stage; whole at others.
     vocabulary_multiple:   tensor-parallel ranks split the vocabulary, padded to a multiple of so many rows; 0: all have
@@ -97,7 +96,6 @@ class EngineFacts:
     pp: bool = False
     cp: bool = False
     offload: bool = False
-    tiled_mlp: bool = False
     config: bool = False
     float16: bool = True
     cpu_float16: bool = True
@@ -137,7 +135,6 @@ TORCH = EngineFacts(
     zero=(0, 2, 3),
     node=True,
     cp=True,
-    tiled_mlp=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),

@@ -125,8 +125,7 @@ class EngineBytes:
 
     def new_gradients(self, model: PlacedModel, trained: Units) -> int:
         # the head sums its gradient in float32 and casts it; other tensors' are computed in their type, and then cast
-        # an MLP in tiles sums those of all of its tensors in float32
-        tiled = (4 + item_bytes(model)) * trained.mlp if model.settings.tiled_mlp else 0
+        tiled = _tiled_gradients(model, trained)
         if model.split == "whole":
             return max(_cast_bytes(model) * trained.largest, tiled)
         sharded = item_bytes(model) * trained.head + UNREDUCED_BYTES * trained.layer
@@ -149,6 +148,11 @@ class EngineBytes:
             return 0
         most, largest = (-(-4 * elements // model.num_shards) for elements in (trained.total, trained.largest))
         return max(min(GRADIENT_BUCKET_BYTES, most), largest)
+
+
+def _tiled_gradients(model: PlacedModel, trained: Units) -> int:
+    """Return the bytes of the gradients of an MLP in tiles, which sums those of all of its tensors in float32."""
+    return (4 + item_bytes(model)) * trained.mlp if model.settings.tiled_mlp else 0
 
 
 def _cast_bytes(model: PlacedModel) -> int:
@@ -211,25 +215,28 @@ class DeepSpeedBytes(EngineBytes):
         """
         ahead = min(units.total, _deepspeed_setting(model.settings, "stage3_prefetch_bucket_size"))
         reused = _deepspeed_setting(model.settings, "stage3_max_reuse_distance") // 2 if model.trained else 0
+        # an MLP in tiles is gathered whole
+        largest = max(units.largest, units.mlp) if model.settings.tiled_mlp else units.largest
         # prefetched tensors arrive in one buffer and are copied from there
-        return item_bytes(model) * (min(units.total, reused + ahead + 2 * units.largest) + ahead)
+        return item_bytes(model) * (min(units.total, reused + ahead + 2 * largest) + ahead)
 
     def new_gradients(self, model: PlacedModel, trained: Units) -> int:
         settings, item = model.settings, item_bytes(model)
         bucket = _deepspeed_setting(settings, "reduce_bucket_size")
         # a tensor larger than the bucket goes by itself
         filled = min(trained.total, max(bucket, trained.largest))
-        single = _cast_bytes(model) * trained.largest
+        tiled = _tiled_gradients(model, trained)
+        single = max(_cast_bytes(model) * trained.largest, tiled)
         if settings.zero == 0:
             return single
         if _is_bf16_optimizer(settings):
-            return item * trained.total + 4 * trained.largest
+            return item * trained.total + max(4 * trained.largest, tiled)
         if settings.zero == 1:
             return 4 * bucket + single
         if settings.zero == 2:
             # in float32 a second copy of the partition joins the first one; in 16 bits the bucket is cast to be summed
             partition = 4 * -(-trained.total // model.layout.of_weights.dp)
-            return item * bucket + (4 * filled + partition if item == 4 else 6 * filled)
+            return item * bucket + (4 * filled + partition if item == 4 else 6 * filled) + tiled
         # the bucket itself is kept (State.buffers): its gradients in the order of the ranks, and the sums
         return 8 * filled + single
 

@@ -178,13 +178,11 @@ def _check_computation(model: PlacedModel) -> None:
         lacks = f"engine {model.engine} has attention of its own, found {settings.attention}; use auto"
         _require(model, "attention", lambda each: each.transformers_modules, lacks)
     lacks = f"engine {model.engine} has none, found true; use false"
-    for name in ("liger", "compile"):
+    for name in ("liger", "tiled_mlp", "compile"):
         if getattr(settings, name):
             _require(model, name, lambda each: each.transformers_modules, lacks)
-    if settings.tiled_mlp:
-        _require(model, "tiled_mlp", lambda each: each.tiled_mlp, lacks)
-        if settings.compile:
-            raise UserError(f"{model.key('compile')}: a layer with tiled_mlp is not compiled, found both; use false")
+    if settings.tiled_mlp and settings.compile:
+        raise UserError(f"{model.key('compile')}: a layer with tiled_mlp is not compiled, found both; use false")
     optimizers = facts.sharded_optimizers
     if model.trained and settings.zero and optimizers and settings.optimizer.name not in optimizers:
         raise UserError(

@@ -487,7 +487,7 @@ COMPUTE: dict[str, Raw] = {
     "torch-3": _everywhere(zero=3),
     **{
         f"deepspeed-{stage}": _everywhere(engine="deepspeed", zero=stage)
-        | {"actor": {"engine": "deepspeed", "zero": stage, **OFFLOADED}}
+        | {"actor": {"engine": "deepspeed", "zero": stage, **LONG}}
         for stage in range(4)
     },
     "recomputed": _everywhere(zero=3) | {role: {"zero": 3, **LONG} for role in ("actor", "critic")},

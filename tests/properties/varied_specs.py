@@ -310,7 +310,7 @@ def _model(rng: Random, trained: bool, shadows: bool, share: float) -> Raw:
         further["dtype"] = rng.choice(("float32", "float16"))
     if further.get("activation_checkpointing") and chance(rng, share):
         further["offload_activations"] = True
-    if model.get("engine", "torch") == "torch" and not further.get("compile") and chance(rng, share):
+    if model.get("engine") != "megatron" and not further.get("compile") and chance(rng, share):
         further["tiled_mlp"] = True
     if "shadow" in model and chance(rng, share):
         model["shadow"] |= {

@@ -73,10 +73,6 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "activation_checkpointing; set that too, or use false",
         ),
         (
-            (DEEPSPEED, "models.actor.tiled_mlp=true"),
-            "models.actor.tiled_mlp: engine deepspeed has none, found true; use false, or engine torch",
-        ),
-        (
             ("models.actor.tiled_mlp=true", "models.actor.compile=true"),
             "models.actor.compile: a layer with tiled_mlp is not compiled, found both; use false",
         ),
@@ -556,6 +552,7 @@ def test_settings_that_work(overrides: tuple[str, ...]) -> None:
         ("{engine: deepspeed, zero: 1}", "{engine: torch}"),
         ("{engine: deepspeed, zero: 1, offload_optimizer: true}", "{engine: torch}"),
         ("{activation_checkpointing: true, offload_activations: true, tiled_mlp: true}", "{engine: deepspeed}"),
+        ("{engine: deepspeed, zero: 3, tiled_mlp: true}", "{engine: torch}"),
         ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{engine: torch}"),
         ("{engine: deepspeed, config: {steps_per_print: 1}}", "{engine: torch}"),
         ("{engine: deepspeed, zero: 3, offload_parameters: true}", "{zero: 0}"),

@@ -118,7 +118,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             (*critic(), "models.critic.tiled_mlp=true"),
-            "models.critic.tiled_mlp: engine megatron has none, found true; use false, or engine torch",
+            "models.critic.tiled_mlp: engine megatron has none, found true; use false, or engine torch or deepspeed",
         ),
         (
             (*critic(), "models.critic.liger=true"),

@@ -142,6 +142,9 @@ class DeepSpeedEngine(Lender):
         self._optimizer = make_optimizer(optimizer, [p for _, p in trained]) if placed.trained else None
         self._scheduler = make_scheduler(optimizer, self._optimizer, context.num_updates) if self._optimizer else None
         self._align_counters(context)
+        if self._settings.zero == 3 and self._settings.tiled_mlp:
+            # its weights are then gathered for all tiles, not for each product of one
+            self._deepspeed.utils.set_z3_leaf_modules_by_suffix(self._model, [".mlp"])
         with self._as_world():
             if self._settings.zero == 3 and skeleton.stored:
                 self._partition(skeleton, context.device)

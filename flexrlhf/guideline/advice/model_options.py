@@ -287,11 +287,12 @@ class OptionEnumerator:
         self, model: SearchModel, placed: PlacedModel, smallest: Mapping[str, object]
     ) -> Iterator[dict[str, object]]:
         """Settings with which the smallest passes take least memory: MLPs in tiles, activations in host memory."""
-        settings, facts, fixed = placed.settings, placed.facts, self._fixed(model)
-        sizes = self.shapes[model.role].sizes
-        tiles = facts.tiled_mlp and not settings.compile and sizes is not None and sizes.family in LLAMA_LIKE
+        settings, fixed, sizes = placed.settings, self._fixed(model), self.shapes[model.role].sizes
+        if not placed.facts.transformers_modules:
+            return
+        tiles = not settings.compile and sizes is not None and sizes.family in LLAMA_LIKE
         recomputes = settings.activation_checkpointing or "activation_checkpointing" not in fixed
-        offloads = model.trained and facts.transformers_modules and recomputes
+        offloads = model.trained and recomputes
         change = {**smallest, **({"activation_checkpointing": True} if model.trained and recomputes else {})}
         tried = {"tiled_mlp": tiles, "offload_activations": offloads}
         open_ones = [name for name, can in tried.items() if can and name not in fixed]
