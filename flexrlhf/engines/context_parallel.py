@@ -26,6 +26,7 @@ from flexrlhf.engines.attention import PassAttention, SharedAttention, attend
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.ring_attention import Arrival, arrivals, ring_attention
 from flexrlhf.engines.row_split import RowSplit
+from flexrlhf.memory.attention_bytes import repeated_heads
 
 
 def row_split(context: EngineContext, model: PreTrainedModel) -> RowSplit | None:
@@ -55,23 +56,22 @@ class Ulysses:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         parts = dist.get_world_size(self.group)
-        repeats = _repeats(query.shape[1], key.shape[1], parts)
-        states = [query, *(each.repeat_interleave(repeats, 1) for each in (key, value))]
-        sizes = [each.shape[1] // parts for each in states]
-        # the heads of each rank, of all three together: (parts, m, w, heads of one, D)
-        sent = torch.cat([each.unflatten(1, (parts, -1)) for each in states], 2).permute(1, 0, 3, 2, 4)
-        # the columns of a row are those of the ranks, in their order
-        rows = _AllToAll.apply(sent, self.group).movedim(0, 1).flatten(0, 2)
-        out = attend(*rows.split(sizes, 1), self.whole, scale).unflatten(0, (len(query), parts, -1))
+        out = attend(*self._of_own_heads(query, key, value, parts), self.whole, scale)
         # the heads of a token are those of the ranks, in their order
-        returned: Tensor = _AllToAll.apply(out.movedim(1, 0), self.group)
+        sent = out.unflatten(0, (len(query), parts, -1)).movedim(1, 0)
+        returned: Tensor = _AllToAll.apply(sent, self.group)
         return returned.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-
-def _repeats(heads: int, kv_heads: int, parts: int) -> int:
-    """Return how often keys and values are repeated, so that ``parts`` ranks have as many, with all their queries."""
-    groups = heads // kv_heads
-    return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % parts == 0)
+    def _of_own_heads(self, query: Tensor, key: Tensor, value: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (T, H / parts, D), and keys and values, of this rank's heads and all tokens."""
+        repeats = repeated_heads(key.shape[1], parts) // key.shape[1]
+        states = [query, *(each if repeats == 1 else each.repeat_interleave(repeats, 1) for each in (key, value))]
+        # the heads of each rank, of all three together: (parts, m, w, heads of one, D)
+        sent = torch.cat([each.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for each in states], 3)
+        # the columns of a row are those of the ranks, in their order
+        rows = _AllToAll.apply(sent, self.group).movedim(0, 1).flatten(0, 2)
+        own_queries, own_keys, own_values = rows.split([each.shape[1] // parts for each in states], 1)
+        return own_queries, own_keys, own_values
 
 
 class _AllToAll(Function):

@@ -89,8 +89,10 @@ class _RingAttention(Function):
         for step, parts in enumerate(towards):
             arriving = _Neighbours.send(travelling, split) if step < len(towards) - 1 else None
             for part in parts:
-                out, part_lse = attended(query, travelling[0], travelling[1], part, scale)
-                whole, lse = joined(whole, lse, out.float(), part_lse)
+                found = attended(query, travelling[0], travelling[1], part, scale)
+                whole, lse = joined(whole, lse, found[0].float(), found[1])
+                # freed before the next part is computed
+                del found
             if arriving is not None:
                 travelling = arriving.wait()
         out = whole.to(query.dtype)
@@ -112,9 +114,12 @@ class _RingAttention(Function):
                 found = gradients(by_out, query, travelling[0], travelling[1], out, lse, part, ctx.scale)
                 for whole, more in zip((by_query, *by_keys), found, strict=True):
                     whole.add_(more)
+                del found, more
             # of the same keys and values from the ranks before; behind the last one they are back at their own
             if returning is not None:
                 by_keys += returning.wait()
+                # freed before the next ones arrive
+                returning = None
             returning = _Neighbours.send(by_keys, ctx.split)
             if arriving is not None:
                 travelling = arriving.wait()

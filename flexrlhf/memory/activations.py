@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexrlhf.memory.attention_bytes import AttentionBytes
 from flexrlhf.weights.shapes import Sizes
 
 CACHE = "KV cache"
@@ -58,6 +59,8 @@ class Blocks:
     stage:     number of the stage.
     tiled:     whether MLPs are computed in tiles, and again in the backward pass.
     offloads:  whether the inputs of checkpointed layers are in host memory until the backward pass.
+    cp:        context-parallel ranks, each of which computes a part of the tokens of a row.
+    is_ring:   whether keys and values travel around these.
     """
 
     sizes: Sizes
@@ -70,6 +73,8 @@ class Blocks:
     stage: int = 0
     tiled: bool = False
     offloads: bool = False
+    cp: int = 1
+    is_ring: bool = False
 
     @property
     def layers(self) -> int:
@@ -96,8 +101,11 @@ class Blocks:
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
         query, key = self._query, self._key
-        projected = 3 * query + 3 * key if self.fused else 4 * query if masks else 2 * query + 2 * key
-        attention = (item * projected + 4 * sizes.heads) // tp + (item * width if masks else 0)
+        if masks or self.fused:
+            projected = 3 * query + 3 * key if self.fused else 4 * query
+            attention = (item * projected + 4 * sizes.heads) // tp + (item * width if masks else 0)
+        else:
+            attention = self._by_lengths.saved
         if self.fused:
             attention += 4 * item * sizes.head_dim
         heads = ((4 + item) * (query + key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
@@ -122,7 +130,7 @@ class Blocks:
         attention = item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // tp
         always = 2 * item * sizes.head_dim * (1 + self.fused) + self._copied
         if not masks:
-            return max(mlp, tokens * self._attended) + tokens * (always + PLACE_BYTES)
+            return max(mlp, tokens * self._attended) + tokens * (always + self._places)
         if packed:  # the mask is made from one of two numbers a place, before the first layer
             return max(mlp, tokens * max(attention, 2 * width)) + tokens * (always + self._given_mask(width))
         return max(mlp, tokens * (attention + item * width)) + tokens * (always + width)
@@ -133,13 +141,22 @@ class Blocks:
         return SEQUENCE_COPIES * self.item * self.sizes.hidden if self.sharers > 1 else 0
 
     @property
+    def _by_lengths(self) -> AttentionBytes:
+        """Attention by lengths on this rank."""
+        sizes, tp = self.sizes, self.tp
+        heads, kv_heads = sizes.heads // tp, max(1, sizes.kv_heads // tp)
+        return AttentionBytes(heads, kv_heads, sizes.head_dim, self.item, self.cp, self.is_ring)
+
+    @property
     def _attended(self) -> int:
-        """Bytes per token inside attention by lengths: queries, keys and values, also repeated for each head, outputs
-        of one call and of all, log-sum-exps, and hidden states."""
-        sizes, fused = self.sizes, (2 * self._query + self._key if self.fused else 0)
-        repeated = 2 * self._query if sizes.kv_heads < sizes.heads else 0
-        heads = (3 * self._query + 2 * self._key + repeated + fused) // self.tp
-        return self.item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // self.tp
+        """Bytes per token inside attention by lengths, and of hidden states; a fused layer has its output, too."""
+        fused = (2 * self._query + self._key) // self.tp if self.fused else 0
+        return self._by_lengths.forward + self.item * (fused + 4 * self.sizes.hidden)
+
+    @property
+    def _places(self) -> int:
+        """Bytes per token of the places of sequences, which each context-parallel rank has of whole rows."""
+        return PLACE_BYTES * self.cp
 
     def train_bytes(
         self,
@@ -162,7 +179,7 @@ class Blocks:
             kept = inputs * self.item * self.sizes.hidden // self.sharers
         else:
             kept = self.layers * self.saved_by_layer(made, masks)
-        given = self._given_mask(width) if masks and packed else 0 if masks else PLACE_BYTES
+        given = self._given_mask(width) if masks and packed else 0 if masks else self._places
         kept_in_all = (in_flight or tokens) * (kept + self.saved_outside_layers() + given)
         return kept_in_all + self.backward_bytes(tokens, made, recompute, masks)
 
@@ -177,18 +194,6 @@ class Blocks:
     def host_bytes(self, tokens: int) -> int:
         """Return the bytes of the inputs of checkpointed layers in host memory, in a pass over ``tokens``."""
         return tokens * self.layers * self.item * self.sizes.hidden if self.offloads else 0
-
-    def exchanged_bytes(self, tokens: int, cp: int, is_ring: bool, train: bool) -> int:
-        """Return the bytes of attention over the ranks that share rows, of which each has ``tokens``: of Ulysses sent
-        and received heads; of a ring keys and values that leave and arrive, float32 outputs as these are joined, and
-        backward gradients that travel, too.
-        """
-        query, key, item = self._query // self.tp, self._key // self.tp, self.item
-        if not is_ring:
-            repeated = max(key, cp * self.sizes.head_dim)
-            return 2 * item * tokens * (query + 2 * repeated)
-        travelling = 4 * key * item + (4 * key * 4 if train else 0)
-        return tokens * (travelling + 2 * 4 * query)
 
     def stage_bytes(self, tokens: int, in_flight: int) -> int:
         """Return the bytes of hidden states between stages: received and sent ones of all micro-batches in flight, and
@@ -216,22 +221,16 @@ class Blocks:
         lengths repeats keys, values and their gradients, when activations of the MLP exist no more.
         """
         widest = self.item * max(self.sizes.ffn * (1 + self.fused), self._query) // self.tp
-        attended = 0 if masks else self._attention_gradients - 4 * self.item * self.sizes.ffn // self.tp
+        attended = 0 if masks else self._by_lengths.gradients - 4 * self.item * self.sizes.ffn // self.tp
         outside = 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
         return max(outside, attended) + self._copied
-
-    @property
-    def _attention_gradients(self) -> int:
-        """Bytes per token of repeated keys and values, and of gradients, in the backward pass of attention by
-        lengths."""
-        return self.item * (5 * self._query + 2 * self._key) // self.tp
 
     def _recomputed(self, tokens: int, width: int, masks: bool) -> int:
         """Return the bytes of the backward pass itself where a layer is computed again."""
         mlp = self.item * self.sizes.ffn // self.tp
         if self.fused:
             widest = self.item * max(2 * self.sizes.ffn, self._query) // self.tp
-            attended = 0 if masks else self._attention_gradients - 4 * mlp
+            attended = 0 if masks else self._by_lengths.gradients - 4 * mlp
             return tokens * (max(2 * widest, attended) + self.item * width + self._copied)
         if self.tiled:
             return self._in_tiles(tokens, masks)
@@ -251,7 +250,7 @@ class Blocks:
         """
         item, hidden = self.item, self.sizes.hidden
         norm = (8 if item == 4 else 16) * hidden
-        gradients = 4 * item * self._query // self.tp if masks else self._attention_gradients
+        gradients = 4 * item * self._query // self.tp if masks else self._by_lengths.gradients
         return tokens * max(norm, gradients - (4 + 2 * item) * hidden)
 
     def _mlp_tokens(self, tokens: int) -> int:

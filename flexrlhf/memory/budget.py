@@ -308,11 +308,7 @@ class Sizing:
             received = {"between stages": blocks.received_bytes(most)} if blocks.stage else {}
             return {**blocks.paged_decode_bytes(rows, step), **received}
         size, train = self.pass_size(model, work), work.kind == "train"
-        shared: dict[str, int | None] = {}
-        if (cp := model.layout.cp) > 1:
-            is_ring = settings.is_ring(shape.sizes.heads)
-            size = size.of_part(cp)
-            shared = {"exchanged": blocks.exchanged_bytes(size.tokens, cp, is_ring, train)}
+        size = size.of_part(model.layout.cp)
         # a stage begins as many micro-batches as there are stages from it on before the first one returns
         in_flight = size.in_flight(blocks.pp - blocks.stage, work.texts)
         between = blocks.stage_bytes(size.tokens, in_flight if train else 0)
@@ -325,7 +321,7 @@ class Sizing:
             logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
             activations = blocks.forward_bytes(size.tokens, size.width, size.packed, size.masks)
-            return {**larger(activations=activations, logits=logits), **stages, **shared}
+            return {**larger(activations=activations, logits=logits), **stages}
         if model.head == "both":
             logits += blocks.value_bytes(size.tokens)
         recompute = settings.activation_checkpointing
@@ -334,7 +330,7 @@ class Sizing:
         logits = max(
             0, logits - blocks.backward_bytes(size.tokens, 0 if size.packed else size.width, recompute, size.masks)
         )
-        return {"activations": activations, **({"logits": logits} if logits else {}), **stages, **shared}
+        return {"activations": activations, **({"logits": logits} if logits else {}), **stages}
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:
         shape = self.shapes.get(model.role)
@@ -374,4 +370,6 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         stage=layout.stage(rank),
         tiled=settings.tiled_mlp,
         offloads=settings.offload_activations,
+        cp=layout.cp,
+        is_ring=layout.cp > 1 and settings.is_ring(sizes.heads),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
 from flexrlhf.comm.reduce import RankGroup
@@ -11,6 +13,7 @@ from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.engines.attention import PassAttention
 from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.row_split import RowSplit
+from flexrlhf.memory.attention_bytes import AttentionBytes
 from flexrlhf.placement.groups import Group
 
 SECONDS = 100.0
@@ -25,7 +28,7 @@ WHOLE = PassAttention.of([(0, 28), (32, 32)], [], [])
 
 
 def compare(rank: int, group: RankGroup, is_ring: bool, whole: PassAttention) -> None:
-    """Outputs and gradients of this rank's part of the tokens."""
+    """Outputs and gradients of this rank's part of the tokens, and the bytes that autograd keeps of it."""
     split = RowSplit(group, group.ranks.index(rank), is_ring)
     torch.manual_seed(0)
     states = [torch.randn(2, heads, WIDTH, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -35,7 +38,18 @@ def compare(rank: int, group: RankGroup, is_ring: bool, whole: PassAttention) ->
 
     columns = torch.from_numpy(split.columns(WIDTH, split.index))
     own = [state.detach()[:, :, columns].requires_grad_() for state in states]
-    found = shared_attention(whole, split, WIDTH).attend(own[0], own[1], own[2], None)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = shared_attention(whole, split, WIDTH).attend(own[0], own[1], own[2], None)
+    # the next product saves its input
+    keep(found)
+    planned = AttentionBytes(HEADS, KV_HEADS, DIM, own[0].itemsize, split.num_parts, is_ring).saved
+    assert sum(kept.values()) == planned * 2 * len(columns)
     assert_close(found, expected[:, columns], rtol=1e-5, atol=2e-6)
     for gradient, of_all in zip(torch.autograd.grad((found * weight[:, columns]).sum(), own), gradients, strict=True):
         assert_close(gradient, of_all[:, :, columns], rtol=1e-5, atol=2e-6)
