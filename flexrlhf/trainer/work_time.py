@@ -1,12 +1,12 @@
 """Time of all ranks by kind of work, for the shares in the metrics of a step.
 
-Every rank adds its microseconds to counters in the job's store after each Run, so that no rank waits for another one;
-rank 0 reads them when it writes a row of metrics. A rank whose last instructions are not counted yet has them in the
-next row.
+Every rank sets its times so far in the job's store after each Run, which waits for no reply; rank 0 reads them when it
+writes a row of metrics. A rank whose last instructions are not counted yet has them in the next row.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -56,13 +56,15 @@ class WorkClock:
 
 
 class WorkTime(Observer):
-    """Counters of all ranks in the store: this rank adds to them, rank 0 reads them."""
+    """Times of all ranks in the store, a key each: this rank sets its own, rank 0 reads all."""
 
     def __init__(self, name: str, world: World, timeline: Timeline) -> None:
         """``name``: of the run."""
         self._store = dist.PrefixStore(f"work/{name}", world.store)
         self._clock = WorkClock(timeline, time.time())
-        self._before = dict.fromkeys(KINDS, 0)
+        self._rank, self._num_ranks = world.rank, world.size
+        self._total, self._before = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+        self._publish()
 
     def end(self, execution: Execution) -> None:
         """Count an instruction of this rank."""
@@ -73,13 +75,18 @@ class WorkTime(Observer):
         self._clock.add(instruction, span)
         if isinstance(instruction, Run):
             for kind, seconds in self._clock.take().items():
-                self._store.add(kind, round(1e6 * seconds))
+                self._total[kind] += seconds
+            self._publish()
+
+    def _publish(self) -> None:
+        self._store.set(str(self._rank), json.dumps(self._total))
 
     def since_last(self) -> dict[str, float]:
         """Return the time of all ranks since the last call, in seconds, by kind of work. Rank 0 alone calls this."""
-        now = {kind: self._store.add(kind, 0) for kind in KINDS}
+        ranks = [json.loads(text) for text in self._store.multi_get([str(rank) for rank in range(self._num_ranks)])]
+        now = {kind: sum(times[kind] for times in ranks) for kind in KINDS}
         before, self._before = self._before, now
-        return {kind: (now[kind] - before[kind]) / 1e6 for kind in KINDS}
+        return {kind: now[kind] - before[kind] for kind in KINDS}
 
 
 def time_statistics(

@@ -65,6 +65,8 @@ def test_rank_0_reads_the_shares_of_all_ranks_since_the_last_row() -> None:
     for rank, seconds in zip(ranks, (1.0, 3.0), strict=True):
         rank._clock._end = now
         rank.add(run, Span(0, "run", "a", 0, None, now + 3 - seconds, now + 3))
+    # a key of each rank, which it sets once a Run and without waiting for a reply
+    assert store.num_keys() == len(ranks)
     work = ranks[0].since_last()
     assert work["generate"] == pytest.approx(4.0) and work["wait"] == pytest.approx(2.0)
     assert set(ranks[0].since_last().values()) == {0.0}
