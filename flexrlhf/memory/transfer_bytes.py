@@ -15,7 +15,7 @@ from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.saving import saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.weights.shards import make_buckets, part_elements, trained_parts
-from flexrlhf.weights.sync_plan import merged_adapters, sent_dtype, volumes
+from flexrlhf.weights.sync_plan import adapter_elements, sent_dtype, volumes
 from flexrlhf.weights.transfers import NodeOf
 
 UNDER_WAY = "weights under way"
@@ -63,13 +63,13 @@ def sync_parts(
     if buffered:
         # in one bucket, or in as many as exist at a time
         parts["buckets"] = min(item * buffered, settings.bucket_bytes)
-    if is_merged(destination, shape) and (adapters := merged_adapters(source, destination, shape, rank)) is not None:
+    if is_merged(destination, shape) and rank in source.ranks:
         largest = max(math.prod(size) for _, size in shape_of(destination, shape).trained)
         region = min(largest, settings.bucket_bytes // item)
-        gathered = 4 * part_elements(adapters.parts, list(adapters.parts))
+        gathered = 4 * adapter_elements(source, destination, shape, rank)
         # the base weights of a region in float32, B A, and their sum
         parts["merged"] = 3 * 4 * region
-        parts["gathered"] = _gathering(gathered, len(adapters.ranks)) or gathered
+        parts["gathered"] = _gathering(gathered, len(source.shard_set(rank))) or gathered
     return parts
 
 

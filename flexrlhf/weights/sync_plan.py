@@ -15,7 +15,7 @@ from flexrlhf.config.model_settings import Dtype, LoraSpec
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Part, Parts, by_position, part_elements, parts_on, trained_parts
+from flexrlhf.weights.shards import Part, Parts, by_position, parts_on, trained_parts
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, WeightMessage
 from flexrlhf.weights.transfers import Holdings, NodeOf, alike, mean_links, overlap, plan_transfers
 
@@ -204,8 +204,10 @@ def _gathered_bytes(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield sets of ranks that gather adapters, in float32, with the bytes that each sends to each."""
     for ranks in adapter_gathers(source, destination, shape):
-        shards = _adapter_shards(source, destination, shape, ranks)
-        yield ranks, 4 * max(part_elements(parts, list(parts)) for parts in shards)
+        sizes = [0] * len(ranks)
+        for names, parts in _alike_adapters(source, destination, shape, ranks):
+            sizes = [size + len(names) * part.num_elements for size, part in zip(sizes, parts, strict=True)]
+        yield ranks, 4 * max(sizes)
 
 
 @dataclass(frozen=True)
@@ -338,19 +340,44 @@ def merged_adapters(source: PlacedModel, destination: PlacedModel, shape: ModelS
     lora = adapters_to_merge(source, destination)
     if lora is None or rank not in source.ranks:
         return None
-    shards = _adapter_shards(source, destination, shape, source.shard_set(rank))
-    together = {name: _together([parts[name] for parts in shards]) for name in shards[0]}
-    within = tuple({name: _within(together[name], part) for name, part in parts.items()} for parts in shards)
-    return Adapters(lora, source.shard_set(rank), together, within)
+    ranks = source.shard_set(rank)
+    together: dict[str, Part] = {}
+    within: tuple[dict[str, Part], ...] = tuple({} for _ in ranks)
+    for names, parts in _alike_adapters(source, destination, shape, ranks):
+        outer = _together(parts)
+        inner = [_within(outer, part) for part in parts]
+        for name in names:
+            together[name] = outer
+            for shard, part in zip(within, inner, strict=True):
+                shard[name] = part
+    return Adapters(lora, ranks, together, within)
 
 
-def _adapter_shards(
+def adapter_elements(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> int:
+    """Return the elements of the adapters that a rank of ``source`` merges before a Sync sends the weights."""
+    alike = _alike_adapters(source, destination, shape, source.shard_set(rank))
+    return sum(len(names) * _together(parts).num_elements for names, parts in alike)
+
+
+def _alike_adapters(
     source: PlacedModel, destination: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]
-) -> tuple[Parts, ...]:
-    """Return the part on each of ``ranks``, of one pipeline stage, of the adapters that are merged."""
-    names = [part for name, _ in shape_of(destination, shape).trained for part in merged_from(name)[1:]]
-    shards = (parts_on(source, shape, rank) for rank in ranks)
-    return tuple({name: parts[name] for name in names if name in parts} for parts in shards)
+) -> Iterator[tuple[list[str], list[Part]]]:
+    """Yield the adapters that are merged, split alike: their names, and the part of each on each of ``ranks``, of one
+    pipeline stage."""
+    shards = [parts_on(source, shape, rank) for rank in ranks]
+    # layers share their parts
+    alike: dict[int, list[str]] = defaultdict(list)
+    for name in _merged_names(destination, shape):
+        if name in shards[0]:
+            alike[id(shards[0][name])].append(name)
+    for names in alike.values():
+        yield names, [parts[names[0]] for parts in shards]
+
+
+def _merged_names(destination: PlacedModel, shape: ModelShape) -> Iterator[str]:
+    """Yield the names of the adapters of the weights that are sent merged."""
+    for name, _ in shape_of(destination, shape).trained:
+        yield from merged_from(name)[1:]
 
 
 def _together(parts: Sequence[Part]) -> Part:
