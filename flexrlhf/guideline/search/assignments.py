@@ -110,20 +110,23 @@ def assignment_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
         tables.parts[parts[0]].seconds[options[:, parts[0]], column] if column >= 0 else zeros
         for parts, column in zip(graph.parts, graph.column, strict=True)
     ]
-    delays = [zeros] * len(tables.links)
+    delays: list[Floats | float] = [0.0] * len(tables.links)
+    ends = [part.end[options[:, p]] for p, part in enumerate(tables.parts)]
+    related: dict[tuple[int, int], Ints] = {}
     for index, table in enumerate(tables.links):
         a, b = table.link.source, table.link.to
-        relation = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
-        taken = table.seconds(table.source.end[options[:, a]], table.to.end[options[:, b]], relation)
+        if (a, b) not in related:
+            related[a, b] = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
+        taken = table.seconds(ends[a], ends[b], related[a, b])
         if table.link.call >= 0:
             seconds[table.link.call] = taken
         else:
-            delays[index] = taken
+            delays[index] = taken if taken.any() else 0.0
     return clock(graph, seconds, delays, overlaps, len(starts))
 
 
 def clock(
-    graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats], overlaps: Overlaps, rows: int
+    graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats | float], overlaps: Overlaps, rows: int
 ) -> Floats:
     """Return the time of a settled step of each row, (rows,): the walk of the simulation for many lists at once.
 
@@ -131,16 +134,26 @@ def clock(
     its own.
 
     seconds:   of each call, (rows,).
-    delays:    time of each link, (rows,).
+    delays:    time of each link, (rows,), or 0.
     overlaps:  which parts share a device.
     """
     steady = SteadySteps.of(graph.lags, graph.every)
-    free, filled = ([np.zeros(rows) for _ in range(graph.num_parts)] for _ in range(2))
+    waits = {
+        parts: [wait_of(parts, (other,), overlaps) for other in range(graph.num_parts)] for parts in set(graph.parts)
+    }
+    # parts for which the same calls wait are free at the same time
+    alike: dict[object, Floats] = {}
+    free = [
+        alike.setdefault(tuple(_key_of(each[part]) for each in waits.values()), np.zeros(rows))
+        for part in range(graph.num_parts)
+    ]
+    filled = [np.zeros(rows) for _ in range(graph.num_parts)]
     done: dict[tuple[int, int], Floats] = {}
     link, ends = np.zeros(rows), [np.zeros(rows) for _ in range(steady.walked)]
-    occupied = [
-        [(other, wait_of(parts, (other,), overlaps)) for other in range(graph.num_parts)] for parts in graph.parts
-    ]
+    occupied = {
+        parts: [*{id(free[other]): (free[other], wait) for other, wait in enumerate(each) if wait is not None}.values()]
+        for parts, each in waits.items()
+    }
     for call, step in executions(graph.lags, steady.walked, due_after(graph.every, steady.walked)):
         start = np.zeros(rows)
         for edge in graph.edges_to[call]:
@@ -153,8 +166,8 @@ def clock(
         done[step, call] = end = start + seconds[call]
         if graph.fills[call] >= 0:
             link = filled[graph.fills[call]] = end
-        for part, wait in occupied[call]:
-            delay_to(free[part], end, wait)
+        for until, wait in occupied[graph.parts[call]]:
+            delay_to(until, end, wait)
         np.maximum(ends[step], end, out=ends[step])
     return np.asarray((ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured)
 
@@ -169,6 +182,11 @@ def wait_of(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps)
                 return 0.0
             shared = overlap if shared is False else shared | overlap
     return None if shared is False else np.where(shared, 0.0, -np.inf)
+
+
+def _key_of(wait: Wait) -> object:
+    """Return a key that is equal for waits that are the same."""
+    return wait if wait is None or isinstance(wait, float) else id(wait)
 
 
 def delay_to(start: Floats, end: Floats | None, wait: Wait) -> None:

@@ -178,19 +178,23 @@ class SearchState:
         over = assignments_over(self.tables, starts, options)
         fitting = fits(self.tables, over)
         self.count(int(fitting.sum()), len(starts))
-        seconds = np.full(len(over), np.inf)
         self.pruned_by_memory += int((~fitting).sum())
-        if fitting.any():
-            seconds[fitting] = assignment_seconds(self.tables, starts[fitting], options[fitting])
+        whole, near = np.flatnonzero(fitting), np.zeros(0, dtype=np.int64)
+        if len(whole) < len(over):
+            nearest = self._lowest(np.where(fitting, np.inf, over), NEAREST)
+            total = sum(part.seconds[options[:, p]].sum(axis=1) for p, part in enumerate(self.tables.parts))
+            nearest += self._lowest(np.where(fitting, np.inf, total), NEAREST)
+            near = np.array(sorted(set(nearest)), dtype=np.int64)
+        # all at once: few rows take as long as many
+        timed = np.concatenate([whole, near])
+        taken = assignment_seconds(self.tables, starts[timed], options[timed]) if len(timed) else np.zeros(0)
+        seconds, missed = np.full(len(over), np.inf), taken[len(whole) :]
+        if len(whole):
+            seconds[whole] = taken[: len(whole)]
             self.accept(seconds, starts, options)
-        near = self._lowest(np.where(fitting, np.inf, over), NEAREST)
-        total = sum(part.seconds[options[:, p]].sum(axis=1) for p, part in enumerate(self.tables.parts))
-        near = sorted({*near, *self._lowest(np.where(fitting, np.inf, total), NEAREST)})
-        if near:
-            missed = assignment_seconds(self.tables, starts[near], options[near])
-            for row in self._lowest(missed, 2):
-                self._keep(self.misfits, float(missed[row]), _key(starts[near], options[near], row))
-        self.evaluated += int(fitting.sum()) + len(near)
+        for row in self._lowest(missed, 2):
+            self._keep(self.misfits, float(missed[row]), _key(starts[near], options[near], row))
+        self.evaluated += len(timed)
         return seconds, over
 
     def accept(self, seconds: Floats, starts: Ints, options: Ints) -> None:
