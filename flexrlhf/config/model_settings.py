@@ -361,4 +361,4 @@ class ModelsSpec(StrictModel):
 
     def of(self, role: str) -> ModelSpec | None:
         """Return the model of ``role``; None if the YAML has none."""
-        return dict(self).get(role)
+        return None if role == "all" else vars(self).get(role, (self.model_extra or {}).get(role))

@@ -5,7 +5,7 @@ Bytes are those that ``memory.budget`` counts for a plan, so ``flexrlhf plan`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
@@ -16,13 +16,15 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchModel
+from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchModel, Sketch
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
+from flexrlhf.guideline.costs.links import MeshSide
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
+from flexrlhf.memory.packed_rows import decodes_in_slots
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
@@ -42,6 +44,8 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 CONTEXT_PARALLEL = (1, 2, 4, 8)
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
+NO_SYNC = SyncSpec()
+"""Settings of syncs of a single model, which has none."""
 PASS_TOKENS = (0, 4096, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one text's."""
 LEAST_FREED = 0.02
@@ -67,6 +71,24 @@ class UniformMesh:
 
 
 @dataclass(frozen=True)
+class _Figures:
+    """A model on a mesh with some settings, wherever it is between its calls.
+
+    placed:   the model
+    state:    bytes of the stage that stores most
+    seconds:  time of each call
+    most:     most bytes that a call needs in addition to the resting ones
+    side:     its layout
+    """
+
+    placed: PlacedModel
+    state: State
+    seconds: tuple[float, ...]
+    most: int
+    side: MeshSide
+
+
+@dataclass(frozen=True)
 class OptionEnumerator:
     """Enumerates the options of the models of a spec.
 
@@ -83,7 +105,29 @@ class OptionEnumerator:
     costs: CostModel
     maker: CallMaker
     _options: dict[object, tuple[Option, ...]] = field(default_factory=dict)
+    _all_figures: dict[object, tuple[_Figures, ...]] = field(default_factory=dict)
     _cache: dict[object, Any] = field(default_factory=dict)
+    _sketches: list[Sketch] = field(default_factory=list)
+
+    def of(self, spec: Spec) -> OptionEnumerator:
+        """Return an enumerator of the models of ``spec``, which has the shapes and rows of this one's."""
+        return OptionEnumerator(spec, self.shapes, self.batch, self.costs, self.maker)
+
+    def is_like(self, other: OptionEnumerator) -> bool:
+        """Whether the options are those of ``other``, on any mesh: its spec may differ in the nodes of the cluster."""
+        whole, others = (
+            each.spec.model_copy(update={"cluster": each.spec.cluster.model_copy(update={"nodes": ()})})
+            for each in (self, other)
+        )
+        own, theirs = ((each.shapes, each.batch, each.costs, each.maker) for each in (self, other))
+        return own == theirs and whole == others
+
+    def sketch(self, sketch: Sketch) -> Sketch:
+        """Return the first sketch that equals the given one, so that spaces share its instructions."""
+        found = next((each for each in self._sketches if each == sketch), None)
+        if found is None:
+            self._sketches.append(found := sketch)
+        return found
 
     def options(self, model: SearchModel, mesh: UniformMesh) -> tuple[Option, ...]:
         """Options of a model on a mesh; none where the devices lack the type, the engine or a kernel, or the engine a
@@ -97,16 +141,31 @@ class OptionEnumerator:
         if base is not None and is_gpu and lacks_of(mesh.device, base, self._facts(model, base)):
             return ()
         if (model, mesh) not in self._options:
-            self._options[model, mesh] = tuple(
-                self._option(model, mesh, placed) for placed in self._placed(model, mesh)
-            )
+            # where a model is between its calls changes no time of these
+            figures = self._figures(replace(model, switches=(), is_apart=False), mesh)
+            self._options[model, mesh] = tuple(self._option(model, mesh, each) for each in figures)
         return self._options[model, mesh]
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
         """Option of a model with ``settings``, taken from an option with other calls."""
         layout = _layout(mesh.size, settings.tp, settings.pp, settings.cp)
         rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
-        return self._option(model, mesh, _on(model, mesh, layout, settings, rollout))
+        return self._option(model, mesh, self._figures_of(model, mesh, _on(model, mesh, layout, settings, rollout)))
+
+    def _figures(self, model: SearchModel, mesh: UniformMesh) -> tuple[_Figures, ...]:
+        """Return the figures of the model with each of its settings."""
+        if (model, mesh) not in self._all_figures:
+            self._all_figures[model, mesh] = tuple(
+                self._figures_of(model, mesh, placed) for placed in self._placed(model, mesh)
+            )
+        return self._all_figures[model, mesh]
+
+    def _figures_of(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> _Figures:
+        key = self._state_key(placed, mesh)
+        state, calls = self._state(placed, key), list(self._calls(model, mesh, placed))
+        seconds, most = tuple(seconds for _, seconds, _ in calls), max(size for _, _, size in calls)
+        side = self.cached(("side", key), lambda: side_of(placed, mesh.per_node))
+        return _Figures(placed, state, seconds, most, side)
 
     def _placed(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
         """Place the model on the first devices, once with each of its settings."""
@@ -255,18 +314,26 @@ class OptionEnumerator:
         Each call has all memory in addition to the states, so a smaller size than fits is slower for nothing.
         """
         passes = [_with(plain, change) for change in self._passes(model, plain)]
-        decodes = [_with(plain, change) for change in self._decodes(model, plain)]
-        if len(decodes) < 2:
-            yield from (_with(placed, change) for placed in passes for change in self._decodes(model, plain))
+        changes = self._decodes(model, plain)
+        if len(changes) < 2:
+            yield from (_with(placed, change) for placed in passes for change in changes)
             return
-        of_passes = {placed: self._total(model, mesh, placed, {"forward", "train"}) for placed in passes}
-        of_decodes = {placed: self._total(model, mesh, placed, {"generate"}) for placed in decodes}
-        seen = set[tuple[PlacedModel, PlacedModel]]()
-        for room in sorted({size for _, size in (*of_passes.values(), *of_decodes.values())}):
-            pair = _fastest_within(of_passes, room), _fastest_within(of_decodes, room)
-            if pair[0] is not None and pair[1] is not None and (pair[0], pair[1]) not in seen:
-                seen.add((pair[0], pair[1]))
-                yield _with(pair[0], {"generate_tokens": pair[1].settings.generate_tokens})
+        shape, data = self.shapes[model.role], self.spec.data
+        in_slots = decodes_in_slots(plain.settings, shape, data.max_prompt_tokens + data.max_response_tokens)
+        of_decodes: dict[int, list[tuple[float, int]]] = {}
+        figures: dict[tuple[int, int], tuple[float, int]] = {}
+        for index, placed in enumerate(passes):
+            # slots read prompts in passes of the same tokens
+            read = placed.settings.micro_batch_tokens if in_slots else 0
+            if read not in of_decodes:
+                tried = (_with(placed, change) for change in changes)
+                of_decodes[read] = [self._total(model, mesh, each, {"generate"}) for each in tried]
+            seconds, size = self._total(model, mesh, placed, {"forward", "train"})
+            for number, (decoding, needed) in enumerate(of_decodes[read]):
+                figures[index, number] = seconds + decoding, max(size, needed)
+        rooms = sorted({size for _, size in figures.values()})
+        for index, number in dict.fromkeys(_fastest_within(figures, room) for room in rooms):
+            yield _with(passes[index], changes[number])
 
     def _passes(self, model: SearchModel, placed: PlacedModel) -> Iterator[dict[str, object]]:
         """Settings of passes: tokens of a micro-batch, and activation checkpointing."""
@@ -324,17 +391,14 @@ class OptionEnumerator:
 
     def _total(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, kinds: set[str]) -> tuple[float, int]:
         """Seconds of all calls of ``kinds``, and the most bytes that one needs in addition to the resting ones."""
-        figures = [(seconds, size) for kind, seconds, size in self._calls(model, mesh, placed) if kind in kinds]
+        figures = [(seconds, size) for _, seconds, size in self._calls(model, mesh, placed, kinds)]
         return sum(seconds for seconds, _ in figures), max((size for _, size in figures), default=0)
 
-    def _option(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> Option:
-        key = self._state_key(placed, mesh)
-        state, calls = self._state(placed, key), list(self._calls(model, mesh, placed))
-        resting = state.resting
+    def _option(self, model: SearchModel, mesh: UniformMesh, figures: _Figures) -> Option:
+        placed, state, seconds, most = figures.placed, figures.state, figures.seconds, figures.most
+        resting, side = state.resting, figures.side
         if model.is_apart:
-            resting += self.cached(("under way", key), partial(self._bytes_under_way, placed))
-        seconds, most = tuple(seconds for _, seconds, _ in calls), max(size for _, _, size in calls)
-        side = self.cached(("side", self._state_key(placed, mesh)), lambda: side_of(placed, mesh.per_node))
+            resting += self.cached(("under way", self._state_key(placed, mesh)), partial(self._bytes_under_way, placed))
         if model.is_offloaded:
             return Option(seconds, 0, state.resting + most, side, placed.settings)
         if model.switches:
@@ -352,27 +416,28 @@ class OptionEnumerator:
         parts = (trained_parts(placed, shape, rank) for rank in placed.layout.pp_set(0))
         return item * max(part_elements(each, list(each)) for each in parts)
 
-    def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
-        """Key of all that the bytes of the model's state depend on."""
-        where = mesh.size, mesh.per_node, mesh.device.name
-        layout = placed.layout
-        sharding = placed.settings.zero, placed.sharded_over
+    @staticmethod
+    def _key(placed: PlacedModel, mesh: UniformMesh, *settings: object) -> object:
+        """Key of a model on ranks, with those of its ``settings`` that are not the same wherever these are."""
+        where, layout = (mesh.size, mesh.per_node, mesh.device.name), placed.layout
         # a rollout engine's cache is allocated all the time
         cache = None if placed.rollout is None else placed.settings.generate_tokens
-        settings = sharding, placed.settings.offload_optimizer, cache
-        return placed.role, placed.trained, where, layout.tp, layout.pp, layout.cp, settings
+        return placed.role, placed.trained, where, layout.tp, layout.pp, layout.cp, cache, settings
+
+    def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
+        """Key of all that the bytes of the model's state depend on."""
+        return self._key(placed, mesh, placed.settings.zero, placed.sharded_over, placed.settings.offload_optimizer)
 
     def _calls(
-        self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel
+        self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, kinds: Collection[str] = ()
     ) -> Iterator[tuple[PlacedCallKind, float, int]]:
-        """(kind, seconds, bytes in addition to the resting ones) of each call."""
-        state_key, layout, zero = self._state_key(placed, mesh), placed.layout, placed.settings.zero
-        # the stages of a rollout engine work in turn
-        split = layout.dp, layout.tp, 1 if model.is_rollout else layout.pp
-        over, parts = placed.sharded_over, (layout.cp, is_ring(placed, self.shapes[placed.role]))
-        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts)
+        """(kind, seconds, bytes in addition to the resting ones) of each call, or of those of ``kinds``."""
+        state_key = time_key = size_key = self._state_key(placed, mesh)
+        zero, over = placed.settings.zero, placed.sharded_over
         for call in model.calls:
             kind = call.kind
+            if kinds and kind not in kinds:
+                continue
             if kind == "switch":
                 trained = self.spec.models.of(model.role)
                 # a Sync brings all weights, unless it brings adapters
@@ -380,11 +445,21 @@ class OptionEnumerator:
                 moved = self._state(placed, state_key).offloaded if has_copy else 0
                 yield kind, self.costs.switch(moved, mesh.device).seconds, 0
                 continue
-            rows = self._most_rows(placed, kind, call)
-            key = state_key, kind, _relevant_settings(kind, placed.settings)
-            seconds = self.cached(("seconds", key, call), partial(self._seconds, placed, priced_mesh, kind, call))
-            work = partial(self._bytes, placed, state_key, call, rows)
-            size = self.cached(("bytes", key, rows, call.texts, call.compares), work)
+            if kind != "train":
+                # without gradients ZeRO matters where it shards the weights alone
+                time_key = self._key(placed, mesh, *((zero, over) if zero >= 2 else ()))
+                if placed.layout.pp == 1:
+                    size_key = self._key(placed, mesh, *((zero, over) if placed.split != "whole" else ()))
+            else:
+                time_key = size_key = state_key
+            rows, settings = self._most_rows(placed, kind, call), _relevant_settings(kind, placed.settings)
+            pricing = partial(self._seconds, placed, mesh, kind, call)
+            seconds = self.cached(("seconds", time_key, kind, settings, call), pricing)
+            if kind == "generate":
+                # slots read prompts in passes
+                settings = *settings, placed.settings.micro_batch_tokens
+            sizing = partial(self._bytes, placed, state_key, call, rows)
+            size = self.cached(("bytes", size_key, kind, settings, rows, call.texts, call.compares), sizing)
             yield kind, seconds, size
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
@@ -394,16 +469,21 @@ class OptionEnumerator:
             value = self._cache[key] = make()
         return value
 
-    def _seconds(self, placed: PlacedModel, mesh: Mesh, kind: OperatorKind, call: PlacedCall) -> float:
+    def _seconds(self, placed: PlacedModel, mesh: UniformMesh, kind: OperatorKind, call: PlacedCall) -> float:
         rows = row_patterns(call.shape(self.maker.batch), placed.layout, call.mini_batches)
         if kind == "combine" or kind == "interact" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
         assert kind != "loss" and kind != "backward" and kind != "step", "programs alone call them"
         used = [each for each in rows if any(each)]
-        priced = self.maker.call(kind, placed, self.shapes[placed.role], used, call.texts, call.compares)
+        layout, shape = placed.layout, self.shapes[placed.role]
+        # the stages of a rollout engine work in turn
+        split = layout.dp, layout.tp, 1 if placed.rollout is not None else layout.pp
+        over, parts = placed.sharded_over, (layout.cp, is_ring(placed, shape))
+        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, placed.settings.zero, True, over, *parts)
+        priced = self.maker.call(kind, placed, shape, used, call.texts, call.compares)
         # each turn of an episode has a part of a response
-        return self.costs.call(priced, mesh).seconds / call.turns
+        return self.costs.call(priced, priced_mesh).seconds / call.turns
 
     def _state(self, placed: PlacedModel, key: object) -> State:
         """Return the state of the stage that stores most."""
@@ -440,7 +520,7 @@ class OptionEnumerator:
 
     def _sizing(self, placed: PlacedModel) -> Sizing:
         shapes = {placed.role: self.shapes[placed.role]}
-        return Sizing(Placement((placed,), len(placed.ranks)), shapes, self._lengths, SyncSpec(), self._own_lengths)
+        return Sizing(Placement((placed,), len(placed.ranks)), shapes, self._lengths, NO_SYNC, self._own_lengths)
 
     @cached_property
     def _lengths(self) -> SequenceLengths:
@@ -467,10 +547,9 @@ def _with(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:
     return replace(placed, settings=placed.settings.model_copy(update=dict(change))) if change else placed
 
 
-def _fastest_within(figures: Mapping[PlacedModel, tuple[float, int]], room: int) -> PlacedModel | None:
-    """Fastest of those whose bytes fit into ``room``. ``figures``: model → (seconds, bytes)."""
-    fitting = [placed for placed, (_, size) in figures.items() if size <= room]
-    return min(fitting, key=lambda placed: figures[placed][0], default=None)
+def _fastest_within(figures: Mapping[tuple[int, int], tuple[float, int]], room: int) -> tuple[int, int]:
+    """Return the fastest pair whose bytes fit into ``room``. ``figures``: pair → (seconds, bytes)."""
+    return min((pair for pair, (_, size) in figures.items() if size <= room), key=lambda pair: figures[pair][0])
 
 
 @lru_cache(maxsize=1024)

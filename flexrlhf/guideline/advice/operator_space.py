@@ -195,7 +195,7 @@ class OperatorSpace(Space):
             changes = {} if zero is None else {"zero": zero}
             models = {role: _on_engine(self.spec.models.of(role), engine, changes) for role in self.roles.all}
             spec = self.spec.with_models(models)
-            self._variants[engine, zero] = replace(self.enumerator, spec=spec, _options={}, _cache={})
+            self._variants[engine, zero] = self.enumerator.of(spec)
         return self._variants[engine, zero]
 
     @cached_property
@@ -304,7 +304,7 @@ def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | Non
     base = make_space(plain, costs, lengths, of_operators=True)
     models = {role: _with_shared_settings(base.spec.models.of(role)) for role in base.roles.all}
     whole = base.spec.with_models(models)
-    enumerator = replace(base.enumerator, spec=whole, _options={}, _cache={})
+    enumerator = base.enumerator.of(whole)
     kept = {each.name: getattr(base, each.name) for each in fields(base)}
     return OperatorSpace(**{**kept, "spec": whole, "enumerator": enumerator, "has_shadows": base.must_have_shadows})
 

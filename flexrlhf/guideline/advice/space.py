@@ -132,7 +132,7 @@ class Space:
 
     @cached_property
     def sketch(self) -> Sketch:
-        return Sketch(self.spec, self.graph, self.roles, self.has_shadows)
+        return self.enumerator.sketch(Sketch(self.spec, self.graph, self.roles, self.has_shadows))
 
     @property
     def names(self) -> tuple[ModelName, ...]:
@@ -237,7 +237,7 @@ class Space:
         if must_be_disjoint and relation != "disjoint":
             return FORBIDDEN
         # many readers read as many bytes of writers with the same layout
-        key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation
+        key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation, self.cluster.num_nodes > 1
         return self.enumerator.cached(
             key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
         )
@@ -320,6 +320,7 @@ def make_space(
     pending: Mapping[Path, ModelSpec] | None = None,
     obstacle: str = "",
     of_operators: bool = False,
+    known: list[OptionEnumerator] | None = None,
 ) -> Space:
     """Return the space of ``spec`` without shadows. Raises UserError for models or devices that no plan could have.
 
@@ -327,6 +328,7 @@ def make_space(
     pending:       as of ``make_plan``.
     obstacle:      as of ``make_plan``.
     of_operators:  whether operators will be placed, so that a role may generate with another engine than its own.
+    known:         enumerators of earlier spaces: one with the same options is used, else this space's is added.
     """
     resolved = resolve(spec, pending, obstacle)
     graph, longest = resolved.graph, spec.lengths
@@ -340,6 +342,9 @@ def make_space(
     # calls are priced as if responses were whole; memory is for the places of a step in segments
     maker = CallMaker(batch.of_one_round, longest, texts, spec.algorithm.epochs)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, maker)
+    if known is not None:
+        enumerator = next((each for each in known if each.is_like(enumerator)), enumerator)
+        known += [] if any(each is enumerator for each in known) else [enumerator]
     fixed = frozenset(spec.schedule.model_fields_set)
     return Space(
         spec,

@@ -20,6 +20,7 @@ ONE_SHOT_SHARE = 0.7
 """Share of the bandwidth of a device's links that it reaches when it reads all other ranks' messages at once."""
 
 
+@lru_cache(maxsize=16384)
 def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the time of ``call.rows`` prompts and their responses on one replica."""
     found = decoding(call, profile.batching)

@@ -244,16 +244,30 @@ class CallMaker:
         packs, masks = packs_texts(settings, shape, longest), reads_masks(model, shape, longest)
         layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares, masks)
         most = self.batch.block_rows // samples
-        blocks = Counter(block for each in rows if each for block in _blocks(each // samples, most))
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
-        return all_passes(
-            (times * number, mean_pass(prompts, responses, block, samples, layout)) for block, number in blocks.items()
-        )
+        return _passes_of(prompts, responses, tuple(rows), most, samples, times, layout)
 
     @property
     def _reserved(self) -> SequenceLengths:
         """Lengths of a row in decoding, which reserves memory for responses of full length."""
         return SequenceLengths(self.longest.prompt, self.longest.response)
+
+
+@lru_cache(maxsize=4096)
+def _passes_of(
+    prompts: tuple[float, ...],
+    responses: tuple[float, ...],
+    rows: tuple[int, ...],
+    most: int,
+    samples: int,
+    times: int,
+    layout: TextLayout,
+) -> MeanPass:
+    """Return the passes over mini-batches of ``rows``, in blocks of at most ``most`` prompts, ``times`` over."""
+    blocks = Counter(block for each in rows if each for block in _blocks(each // samples, most))
+    return all_passes(
+        (times * number, mean_pass(prompts, responses, block, samples, layout)) for block, number in blocks.items()
+    )
 
 
 def _pages(model: PlacedModel, most_rows: int) -> Pages:
