@@ -25,9 +25,10 @@ from flexrlhf.guideline.advice.candidates import (
 )
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.lags import with_larger_lags
+from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
-from flexrlhf.guideline.advice.published import GuidelineResult, guideline, usual
-from flexrlhf.guideline.advice.refusal import last_resort, refusal_text
+from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
+from flexrlhf.guideline.advice.refusal import last_resort, nothing_fits, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.waiting import least_waiting, waiting_variants
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -94,6 +95,7 @@ def advise(
     obstacle: str = "",
     explains: bool = True,
     max_lag: int | None = None,
+    known: list[OptionEnumerator] | None = None,
 ) -> Advice:
     """Compare placements of ``spec``; ``best.plan`` of the result is the recommended one.
 
@@ -109,7 +111,8 @@ def advise(
     obstacle:       as of ``make_plan``.
     explains:       whether to search for changes that would help if nothing fits.
     max_lag:        the largest lag of placements with shadows, where the YAML sets none; one with a lag may then be
-                    chosen. None: 1, which is timed and not chosen.
+                    chosen. None: 1, which is timed and not chosen. 0: none is timed.
+    known:          as of ``make_space``.
 
     Raises UserError if nothing fits, or the costs of a device are not known.
     """
@@ -118,18 +121,24 @@ def advise(
         source = costs_for(spec, None)
         costs, margin = source.costs, source.accuracy.tie if margin is None else margin
     margin = FROM_FIGURES.tie if margin is None else margin
-    base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle)
+    base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle, known=known)
     compared = PlacementComparison(base, seconds_limit)
     most = 1 if max_lag is None else max_lag
-    by_rules = _compare(compared, margin, most)
+    rules: tuple[GuidelineRule, ...] = ()
+    if not nothing_fits(base):
+        rules = _compare(compared, margin, most).rules
     feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
     if most > 1:
         lagging, short = with_larger_lags(feasible, most)
         feasible = tuple(sorted((*feasible, *lagging), key=lambda item: item.seconds))
         rejected = (*rejected, *short)
-    if not feasible and (last := last_resort(base)) is not None:
+    may_lag = max_lag is not None
+    advice = Advice(feasible, rejected, rules, compared.searches, 0.0, margin, "", most, may_lag)
+    advice = _with_checked_choice(advice)
+    if not (advice.feasible or advice.refusal) and (last := last_resort(base)) is not None:
         feasible, _ = ranked([last])
-    if not feasible and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
+        advice = _with_checked_choice(replace(advice, feasible=feasible))
+    if not (advice.feasible or advice.refusal) and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
         try:
             found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, False, max_lag)
         except UserError:
@@ -138,11 +147,9 @@ def advise(
         else:
             if found.feasible:
                 return found
-    refusal = refusal_text(base, rejected) if explains and not feasible else ""
-    seconds = perf_counter() - began
-    may_lag = max_lag is not None
-    advice = Advice(feasible, rejected, by_rules.rules, compared.searches, seconds, margin, refusal, most, may_lag)
-    return _with_less_waiting(_with_checked_choice(advice))
+    if explains and not (advice.feasible or advice.refusal):
+        advice = replace(advice, refusal=refusal_text(base, advice.rejected))
+    return _with_less_waiting(replace(advice, seconds=perf_counter() - began))
 
 
 def _with_less_waiting(advice: Advice) -> Advice:
@@ -219,7 +226,10 @@ def _seeds(candidates: Sequence[Candidate], space: Space) -> list[Assignment]:
 
 
 def _with_checked_choice(advice: Advice) -> Advice:
-    """Return ``advice`` with the candidate to use planned and simulated; one that turns out not to fit is rejected."""
+    """Return ``advice`` with the candidate to use planned and simulated; one that turns out not to fit is rejected.
+
+    Refused if none is left, and the last one has no plan whatever memory there is.
+    """
     while advice.feasible and advice.best.checked is None:
         chosen = advice.best
         checked = check(chosen.candidate)
@@ -227,7 +237,8 @@ def _with_checked_choice(advice: Advice) -> Advice:
             kept = tuple(checked if item is chosen else item for item in advice.feasible)
             return replace(advice, feasible=kept)
         kept = tuple(item for item in advice.feasible if item is not chosen)
-        refusal = "" if kept else f"no placement of these models has a plan ({checked.reason})"
+        is_refused = not (kept or checked.lacks_memory)
+        refusal = f"no placement of these models has a plan ({checked.reason})" if is_refused else ""
         advice = replace(advice, feasible=kept, rejected=(*advice.rejected, checked), refusal=refusal)
     return advice
 

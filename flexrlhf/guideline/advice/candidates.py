@@ -96,10 +96,16 @@ class FeasibleCandidate:
 
 @dataclass(frozen=True)
 class RejectedCandidate:
-    """A candidate that is impossible, or does not fit."""
+    """A candidate that is impossible, or does not fit.
+
+    candidate:     the candidate.
+    reason:        why.
+    lacks_memory:  whether it has a plan, which needs more memory than its devices have.
+    """
 
     candidate: Candidate
     reason: str
+    lacks_memory: bool = False
 
 
 def assess(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
@@ -126,7 +132,8 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     limits = [plan.device_bytes(memory.rank) or 0 for memory in plan.memories]
     if any(limit and memory.peak_bytes > limit for memory, limit in zip(plan.memories, limits, strict=True)):
         peak, share = _fullest(plan, limits)
-        return RejectedCandidate(candidate, f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory")
+        reason = f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory"
+        return RejectedCandidate(candidate, reason, lacks_memory=True)
     cluster = candidate.space.cluster
     sizes = [cluster.memory_bytes(memory.rank, plan.most_communicators) or 0 for memory in plan.memories]
     peak, share = _fullest(plan, sizes)

@@ -89,6 +89,12 @@ def last_spaces(base: Space) -> Iterator[tuple[str, Space]]:
         yield "with shadows", replace(space.leaner or space, has_shadows=True, usable=1.0)
 
 
+def nothing_fits(base: Space) -> bool:
+    """Whether no placement has a plan, because some model fits no device while it computes."""
+    spaces = [space for _, space in last_spaces(base)]
+    return bool(spaces) and not any(map(_each_fits, spaces))
+
+
 def _each_fits(space: Space) -> bool:
     """Whether every model fits some of the devices while it computes, which host memory for others does not change."""
     problem = space.problem

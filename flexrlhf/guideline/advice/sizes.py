@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
+from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.refusal import last_resort
 from flexrlhf.guideline.advice.request import AdviceOptions, find_class
-from flexrlhf.guideline.advice.space import make_space
+from flexrlhf.guideline.advice.space import Space, make_space
 from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 from flexrlhf.placement.devices import GPUS_PER_NODE
 
@@ -104,6 +105,7 @@ class SizeTable:
     others:      further options of ``advise``
     overrides:   of ``--set``
     mean:        mean response length; None: the maximum
+    known:       options of the models of the cell in work, which all numbers of devices share
     """
 
     models: Sequence[str]
@@ -114,6 +116,7 @@ class SizeTable:
     others: AdviceOptions = AdviceOptions()
     overrides: tuple[str, ...] = ()
     mean: float | None = None
+    known: list[OptionEnumerator] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def cells(self) -> list[AdviceOptions]:
@@ -132,6 +135,7 @@ class SizeTable:
 
     def size(self, options: AdviceOptions) -> Size:
         """Return the devices for one cell. Raises UserError for settings that its first engines have not."""
+        self.known.clear()
         ways = self.ways(options)
         least = least_count(lambda count: any(self.fits(way, count) for way in ways))
         if least is None:
@@ -153,7 +157,7 @@ class SizeTable:
             way = replace(options, engine=engine, rollout=rollout)
             try:
                 spec = self._spec(way)
-                make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean))
+                self._space(spec)
             except UserError:
                 if not found:
                     raise
@@ -167,7 +171,7 @@ class SizeTable:
     def fits(self, options: AdviceOptions, devices: int) -> bool:
         """Whether any plan fits ``devices``."""
         spec = self._spec(replace(options, gpus=devices))
-        return last_resort(make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean))) is not None
+        return last_resort(self._space(spec)) is not None
 
     def plan_on(self, ways: Iterable[AdviceOptions], devices: int, tries_all: bool = False) -> SizedPlan | None:
         """Return the recommended placement on ``devices``; None if none fits.
@@ -184,12 +188,18 @@ class SizeTable:
             on_devices = replace(way, gpus=devices)
             spec = self._spec(on_devices)
             source, lengths = costs_for(spec, None), lengths_for(spec, self.mean)
-            advice = advise(spec, source.costs, lengths, margin=source.accuracy.tie, explains=False)
+            # one with a lag would not be chosen
+            advice = advise(
+                spec, source.costs, lengths, margin=source.accuracy.tie, explains=False, max_lag=0, known=self.known
+            )
             if advice.feasible:
                 found = SizedPlan(on_devices, advice.best)
                 if best is None or found.samples_per_second > FASTER * best.samples_per_second:
                     best = found
         return best
+
+    def _space(self, spec: Spec) -> Space:
+        return make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean), known=self.known)
 
     def _spec(self, options: AdviceOptions) -> Spec:
         return options.spec(None, self.overrides)
