@@ -3,6 +3,7 @@
 DeepSpeed assumes that it owns the world and that there is one ``mpu``: it counts the world's ranks, waits for them in
 barriers, and overwrites a module global at every ``initialize``. So around every call into it the subgroup is the
 default process group and ``mpu`` is the engine's own (``_as_world``); ranks are then numbers inside the group.
+Stage 3 also replaces torch's linear function, by one that takes longer: around these calls alone, too.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class DeepSpeedEngine(Lender):
         self.num_requests = 0
         self._mpu = _Mpu(context.dp.group or context.alone, context.tp.group or context.alone)
         self._device = context.device
+        self._linear = torch.nn.functional.linear
         self._deepspeed = _import_deepspeed(context.device)
         skeleton = make_skeleton(context) if partitions_plainly(self._settings) else whole_model(context)
         self._model = skeleton.model
@@ -221,14 +223,16 @@ class DeepSpeedEngine(Lender):
 
     @contextmanager
     def _as_world(self) -> Iterator[None]:
-        """Make the subgroup the world, and this engine's mpu DeepSpeed's global one."""
-        groups = self._deepspeed.utils.groups
+        """Make the subgroup the world, and this engine's mpu and linear function the global ones."""
+        groups, functional = self._deepspeed.utils.groups, torch.nn.functional
         before, groups.mpu = groups.mpu, self._mpu
+        linear, functional.linear = functional.linear, self._linear
         try:
             with as_world(self._mpu.dp), device_of_local_rank(self._device):
                 yield
         finally:
             groups.mpu = before
+            self._linear, functional.linear = functional.linear, linear
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         self.num_requests += len(batch)
