@@ -101,7 +101,9 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
     [
         (Case("two", "halves", 2), ["actor critic ref", "actor critic reward"]),
         (Case("epochs", "six", 2), ["actor critic", "actor.shadow critic.shadow ref reward"]),
-        (Case("two", "classes", 4), ["actor critic", "actor critic", "ref", "reward"]),
+        pytest.param(
+            *(Case("two", "classes", 4), ["actor critic", "actor critic", "ref", "reward"]), marks=pytest.mark.full
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )

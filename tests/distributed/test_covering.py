@@ -13,6 +13,8 @@ from flexrlhf.plan.pipeline import make_plan
 IN_FULL_ALONE = {
     # rounded weights have other tolerances (test_precision.py); further layouts of operators
     *("six-rounded", "six-apart", "classes-six", "span"),
+    # on four ranks as "pairs" on two; device classes as in "shares"
+    *("quarter", "classes"),
     *("operators-lanes", "operators-stages", "operators-apart", "operators-resharded"),
     *("real-7b-heuristic", "real-70b-heuristic", "real-70b-searched"),
     *("deepspeed-0-tp", "deepspeed-3-tp", "uncrossed"),
@@ -34,7 +36,7 @@ def test_every_choice_is_a_default_case() -> None:
 
 
 def test_four_ranks_are_an_exception() -> None:
-    assert sum(case.ranks == 4 for case in DEFAULT) <= 17 and sum(case.has_vllm for case in DEFAULT) <= 4
+    assert sum(case.ranks == 4 for case in DEFAULT) <= 15 and sum(case.has_vllm for case in DEFAULT) <= 4
 
 
 def test_a_missing_pair_is_noticed() -> None:

@@ -36,6 +36,7 @@ def write_runs(directory: Path, spec: Spec, evaluation: str) -> None:
         update={
             "name": "first",
             "runs": "runs",
+            "steps": 3,
             "eval": EvalSpec(path=evaluation, every=1),
             "save": SaveSpec(best="eval_nll"),
             "checkpoint": CheckpointSpec(every=1),

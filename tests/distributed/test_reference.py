@@ -216,7 +216,7 @@ def test_learning_rates_follow_the_formula(settings: dict[str, object], rates: l
 
 def test_adapters_start_at_nothing_and_ref_never_follows_them(launches: Launches) -> None:
     """The first responses come from the base weights, whose log-probs are the shared ref's in every step."""
-    first, second, _ = reference_of(launches.assets.spec(Case("shared", "co-located", 1))).steps
+    first, second = reference_of(launches.assets.spec(Case("shared", "co-located", 1))).steps
     assert first.columns["logprobs"].equal(first.columns["ref_logprobs"])
     assert first.metrics["kl_token"].value == 0 and abs(second.metrics["kl_token"].value) > 1e-3
 
@@ -330,7 +330,8 @@ def test_chats_are_trained_on_in_part(launches: Launches, setting: str, shape: s
 def test_greedy_responses_repeat_themselves(launches: Launches) -> None:
     """Evaluation responses of the likeliest tokens are others than sampled ones; the rest of the run is the same."""
     greedy, sampled = (reference_of(launches.assets.spec(Case(s, "co-located", 2))).steps for s in ("greedy", "two"))
-    assert [step.columns["tokens"].tolist() for step in greedy] == [step.columns["tokens"].tolist() for step in sampled]
+    tokens, longer = ([step.columns["tokens"].tolist() for step in steps] for steps in (greedy, sampled))
+    assert tokens == longer[: len(tokens)]
     assert all(0 < step.metrics["eval_distinct_2"].value < 0.8 for step in greedy)
 
 
