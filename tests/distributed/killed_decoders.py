@@ -23,7 +23,7 @@ def killed_decoders(directories: Sequence[Path]) -> Iterator[None]:
     ended, due = threading.Event(), list(directories)
 
     def watch() -> None:
-        while due and not ended.wait(0.01):
+        while due and not ended.wait(0.05):
             for directory in [each for each in due if _generates(each)]:
                 due.remove(directory)
                 for pid in decoders_of(os.getpid()):
@@ -46,7 +46,7 @@ def decoders_of(pid: int) -> list[int]:
 def _generates(directory: Path) -> bool:
     """Whether a run has begun to generate ``STEP``, by the logs that its ranks write."""
     for log in directory.glob("flight/rank-*.jsonl"):
-        for line in log.read_text().splitlines():
+        for line in (line for line in log.read_text().splitlines() if "generate on " in line):
             # the last line may be half written
             with suppress(json.JSONDecodeError):
                 span = json.loads(line).get("begin", {})

@@ -17,6 +17,7 @@ import yaml
 from cases import Assets, Case, make_assets
 from commands import PROGRAM, read_until, start
 from comparison import deviations
+from forked import RANK_ENVIRONMENT, Forked
 from launcher import Outcome
 
 from flexrlhf.config.spec_file import dump_spec
@@ -239,7 +240,11 @@ def test_under_torchrun_the_results_are_the_same(assets: Assets, tmp_path: Path)
 
 
 def test_torchrun_with_another_number_of_ranks_is_refused(assets: Assets, tmp_path: Path) -> None:
-    process = start(["run", write_config(assets, tmp_path)], tmp_path, torchrun(1))
+    """By the variables that torchrun sets, whose own process and rank would load their libraries for it."""
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, **RANK_ENVIRONMENT, **job, **meeting}
+    process = Forked(["flexrlhf", "run", write_config(assets, tmp_path)], tmp_path, environment)
     out, _ = process.communicate(timeout=SECONDS)
     assert process.returncode != 0
     sentence = next(line for line in out.splitlines() if line.startswith("flexrlhf: "))

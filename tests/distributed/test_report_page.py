@@ -216,6 +216,15 @@ def phone(browser: Any, report: Path) -> Visit:
     return visit(browser, report, viewport=PHONE, is_mobile=True, has_touch=True, color_scheme="dark")
 
 
+def test_the_dark_scheme_changes_page_and_figures(desktop: Visit, phone: Visit) -> None:
+    """Before all figures are open, which would be drawn again."""
+    lights, darks = _colours(desktop), _colours(phone)
+    assert all(light != dark for light, dark in zip(lights, darks, strict=True))
+    phone.page.locator("#theme").click()
+    assert _colours(phone) == lights
+    assert phone.messages == []
+
+
 def test_a_phone_scrolls_downwards_alone(phone: Visit) -> None:
     phone.open_all()
     assert phone.page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]") == [390, 390]
@@ -225,14 +234,6 @@ def test_a_phone_scrolls_downwards_alone(phone: Visit) -> None:
     for entry in phone.page.locator(".legend button").all():
         box = entry.bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
-    assert phone.messages == []
-
-
-def test_the_dark_scheme_changes_page_and_figures(desktop: Visit, phone: Visit) -> None:
-    lights, darks = _colours(desktop), _colours(phone)
-    assert all(light != dark for light, dark in zip(lights, darks, strict=True))
-    phone.page.locator("#theme").click()
-    assert _colours(phone) == lights
     assert phone.messages == []
 
 

@@ -360,9 +360,9 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
     exec(compile(block.text, block.place, "exec"), {})
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_blocks_say_what_they_are(block: Block) -> None:
-    assert block.language in ("bash", "console", "python", "text", "yaml")
+def test_blocks_say_what_they_are() -> None:
+    known = ("bash", "console", "python", "text", "yaml")
+    assert [block.place for block in BLOCKS if block.language not in known] == []
 
 
 # --- links and names

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(file for folder in ("tests", "benchmarks", "docs") for file in (ROOT / folder).rglob("*.py"))
 
@@ -37,9 +35,9 @@ def missing(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name not in known)
 
 
-@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_resolve(file: Path) -> None:
-    assert list(missing(file.read_text())) == []
+def test_imports_resolve() -> None:
+    found = {str(file.relative_to(ROOT)): list(missing(file.read_text())) for file in SCRIPTS}
+    assert len(found) > 100 and {file: names for file, names in found.items() if names} == {}
 
 
 def test_a_missing_name_is_found() -> None:
