@@ -44,6 +44,7 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
         check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
+    _check_idle_graphs(graph, placement, is_evaluated)
 
 
 def _check_graphs(model: PlacedModel) -> None:
@@ -53,6 +54,20 @@ def _check_graphs(model: PlacedModel) -> None:
             f"{model.key('cuda_graphs')}: true is for engine torch with tp 1 and whole weights on each rank, found "
             f"engine {model.engine}, tp {model.layout.tp}, zero {model.settings.zero}; use false"
         )
+
+
+def _check_idle_graphs(graph: Graph, placement: Placement, is_evaluated: bool) -> None:
+    """Raise UserError for graphs of a role whose responses come from another engine, or which has none."""
+    operators = [*graph.operators, *(graph.evaluated if is_evaluated else ())]
+    copies = [placement.copy_for(operator) for operator in operators if operator.kind == "generate"]
+    for model in placement.models:
+        own = [copy for copy in copies if copy.role == model.role]
+        if model.settings.cuda_graphs and not any(copy.settings.cuda_graphs for copy in own):
+            remedy = f"use false, and rollout.cuda_graphs for {own[0].engine}" if own else "use false"
+            raise UserError(
+                f"{model.key('cuda_graphs')}: true is for roles that generate with engine torch, which {model.role} "
+                f"does not; {remedy}"
+            )
 
 
 def _serves(model: PlacedModel, operator: Operator) -> bool:

@@ -430,11 +430,16 @@ def test_kernels_that_a_model_does_not_have_are_refused() -> None:
         )
 
 
-def test_graphs_are_refused_where_passes_call_libraries_or_rows_go_in_waves() -> None:
+def test_graphs_are_refused_where_passes_call_libraries_rows_go_in_waves_or_nothing_is_decoded() -> None:
     key, graphs = "models.actor.cuda_graphs", "models.actor.cuda_graphs=true"
     whole = f"{key}: true is for engine torch with tp 1 and whole weights on each rank, found engine "
     assert refused(None, 2, graphs, "models.actor.engine=deepspeed") == f"{whole}deepspeed, tp 1, zero 0; use false"
     assert refused(None, 2, graphs, "models.actor.zero=3") == f"{whole}torch, tp 1, zero 3; use false"
+    idle = "true is for roles that generate with engine torch, which {} does not; use false"
+    assert refused(None, 2, graphs, "rollout.engine=vllm") == (
+        f"{key}: {idle.format('actor')}, and rollout.cuda_graphs for vllm"
+    )
+    assert refused(None, 2, "models.critic.cuda_graphs=true") == f"models.critic.cuda_graphs: {idle.format('critic')}"
     assert refused(None, 2, GPT2, graphs) == (
         f"{key}: true is for llama, mistral, qwen2, qwen3 models with attention auto, sdpa or eager and no window of "
         "less than 12 tokens, found another; use false"
