@@ -27,6 +27,8 @@ LIGER = Package("liger_kernel", "liger", "liger-kernel")
 ON_GPUS = ("flash_attention_2", "flex_attention")
 """Kernels of attention that have a backward pass on GPUs alone."""
 MAPPED_ROPES = ("default", "linear", "llama3")
+HOST_ROPES = ("dynamic", "longrope")
+"""Rotary embeddings for which transformers reads the longest position on the host in each pass."""
 MAPPED_ACTIVATION = "silu"
 """Rotary angles and activation that engines without transformers' modules compute."""
 
@@ -136,6 +138,12 @@ def _check_graphs(model: PlacedModel, shape: ModelShape | None, longest: int) ->
         raise UserError(
             f"{model.key('cuda_graphs')}: true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, "
             f"sdpa or eager and no window of less than {longest} tokens, found another; use false"
+        )
+    assert shape is not None, "slots are for families with known sizes"
+    if shape.rope in HOST_ROPES:
+        raise UserError(
+            f"{model.key('cuda_graphs')}: true is for rotary embeddings that do not change with the longest row, "
+            f"found {shape.rope}; use false"
         )
 
 

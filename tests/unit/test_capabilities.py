@@ -435,6 +435,10 @@ def test_graphs_are_refused_where_passes_call_libraries_rows_go_in_waves_or_noth
     whole = f"{key}: true is for engine torch with tp 1 and whole weights on each rank, found engine "
     assert refused(None, 2, graphs, "models.actor.engine=deepspeed") == f"{whole}deepspeed, tp 1, zero 0; use false"
     assert refused(None, 2, graphs, "models.actor.zero=3") == f"{whole}torch, tp 1, zero 3; use false"
+    dynamic = "models.actor.init.rope_scaling={rope_type: dynamic, factor: 2.0}"
+    assert refused(None, 2, graphs, dynamic) == (
+        f"{key}: true is for rotary embeddings that do not change with the longest row, found dynamic; use false"
+    )
     idle = "true is for roles that generate with engine torch, which {} does not; use false"
     assert refused(None, 2, graphs, "rollout.engine=vllm") == (
         f"{key}: {idle.format('actor')}, and rollout.cuda_graphs for vllm"
