@@ -61,6 +61,11 @@ class LoraSpec(StrictModel):
     targets: tuple[str, ...] | None = Field(
         None, description="linear layers with adapters, by the last part of their names; null: every linear layer"
     )
+    new: bool | None = Field(
+        None,
+        description="true: adapters in the model's path are merged into its weights, and new ones are trained; false: "
+        "those are trained on, with their rank, alpha and targets; null: false where no other ones are written",
+    )
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -130,7 +135,10 @@ class ModelSpec(StrictModel):
         description="retokenize: longest text, of longer ones the beginning is cut off; null: twice prompt and "
         "response, at most the model's positions",
     )
-    share: Literal["actor"] | None = Field(None, description="ref: the actor's base weights, without its adapters")
+    share: Literal["actor"] | None = Field(
+        None,
+        description="ref: the actor's base weights, without its adapters, or with the ones that it started from",
+    )
     engine: str = Field("torch", description=either(MODEL_ENGINES))
     zero: Zero = Field(
         0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"

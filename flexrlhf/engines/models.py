@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -29,19 +30,29 @@ from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
 from flexrlhf.engines.tiled_mlp import tile_mlps
+from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.memory.packed_rows import has_lengths
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
-from flexrlhf.weights.model_files import (
-    SCALAR_HEAD,
+from flexrlhf.weights.adapter_files import (
+    ADAPTER,
     adapter_layers,
     base_model,
+    frozen_model,
+    goes_on,
+    has_adapters,
+    stored_adapters,
+)
+from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
+from flexrlhf.weights.lora import START
+from flexrlhf.weights.model_files import (
+    SCALAR_HEAD,
     lacking,
     no_scalar_head,
     stored_head_name,
 )
 from flexrlhf.weights.shapes import read_config
+from flexrlhf.weights.shards import whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLASSES: dict[Head, Any] = {
@@ -55,7 +66,7 @@ def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) 
     """Return the model of ``placed``, whole and in float32 on the CPU, in evaluation mode.
 
     ``pad_token_id``: of the run. ``requires_grad`` is set for the parameters that are trained. Weights that no file
-    contains, adapters among them, are initialised from ``seed``, alike on all ranks and copies.
+    contains, new adapters among them, are initialised from ``seed``, alike on all ranks and copies.
     """
     with seeded(seed):
         model = _load(placed)
@@ -79,9 +90,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def add_parts(model: PreTrainedModel, placed: PlacedModel) -> None:
-    """Add adapters and the value head, which the files of a causal model lack, with random numbers."""
+    """Add adapters and the value head, which the files of a causal model lack: with random numbers, or those of the
+    adapters that are trained on.
+    """
     if placed.settings.lora is not None:
         _add_adapters(model, placed.settings.lora)
+    if goes_on(placed.settings):
+        _read_adapters(model, placed)
     if placed.head == "both":
         # last: so the random numbers of the other weights, and the layers with adapters, are as without it
         add_value_head(model, placed.settings.path)
@@ -131,8 +146,8 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
             **options,
             **extra,
         )
-    layers = adapter_layers(settings.path)
-    _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head(placed) or layers else set())
+    layers = adapter_layers(frozen_model(placed.role, settings).path)
+    _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head(placed) or has_adapters(settings.path) else set())
     loaded: PreTrainedModel = model
     for directory in layers:
         loaded = _with_merged_adapters(loaded, directory)
@@ -145,7 +160,8 @@ def empty_model(placed: PlacedModel) -> PreTrainedModel:
     extra = {"num_labels": 1} if placed.head == "scalar" else {}
     with one_sentence_errors(key):
         load_config(placed.role, settings)
-        config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code, **extra)
+        path = base_model(placed.role, settings).path
+        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code, **extra)
         with torch.device("meta"):
             model: PreTrainedModel = CLASSES[placed.head].from_config(config, **_options(placed))
     return model
@@ -229,20 +245,40 @@ def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
         model.score.requires_grad_(True)
 
 
-@contextmanager
-def base_weights_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Disable adapters. peft's own switch would also change ``requires_grad``, after sharding has relied on it."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+@torch.no_grad()
+def _read_adapters(model: PreTrainedModel, placed: PlacedModel) -> None:
+    """Read the adapters in the path of ``placed``, and their scalar head; keep a frozen copy where one is used."""
+    from peft.tuners.lora import LoraLayer
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    role, path = placed.role, str(placed.settings.path)
+    stored, reader = stored_adapters(role, path), PartReader()
+    for name, parameter in model.named_parameters():
+        if name in stored:
+            reader.read(stored[name], whole(tuple(parameter.shape)), parameter)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers if placed.keeps_start else ():
+        for matrices in (layer.lora_A, layer.lora_B):
+            matrices[START] = deepcopy(matrices[ADAPTER]).requires_grad_(False)
+        layer.scaling[START], layer.lora_dropout[START] = layer.scaling[ADAPTER], layer.lora_dropout[ADAPTER]
+
+
+@contextmanager
+def starting_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Compute as the model did before training: without adapters, or with the ones that it started from.
+
+    peft's own switches would also change ``requires_grad``, after sharding has relied on it.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     assert layers, "this model has no adapters"
     for layer in layers:
-        layer._disable_adapters = True
+        layer._active_adapter = [START]
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer._active_adapter = [ADAPTER]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
-from flexrlhf.engines.models import base_weights_alone
+from flexrlhf.engines.models import starting_weights
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
 from flexrlhf.engines.pass_settings import PassSettings, pass_settings
 from flexrlhf.engines.readout import (
@@ -98,7 +98,7 @@ class Passes:
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool) -> dict[str, Tensor]:
         """Compute ``columns`` (n, ...) of every row in one pass, as ``Engine.forward``."""
         request = PassRequest(frozenset(map(quantity_of, columns)))
-        with nullcontext() if adapters else base_weights_alone(self.model):
+        with nullcontext() if adapters else starting_weights(self.model):
             pieces = [(piece, self._compute(piece, request)) for piece in self._micro_batches(batch)]
         return self.readout.columns(pieces, columns, batch.rows.device)
 

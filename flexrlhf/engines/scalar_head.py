@@ -18,13 +18,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
-from flexrlhf.weights.model_files import ADAPTER_WEIGHTS, SAVED_HEAD, SCALAR_HEAD, has_adapters, stored_tensors
+from flexrlhf.weights.adapter_files import has_adapters, stored_adapters
+from flexrlhf.weights.model_files import SCALAR_HEAD, stored_tensors
 from flexrlhf.weights.shards import whole
 
 
@@ -51,11 +51,8 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
 
 def saved_value_head(directory: str) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
-    if has_adapters(directory):
-        with safe_open(Path(directory) / ADAPTER_WEIGHTS, "pt") as tensors:
-            found = tensors.keys()  # not a mapping, it has only keys()
-            return next((tensors.get_tensor(name) for name in (SCALAR_HEAD, SAVED_HEAD) if name in found), None)
-    stored = stored_tensors("model", Path(directory)).get(SCALAR_HEAD)
+    found = stored_adapters("", directory) if has_adapters(directory) else stored_tensors("model", Path(directory))
+    stored = found.get(SCALAR_HEAD)
     if stored is None:
         return None
     weight = torch.empty(stored.shape, dtype=TORCH_TYPES[stored.dtype])

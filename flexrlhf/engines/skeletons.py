@@ -20,6 +20,7 @@ from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.adapter_files import base_model, goes_on, stored_adapters
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import BASE
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, named_as, stored_tensors
@@ -69,7 +70,7 @@ def planned_parts(context: EngineContext, model: PreTrainedModel) -> Mapping[str
     """Return the part of every parameter of ``model`` that this rank stores, by name."""
     shapes = tuple(sorted((name, tuple(each.shape)) for name, each in model.named_parameters()))
     shape = ModelShape(shapes, is_tied=is_tied(context.placed, model.config))
-    return parts_on(context.placed, shape, _rank(context))
+    return parts_on(context.placed, shape, rank_in_run(context))
 
 
 def is_tied(placed: PlacedModel, config: Any) -> bool:
@@ -95,7 +96,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
-def _rank(context: EngineContext) -> int:
+def rank_in_run(context: EngineContext) -> int:
     """Return the number of this rank in the run."""
     for each in (context.same_part, context.tp):
         if each.group is not None:
@@ -111,9 +112,11 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     settings = placed.settings
     if settings.path is None or not is_read_in_parts(settings, read_config(placed.role, settings)["model_type"]):
         return None
-    model = empty_model(placed)
+    model, path = empty_model(placed), str(base_model(placed.role, settings).path)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = named_as(stored_tensors(f"models.{placed.role}.path", Path(settings.path)), shapes)
+    found = named_as(stored_tensors(f"models.{placed.role}.path", Path(path)), shapes)
+    if goes_on(settings) and SCALAR_HEAD in stored_adapters(placed.role, settings.path):
+        found.pop(SCALAR_HEAD, None)
     missing = set(shapes) - set(found)
     if missing - ({SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):
         return None

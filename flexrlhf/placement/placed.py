@@ -82,6 +82,7 @@ class PlacedModel:
     is_hybrid:    whether it is a rollout engine that is filled to generate, and freed afterwards.
     is_kept:      whether it is a shadow, where operators are placed.
     sharded_over: replicas of the weights in a node, over which they are sharded; 0: all replicas.
+    keeps_start:  whether it has a frozen copy of the adapters that it goes on training.
     """
 
     name: ModelName
@@ -94,6 +95,7 @@ class PlacedModel:
     is_hybrid: bool = False
     is_kept: bool = False
     sharded_over: int = 0
+    keeps_start: bool = False
 
     @property
     def role(self) -> str:

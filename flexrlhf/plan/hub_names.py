@@ -10,7 +10,8 @@ from flexrlhf.data.hub import cached_snapshot, commit_of, download_snapshot, hub
 from flexrlhf.errors import UserError
 from flexrlhf.plan.run_data import DataSource
 from flexrlhf.plan.tokenizers import has_tokenizer
-from flexrlhf.weights.model_files import has_adapters, weight_files
+from flexrlhf.weights.adapter_files import has_adapters
+from flexrlhf.weights.model_files import weight_files
 
 
 def with_snapshots(spec: Spec) -> Spec:

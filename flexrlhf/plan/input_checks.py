@@ -25,14 +25,13 @@ from flexrlhf.plan.run_tokenizer import (
     tokenizer_path,
 )
 from flexrlhf.rewards.checks import check_columns, check_forms, check_present_functions, check_sources
+from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
     INDEX,
     SCALAR_HEAD,
     SINGLE,
-    base_model,
     check_stored,
-    has_adapters,
     named_as,
     stored_tensors,
     weight_files,

@@ -17,7 +17,7 @@ from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import engines_with
-from flexrlhf.weights.model_files import has_adapters
+from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.shapes import ModelShape, Sizes, read_config
 
 FLASH = Package("flash_attn", "flash", "flash-attn")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from os.path import realpath
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import OF_TRAINING, PASS_SETTINGS, SMALL_LOGITS_MB, ModelSpec
+from flexrlhf.config.model_settings import OF_TRAINING, PASS_SETTINGS, SMALL_LOGITS_MB, Head, LoraSpec, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import SMALL_BUCKET_MB, Spec
 from flexrlhf.errors import UserError
@@ -18,10 +18,13 @@ from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16, make_cluster
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
-from flexrlhf.weights.lora import with_adapters
+from flexrlhf.weights.adapter_files import adapters_in, goes_on, has_adapters, stored_adapters
+from flexrlhf.weights.lora import lora_candidates, with_adapters
+from flexrlhf.weights.model_files import SCALAR_HEAD, check_stored
 from flexrlhf.weights.shapes import ModelShape, first_equal, model_shape, read_config
 
 _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
@@ -35,11 +38,11 @@ CRITIC_RATE = 9e-6
 """Learning rate of a critic: OpenRLHF 0.11.2 has 9e-6, verl 0.9.1 1e-5, next to 1e-6 of an actor."""
 
 
-def resolve_models(spec: Spec, graph: Graph) -> Spec:
+def resolve_models(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec] | None = None) -> Spec:
     """Return ``spec`` with models that a user may leave out: ref starts as the actor, critics as the model that scores.
 
-    Settings of ``models.all`` are then in every role. Raises UserError for a missing model, and for one without a role
-    in ``graph``.
+    Settings of ``models.all`` are then in every role, and of adapters is known whether they are new. ``pending``: as of
+    ``make_plan``. Raises UserError for a missing model, and for one without a role in ``graph``.
     """
     written = {role for role, model in spec.models if model is not None}
     shared = {role for role in written if _shares(spec, role, graph)}
@@ -62,6 +65,9 @@ def resolve_models(spec: Spec, graph: Graph) -> Spec:
             taken = {name for name in OF_TRAINING if getattr(filled[role], name) == getattr(of_all, name)}
             filled[role] = ModelSpec(**filled[role].model_dump(exclude_unset=True, exclude=taken))
         filled[role] = _with_text_limit(role, filled[role], spec.data)
+        if filled[role].lora is not None and role in graph.trained:
+            lora = _new_or_stored(role, filled[role], heads_of(graph)[role], pending or {})
+            filled[role] = filled[role].model_copy(update={"lora": lora})
     return spec.with_models({**filled, "all": None})
 
 
@@ -146,6 +152,62 @@ def _with_text_limit(role: str, model: ModelSpec, data: DataSpec) -> ModelSpec:
     return model.model_copy(update={"max_text_tokens": min(longest, limit) if isinstance(limit, int) else longest})
 
 
+def _new_or_stored(role: str, model: ModelSpec, head: Head, pending: Mapping[Path, ModelSpec]) -> LoraSpec:
+    """Return the adapters of ``model``: the ones in its path if training goes on with them, else new ones.
+
+    Raises UserError if it cannot go on with them, but has to.
+    """
+    lora, path = model.lora, model.path
+    assert lora is not None, "a model with adapters"
+    before = None if path is None else pending.get(Path(realpath(path)))
+    key, where = f"models.{role}.lora", f"the adapters in models.{role}.path"
+    if (before is None and not has_adapters(path)) or (before is not None and before.lora is None):
+        if lora.new is False:
+            raise UserError(f"{key}.new: false goes on with {where}, which has none; remove it")
+        return lora
+    stored = before.lora if before is not None else adapters_in(role, str(path))
+    shape = None if before is not None or stored is None else model_shape(role, model, head)
+    if stored is not None and shape is not None and {*lora_candidates(shape)} == {*(stored.targets or ())}:
+        # as a run writes that has saved them
+        stored = stored.model_copy(update={"targets": None})
+    if stored is None and lora.new is False:
+        raise UserError(
+            f"{key}.new: false goes on with {where}, which are of another form than low-rank ones; use true"
+        )
+    others = [] if stored is None else _written_otherwise(lora, stored)
+    if others and lora.new is False:
+        raise UserError(f"{key}.{others[0]}; remove it, or use {key}.new: true, which merges those and trains new ones")
+    if stored is None or others or lora.new:
+        return lora.model_copy(update={"new": True})
+    return stored.model_copy(update={"new": False})
+
+
+def _written_otherwise(lora: LoraSpec, stored: LoraSpec) -> list[str]:
+    """Return what ``lora`` has written otherwise than adapters in a directory have it, with both values."""
+    found = []
+    for name in ("rank", "alpha", "targets"):
+        own, other = getattr(lora, name), getattr(stored, name)
+        is_same = {*own} == {*(other or ())} if name == "targets" and own is not None else own == other
+        if name in lora.model_fields_set and own is not None and not is_same:
+            shown = [
+                ", ".join(each) if isinstance(each, tuple) else each or "every linear layer" for each in (own, other)
+            ]
+            found.append(f"{name}: {shown[0]}, and the adapters in its path have {shown[1]}")
+    return found
+
+
+def roles_that_keep_starts(spec: Spec, graph: Graph) -> frozenset[str]:
+    """Return the roles with a frozen copy of the adapters that they go on training: a reference computes with it."""
+    found = {operator.role for operator in graph.operators if not operator.adapters}
+    return frozenset(role for role in found if (model := spec.models.of(role)) is not None and goes_on(model))
+
+
+def with_starts(placement: Placement, roles: Collection[str]) -> Placement:
+    """Return ``placement`` with frozen copies of adapters in ``roles``; a rollout engine computes no reference."""
+    models = (replace(each, keeps_start=each.role in roles and each.rollout is None) for each in placement.models)
+    return replace(placement, models=tuple(models)) if roles else placement
+
+
 def _why_none(spec: Spec, role: str, graph: Graph) -> str:
     """Return the reason why this run has no such role."""
     section = next((name for name in SECTIONS if role == name or role.startswith(f"{name}_")), None)
@@ -214,22 +276,32 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
     ``pending``: models that an earlier run will write, by directory.
     """
     shapes: dict[str, ModelShape] = {}
+    keep_starts = roles_that_keep_starts(spec, graph)
     for role in origins_first(graph):
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
-        lora, new_head, saved = model.lora, role in graph.trained or model.new_head, None
+        lora, new_head, saved, saved_later = model.lora, role in graph.trained or model.new_head, None, False
         while model.path is not None and Path(realpath(model.path)) in pending:
             # the files that the earlier run starts from may lack a head that it trains and writes
-            model, new_head = pending[Path(realpath(model.path))], True
+            model, new_head, saved_later = pending[Path(realpath(model.path))], True, True
             saved = saved or (None if model.save_dtype == "auto" or model.lora else model.save_dtype)
         is_sampled = role == graph.generated and spec.guards.sampled_logprobs == "stop"
         check_family(role, read_config(role, model), heads_of(graph)[role], is_sampled)
         shape = model_shape(role, model, heads_of(graph)[role], new_head)
         if shape is not None:
             shape = shape if saved is None else replace(shape, stored=saved)
-            shape = shape if lora is None else with_adapters(role, shape, lora)
+            if lora is not None:
+                shape = with_adapters(role, shape, lora, role in keep_starts)
+                if lora.new is False and not saved_later:
+                    _check_stored_adapters(role, str(model.path), shape)
             shapes[role] = first_equal(shape)
     return {role: shapes[role] for role in graph.roles if role in shapes}
+
+
+def _check_stored_adapters(role: str, path: str, shape: ModelShape) -> None:
+    """Raise UserError for files of adapters that are not those of the model."""
+    expected, key = dict(shape.trained), f"models.{role}.path {path}"
+    check_stored(key, stored_adapters(role, path), expected, {SCALAR_HEAD}, "its base model")
 
 
 def origins_first(graph: Graph) -> list[str]:

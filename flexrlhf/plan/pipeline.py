@@ -34,10 +34,12 @@ from flexrlhf.plan.model_checks import check_capabilities, check_models
 from flexrlhf.plan.models import (
     model_shapes,
     resolve_models,
+    roles_that_keep_starts,
     shares_reference,
     with_device_sizes,
     with_parity_limits,
     with_shared_reference,
+    with_starts,
 )
 from flexrlhf.plan.operator_protocols import with_protocols
 from flexrlhf.plan.plan import Plan
@@ -125,7 +127,7 @@ def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacl
         graph = make_graph(spec)
     check_evaluation(graph, spec)
     cluster = make_cluster(spec.cluster)
-    spec = with_device_sizes(resolve_models(spec, graph), cluster)
+    spec = with_device_sizes(resolve_models(spec, graph, pending), cluster)
     spec, choice = with_rollout_engine(spec, graph, cluster, pending or {}, obstacle)
     return ResolvedSpec(with_parity_limits(spec), graph, cluster, choice)
 
@@ -135,7 +137,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     spec = resolved.spec
     strategy = choose_strategy(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
-    placement = with_protocols(placement, graph, spec)
+    placement = with_starts(with_protocols(placement, graph, spec), roles_that_keep_starts(spec, graph))
     check_engines(graph, placement, is_evaluated=spec.eval is not None)
     if spec.cluster.device != "cpu":
         check_capabilities(placement, resolved.cluster)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.environment_places import episodes_of_process, processes_by_machine, processes_by_rank
@@ -33,8 +34,14 @@ def placement_lines(plan: Plan) -> list[str]:
         lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
         lines += [f"{'':<{width}}{line}" for line in _reused(plan, model)]
+        if model.trained and model.settings.lora is not None and model.settings.lora.new is not None:
+            lines.append(f"{'':<{width}}{_start_text(model.settings.lora, str(model.settings.path))}")
     shared = {role: model.share for role, model in plan.spec.models if model is not None and model.share is not None}
-    lines += [f"{role:<{width}}the base weights of {owner}, without adapters" for role, owner in shared.items()]
+    of_start = {True: "with the adapters that it starts from", False: "without adapters"}
+    lines += [
+        f"{role:<{width}}the base weights of {owner}, {of_start[plan.placement[owner].keeps_start]}"
+        for role, owner in shared.items()
+    ]
     for count, machines in _by_value(processes_by_machine(plan)).items():
         nodes = tuple(sorted(each for each in machines if isinstance(each, int)))
         which = [f"{'nodes' if len(nodes) > 1 else 'node'} {span_of(nodes)}"] if nodes else []
@@ -48,6 +55,15 @@ def placement_lines(plan: Plan) -> list[str]:
     lines += [f"rollout.engine: auto is {plan.choice}"] if plan.choice else []
     lines += [f"rollout.kv_tokens: not written, {plan.cache}"] if plan.cache else []
     return lines + [f"warning: {text}" for text in plan.placement.warnings]
+
+
+def _start_text(lora: LoraSpec, path: str) -> str:
+    """Return whether training goes on with the adapters in ``path``, or has new ones of ``lora``."""
+    return (
+        f"merges the adapters in {path}, new ones of rank {lora.rank}"
+        if lora.new
+        else f"goes on with the adapters in {path}"
+    )
 
 
 def environment_lines(plan: Plan) -> Iterator[str]:

@@ -16,8 +16,9 @@ from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.tokenizers import has_tokenizer, tokenizer_source
+from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.loading import one_sentence_errors, quiet
-from flexrlhf.weights.model_files import base_model, check_regular
+from flexrlhf.weights.model_files import check_regular
 
 GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinja"
 """Files of a model's directory."""

@@ -21,7 +21,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.score_sources import is_scorer
-from flexrlhf.weights.model_files import base_model, check_regular
+from flexrlhf.weights.adapter_files import base_model
+from flexrlhf.weights.model_files import check_regular
 from flexrlhf.weights.shapes import read_config
 
 WHOLE = "tokenizer.json"

@@ -28,8 +28,9 @@ from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, usage_files
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
+from flexrlhf.weights.adapter_files import frozen_model, has_adapters
 from flexrlhf.weights.lora import merged_from
-from flexrlhf.weights.model_files import has_adapters, stored_tensors, weight_files
+from flexrlhf.weights.model_files import stored_tensors, weight_files
 from flexrlhf.weights.shapes import stored_type
 
 
@@ -170,14 +171,15 @@ def _base_tensors(settings: ModelSpec) -> dict[str, safe_open]:
     """Open the files of the model that adapters change: name of a tensor → its file; none without adapters."""
     if settings.lora is None:
         return {}
-    if settings.path is None:
+    path = frozen_model("", settings).path
+    if path is None:
         raise UserError("--merge-adapters: the base model has no path, it was made of random weights")
-    if has_adapters(settings.path):
+    if has_adapters(path):
         raise UserError(
-            f"--merge-adapters: the base model {settings.path} is itself adapters; export that run with "
+            f"--merge-adapters: the base model {path} is itself adapters; export that run with "
             f"--merge-adapters first, and load the adapters of this one on the result"
         )
-    files = [safe_open(path, framework="pt") for path in weight_files("the base model", Path(settings.path))]
+    files = [safe_open(path, framework="pt") for path in weight_files("the base model", Path(path))]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.runs.run_directory import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
-from flexrlhf.weights.lora import ADAPTER
+from flexrlhf.weights.adapter_files import ADAPTER, PREFIX, frozen_model
 from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD, SINGLE
 
 TOKENIZER_FILES = (
@@ -223,11 +223,11 @@ def save_adapters(
         lora_alpha=model.lora.alpha,
         target_modules=targets,
         modules_to_save=modules,
-        base_model_name_or_path=model.path,
+        base_model_name_or_path=frozen_model("", model).path,
         task_type="SEQ_CLS" if modules else "CAUSAL_LM",
         inference_mode=True,
     )
-    tensors = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
+    tensors = {f"{PREFIX}{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
     with _replacing(directory, tokenizer, best, texts) as fresh:
         config.save_pretrained(fresh)
         save_tensors(tensors, fresh / "adapter_model.safetensors")

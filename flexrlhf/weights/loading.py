@@ -14,7 +14,7 @@ from typing import Any
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError, is_exhaustion, nearest
-from flexrlhf.weights.model_files import base_model, has_adapters
+from flexrlhf.weights.adapter_files import base_model, frozen_model, has_adapters
 from flexrlhf.weights.shapes import read_config
 
 
@@ -93,12 +93,13 @@ def model_key(role: str, model: ModelSpec) -> str:
 def is_read_in_parts(model: ModelSpec, family: str) -> bool:
     """Whether ranks read their parts of a model from its files; else transformers loads it whole on every rank.
 
-    They do so for a model in files of its own, of a family whose parameters and buffers follow from its config.
-    ``family``: of its config.
+    They do so for a model in files of its own, without adapters that are merged, of a family whose parameters and
+    buffers follow from its config. ``family``: of its config.
     """
-    if model.path is None or has_adapters(model.path) or family not in LLAMA_LIKE:
+    path = frozen_model("", model).path
+    if path is None or has_adapters(path) or family not in LLAMA_LIKE:
         return False
-    may_have_code = model.trust_remote_code and (Path(model.path) / "config.json").is_file()
+    may_have_code = model.trust_remote_code and (Path(path) / "config.json").is_file()
     return not (may_have_code and read_config("", model).get("auto_map"))
 
 

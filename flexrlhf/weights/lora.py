@@ -12,28 +12,28 @@ from functools import lru_cache
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.adapter_files import ADAPTER, MATRICES, NOT_ADAPTED
 from flexrlhf.weights.model_files import SCALAR_HEAD
 from flexrlhf.weights.shapes import ModelShape
 
-ADAPTER = "default"
-"""The name that peft gives an adapter by itself."""
+START = "start"
+"""Name of a frozen copy of adapters that a run goes on training: the policy that its reference is."""
 BASE = ".base_layer."
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM 0.32 has memory for."""
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_HEADS = ("embed_tokens", "lm_head", "score")
 
 
 def lora_candidates(shape: ModelShape) -> list[str]:
     """Return the last names of modules that can have adapters: linear layers other than embeddings and heads."""
     names = {name.split(".")[-2]: None for name, size in shape.parameters if len(size) == 2}
-    return [name for name in names if name not in _HEADS]
+    return [name for name in names if name not in NOT_ADAPTED]
 
 
-def with_adapters(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
+def with_adapters(role: str, shape: ModelShape, lora: LoraSpec, keeps_start: bool = False) -> ModelShape:
     """Return ``shape`` with adapters: A (rank, inputs) and B (outputs, rank) for each target.
 
-    Raises UserError for targets that the model does not have.
+    ``keeps_start``: whether there is a frozen copy of them. Raises UserError for targets that the model does not have.
     """
     candidates = lora_candidates(shape)
     if lora.targets == ():
@@ -54,12 +54,11 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec) -> ModelShape:
         parameters[f"{path}.base_layer.{kind}"] = size
         if kind == "weight":
             outputs, inputs = size
-            added = {
-                f"{path}.lora_A.{ADAPTER}.weight": (lora.rank, inputs),
-                f"{path}.lora_B.{ADAPTER}.weight": (outputs, lora.rank),
-            }
-            parameters |= added
-            adapters |= set(added)
+            for matrix, added in zip(MATRICES, ((lora.rank, inputs), (outputs, lora.rank)), strict=True):
+                parameters[f"{path}.{matrix}.{ADAPTER}.weight"] = added
+                adapters.add(f"{path}.{matrix}.{ADAPTER}.weight")
+                if keeps_start:
+                    parameters[f"{path}.{matrix}.{START}.weight"] = added
     return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(adapters))
 
 
@@ -74,18 +73,19 @@ def adapters_to_merge(source: PlacedModel, destination: PlacedModel) -> LoraSpec
 
 
 def shape_of(model: PlacedModel, shape: ModelShape) -> ModelShape:
-    """Return the shape of a role as this copy names its parameters: a rollout engine has no value head."""
+    """Return the shape of a role as this copy names its parameters: a rollout engine has neither a value head nor the
+    adapters of a reference.
+    """
     if model.rollout is None:
         return shape
-    merged = with_adapters_merged(shape) if is_merged(model, shape) else shape
-    return _without_scalar_head(merged) if SCALAR_HEAD in merged.names else merged
+    return _of_generation(with_adapters_merged(shape) if is_merged(model, shape) else shape)
 
 
 @lru_cache(maxsize=16)
 def with_adapters_merged(shape: ModelShape) -> ModelShape:
     """Return ``shape`` without adapters; the weights that they change count as trained."""
     bases = {name: name.replace(BASE, ".") for name, _ in shape.parameters if BASE in name and name.endswith(".weight")}
-    plain = [(name, size) for name, size in shape.parameters if not {"lora_A", "lora_B"} & set(name.split("."))]
+    plain = [(name, size) for name, size in shape.parameters if not {*MATRICES} & set(name.split("."))]
     parameters = {name.replace(BASE, "."): size for name, size in plain}
     return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(bases.values()))
 
@@ -124,18 +124,22 @@ def _fused(target: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=16)
-def _without_scalar_head(shape: ModelShape) -> ModelShape:
-    parameters = tuple((name, size) for name, size in shape.parameters if name != SCALAR_HEAD)
-    return replace(shape, parameters=parameters, adapters=shape.adapters - {SCALAR_HEAD})
+def _of_generation(shape: ModelShape) -> ModelShape:
+    surplus = {name for name in shape.names if name == SCALAR_HEAD or f".{START}." in name}
+    if not surplus:
+        return shape
+    parameters = tuple((name, size) for name, size in shape.parameters if name not in surplus)
+    return replace(shape, parameters=parameters, adapters=shape.adapters - surplus)
 
 
 def without_adapter(name: str) -> tuple[str, str]:
     """Return the name without peft's additions, and ``lora_A`` or ``lora_B`` of a parameter of an adapter, else
     nothing.
     """
-    for matrix in ("lora_A", "lora_B"):
-        if (words := f".{matrix}.{ADAPTER}.") in name:
-            return name.replace(words, "."), matrix
+    for matrix in MATRICES:
+        for adapter in (ADAPTER, START):
+            if (words := f".{matrix}.{adapter}.") in name:
+                return name.replace(words, "."), matrix
     return name.replace(BASE, "."), ""
 
 

@@ -1,8 +1,7 @@
 """Weight files of a model directory, read by their headers alone: name, shape and type of every tensor.
 
 They are the files that transformers loads: ``model.safetensors``, else the ones in an index. A file that cannot be
-read, is cut or is no safetensors file raises UserError, before a rank starts. A directory with adapters, as peft writes
-them, names the model that they change, which is loaded with them merged.
+read, is cut or is no safetensors file raises UserError, before a rank starts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError, shown
 
 SINGLE = "model.safetensors"
@@ -65,7 +63,7 @@ def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
     """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(key, directory):
-        stored |= _read_header(f"{key} {directory}", file)
+        stored |= read_header(f"{key} {directory}", file)
     head = own_head_name(stored)
     renamed = {} if head is None else {f"{head}.weight": SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
     return {renamed.get(name, name): tensor for name, tensor in stored.items()}
@@ -83,7 +81,7 @@ def own_head_name(names: Collection[str]) -> str | None:
 
 def stored_head_name(key: str, directory: Path) -> str | None:
     """Return the name of the scalar head in a model's directory where it is not transformers', without ``.weight``."""
-    names = {name for file in weight_files(key, directory) for name in _read_header(f"{key} {directory}", file)}
+    names = {name for file in weight_files(key, directory) for name in read_header(f"{key} {directory}", file)}
     return own_head_name(names)
 
 
@@ -137,7 +135,7 @@ def _indexed(where: str, index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def _read_header(where: str, file: Path) -> dict[str, StoredTensor]:
+def read_header(where: str, file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file: 8 bytes little-endian length, JSON of that length, then the numbers."""
     check_regular(where, file)
     try:
@@ -286,57 +284,3 @@ def _some(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-SAVED_HEAD = f"base_model.model.{SCALAR_HEAD}"
-"""Name of a scalar head among the adapters' weights."""
-MOST_LAYERS = 8
-"""Adapters on a model that is itself adapters on another one, and so on; more are a circle."""
-
-
-def has_adapters(path: str | None) -> bool:
-    """Whether ``path`` is a directory with adapters instead of a whole model."""
-    return path is not None and (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file()
-
-
-def base_model(role: str, model: ModelSpec) -> ModelSpec:
-    """Return ``model`` with the path of the whole model that it begins with, under any adapters.
-
-    Raises UserError for adapters without weights or without the path of their base model.
-    """
-    for _ in range(MOST_LAYERS):
-        if not has_adapters(model.path):
-            return model
-        model = model.model_copy(update={"path": _base_path(role, str(model.path))})
-    raise UserError(
-        f"models.{role}.path {model.path}: its {ADAPTER_CONFIG} names adapters on adapters, {MOST_LAYERS} and more"
-    )
-
-
-def adapter_layers(path: str | None) -> list[str]:
-    """Return the directories with adapters under ``path``, in the order in which they are merged."""
-    layers: list[str] = []
-    while path is not None and has_adapters(path):
-        layers.insert(0, path)
-        path = _base_path("", path)
-    return layers
-
-
-def _base_path(role: str, path: str) -> str:
-    """Return the path of the base model in the config of adapters, which may be relative to the current directory."""
-    key = f"models.{role}.path {path}"
-    try:
-        config: Any = json.loads((Path(path) / ADAPTER_CONFIG).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{key}: its {ADAPTER_CONFIG} cannot be read ({str(error).splitlines()[0]})") from None
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    if not isinstance(base, str) or not Path(base).is_dir():
-        raise UserError(
-            f"{key}: contains adapters, and their base model {base!r} is no directory here; correct "
-            f"base_model_name_or_path in {ADAPTER_CONFIG}, or merge them with `flexrlhf export --merge-adapters`"
-        )
-    if not (Path(path) / ADAPTER_WEIGHTS).is_file():
-        raise UserError(f"{key}: contains adapters without their weights (no file {ADAPTER_WEIGHTS})")
-    return base

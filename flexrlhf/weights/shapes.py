@@ -18,13 +18,12 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.model_files import (
     SCALAR_HEAD,
     StoredTensor,
-    base_model,
     check_scalar_head,
     check_stored,
-    has_adapters,
     stored_tensors,
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from algorithm_settings import GAMES, SCORES
 from chat_rows import TEMPLATE, chat_pairs, chats
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -80,10 +81,23 @@ def write_assets(directory: Path) -> None:
     for name in ("actor", "wide-actor"):
         _add_value_head(model(name), model(f"{name}-with-values"))
         _add_ends(model(name), model(f"{name}-with-ends"))
+        _write_adapters(model(name), model(f"{name}-adapters"))
     _write_data(directory)
     (directory / "scores.py").write_text(SCORES)
     (directory / "games.py").write_text(GAMES)
     (directory / "chat.jinja").write_text(TEMPLATE)
+
+
+def _write_adapters(source: str, destination: str) -> None:
+    """Adapters of the causal model in ``source`` that change its policy, as peft writes them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(13)
+        base = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0.0, 0.1)
+    model.save_pretrained(destination)
 
 
 def build_letters(directory: Path) -> None:

@@ -176,6 +176,7 @@ SETTINGS: dict[str, Raw] = {
             "critic": {"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}, "optimizer": FAST},
         },
     },
+    # with the adapters of a path, as which the reference stays
     "shared": {
         **_ppo(num_mini_batches=2),
         "models": {"actor": {"lora": {}, "optimizer": FAST}, "ref": {"share": "actor"}},
@@ -979,6 +980,8 @@ class Assets:
             name = f"{name}-with-values"
         if role == "actor" and (case.setting in ("ends", "grpo-as-ended") or "segments" in case.setting):
             name = f"{name}-with-ends"
+        if role == "actor" and case.setting == "shared":
+            name = f"{name}-adapters"
         return {"path": self.model(name), **({"optimizer": optimizer} if trained else {})}
 
     def _in_place(self, raw: Any) -> Any:

@@ -35,6 +35,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import step_indices
+from flexrlhf.weights.adapter_files import has_adapters
 
 CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost_critic")}
 """Further models that are trained, by algorithm."""
@@ -66,7 +67,9 @@ class Reference:
         models = {"actor": self.actor, **self.critics}
         first = {"actor": self.policy.freeze_actor_steps}
         self.trainees = {role: Trainee(role, model.model, spec, first.get(role, 0)) for role, model in models.items()}
-        ref, temperature = spec.models.ref, self.policy.temperature
+        ref, actor, temperature = spec.models.ref, spec.models.actor, self.policy.temperature
+        if ref is not None and ref.share is not None and actor is not None and has_adapters(actor.path):
+            ref = actor
         self.ref = Policy(ref, spec.seed, temperature) if ref is not None and ref.share is None else None
         self.versions = [self._weights()]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(spec.data.tokenizer)
@@ -397,7 +400,7 @@ class Reference:
             add_rewards(response)
 
     def _ref_logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
-        """Log-probs by ref's own weights, or by the actor's without its adapters."""
+        """Log-probs by ref, by the actor as training began with its adapters, or by the actor without these."""
         if self.ref is not None:
             return self.ref.logprobs(prompt, response)[0].tolist()
         with self.actor.model.disable_adapter():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from reference_terms import Terms
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,12 +23,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec, OptimizerSpec
 from flexrlhf.config.spec import Spec
+from flexrlhf.weights.adapter_files import has_adapters
 
 Weights = dict[str, Tensor]
 
 
 def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
-    """A model of transformers, or peft's around it.
+    """A model of transformers, or peft's around it; with the adapters of its path, if it has any.
 
     By definition of a run the weights that no file contains, such as new adapters, are sampled by torch after its seed
     when the model is loaded and peft then adds its adapters, module by module.
@@ -40,8 +41,12 @@ def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
 def _loaded(kind: Any, path: str, lora: LoraSpec | None, seed: int, **further: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind.from_pretrained(path, dtype=torch.float32, use_cache=False, **further)
-        if lora is not None:
+        is_whole = not has_adapters(path)
+        base = path if is_whole else PeftConfig.from_pretrained(path).base_model_name_or_path
+        model = kind.from_pretrained(base, dtype=torch.float32, use_cache=False, **further)
+        if not is_whole:
+            model = PeftModel.from_pretrained(model, path, is_trainable=True)
+        elif lora is not None:
             task = TaskType.CAUSAL_LM if kind is AutoModelForCausalLM else TaskType.SEQ_CLS
             model = get_peft_model(model, lora_config(lora, task))
     return model.eval()

@@ -20,7 +20,7 @@ from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.verify.deviations import FLOAT32
-from flexrlhf.weights.model_files import base_model
+from flexrlhf.weights.adapter_files import base_model
 
 TIE = FLOAT32.tie
 """Two perturbed logits nearer than this are a tie: rounding may decide either way."""

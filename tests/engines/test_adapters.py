@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import SEED, TINY, engine_of, likelihood, mini_batch, placed, snapshot, squared_values, train
+from small_models import (
+    SEED,
+    TINY,
+    engine_for,
+    engine_of,
+    likelihood,
+    mini_batch,
+    placed,
+    snapshot,
+    squared_values,
+    train,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -122,7 +135,7 @@ def base_directory(role: str, directory: Path) -> str:
 
 def saved(engine: TorchEngine, directory: Path, **settings: Any) -> Path:
     weights = {
-        name: w.contiguous() for name, w in engine.weights().items() if ".lora_" in name or name == "score.weight"
+        name: w.contiguous() for name, w in engine.weights().items() if ".default." in name or name == "score.weight"
     }
     save_adapters(directory / "adapters", weights, placed("actor", **settings).settings, tokenizer=None)
     return directory / "adapters"
@@ -179,3 +192,31 @@ def test_saved_adapters_hold_nothing_of_the_base(tmp_path: Path) -> None:
         names = list(file.keys())
     assert len(names) == 2 * 7 * TINY["num_hidden_layers"]
     assert all(".lora_" in name and "default" not in name for name in names)
+
+
+# --- trained on
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_training_goes_on_with_saved_adapters(role: str, dtype: str, tmp_path: Path) -> None:
+    """It starts with their values, saves adapters of the same base, and keeps their policy as the reference."""
+    base = base_directory(role, tmp_path)
+    first = trained_engine(role, path=base, dtype=dtype)
+    path = str(saved(first, tmp_path, path=base, lora=LORA))
+    model = placed(role, path=path, lora=LORA | {"new": False}, optimizer=FAST, dtype=dtype)
+    engine = engine_for(replace(model, keeps_start=True))
+    column = "logprobs" if role == "actor" else "values"
+    expected = output(first, column)
+    assert torch.equal(output(engine, column), expected)
+    merged = output(engine_of(role, path=path, dtype=dtype), column)
+    assert torch.allclose(merged, expected, atol=1e-5 if dtype == "float32" else 0.1)
+    train(engine, 3, loss_of(role))
+    assert not torch.allclose(output(engine, column), expected, atol=0.01)
+    if role == "actor":
+        assert torch.equal(output(engine, "ref_logprobs", adapters=False), expected)
+    names = {name for name, _ in first._model.named_parameters()}
+    copies = {name for name in engine.weights() if ".start." in name}
+    assert engine.weights().keys() - copies == names and len(copies) == 2 * 7 * TINY["num_hidden_layers"]
+    again = saved(engine, tmp_path / "again", path=path, lora=LORA | {"new": False})
+    assert json.loads((again / "adapter_config.json").read_text())["base_model_name_or_path"] == base

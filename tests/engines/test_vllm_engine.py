@@ -53,7 +53,7 @@ from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing  # noqa: E40
 from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
 from flexrlhf.operators.columns import Lengths  # noqa: E402
 from flexrlhf.placement.placed import Placement  # noqa: E402
-from flexrlhf.runs.model_directory import save_model  # noqa: E402
+from flexrlhf.runs.model_directory import save_adapters, save_model  # noqa: E402
 from flexrlhf.weights.lora import with_adapters  # noqa: E402
 from flexrlhf.weights.shapes import model_shape  # noqa: E402
 from flexrlhf.weights.shards import parts_on  # noqa: E402
@@ -434,27 +434,36 @@ def comes(about: Callable[[], bool], seconds: float = 20) -> bool:
 
 
 @pytest.mark.parametrize("process", ["inline", pytest.param("child", marks=pytest.mark.full)])
-def test_adapters_alone_change_the_policy(process: str) -> None:
-    """One of three layers that vLLM fuses has an adapter, with 3 of the 8 rows that vLLM allocates."""
+def test_adapters_alone_change_the_policy(process: str, tmp_path: Path) -> None:
+    """One of three layers that vLLM fuses has an adapter, with 3 of the 8 rows that vLLM allocates; it starts with the
+    ones of a directory."""
     lora = LoraSpec(rank=3, alpha=5, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
     plain, batch = placed(QWEN2, process=process), prompts(4)
-    model = replace(plain, settings=plain.settings.model_copy(update={"lora": lora}))
+    load_model(plain, SEED).save_pretrained(tmp_path / "base")
+    source = {"init": None, "path": str(tmp_path / "base"), "lora": lora}
+    model = replace(plain, settings=plain.settings.model_copy(update=source))
     shape = model_shape("actor", model.settings)
     assert shape is not None
     adapted, trained = with_adapters("actor", shape, lora), load_model(model, SEED)
-    made = VllmEngine(engine_context(model))
-    check(made.generate(batch, sampling()), batch, reference(load_model(plain, SEED), batch, sampling()))
-    sizes = {name: tuple(tensor.shape) for name, tensor in made.weights().items()}
-    assert sizes == dict(adapted.parameters)
-    assert made.memory_usage().weights == model_state(model, adapted, 0).weights
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
             if name in adapted.adapters:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    made.load_weights({name: tensor for name, tensor in flat(trained).items() if name in adapted.adapters})
-    expected = reference(trained, batch, sampling())
+    stored = {name: each.detach() for name, each in trained.named_parameters() if name in adapted.adapters}
+    save_adapters(tmp_path / "adapters", stored, model.settings, tokenizer=None)
+    start = {"path": str(tmp_path / "adapters"), "lora": lora.model_copy(update={"new": False})}
+    model = replace(model, settings=model.settings.model_copy(update=start))
+    made, expected = VllmEngine(engine_context(model)), reference(trained, batch, sampling())
     check(made.generate(batch, sampling()), batch, expected)
-    assert not same(expected, reference(load_model(plain, SEED), batch, sampling()))
+    sizes = {name: tuple(tensor.shape) for name, tensor in made.weights().items()}
+    assert sizes == dict(adapted.parameters)
+    assert made.memory_usage().weights == model_state(model, adapted, 0).weights
+    made.load_weights({name: torch.zeros_like(each) for name, each in stored.items()})
+    before = reference(load_model(plain, SEED), batch, sampling())
+    check(made.generate(batch, sampling()), batch, before)
+    assert not same(expected, before)
+    made.load_weights({name: tensor for name, tensor in flat(trained).items() if name in adapted.adapters})
+    check(made.generate(batch, sampling()), batch, expected)
     if process == "inline":
         made.offload()
         assert {tensor.untyped_storage().nbytes() for tensor in made.weights().values()} == {0}

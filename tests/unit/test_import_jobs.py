@@ -61,6 +61,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "placement.actor.rollout.ranks": "6-7",
         "schedule.lag": 1,
         "sync.overlap": False,
+        "models.actor.init": "qwen3-4b",
+        "models.actor.lora.rank": 32,
         "data.max_prompt_tokens": 512,
     },
     "verl_ppo.yaml": {
@@ -264,6 +266,12 @@ def test_a_misspelt_setting_is_not_lost_in_silence(tmp_path: Path, key: str) -> 
     (tmp_path / "job.sh").write_text(text.replace(f"{key}=", f"{key}_x="))
     listed = [each.setting.key for each in translated(tmp_path / "job.sh").left_out if each.matters]
     assert any(name.endswith(f"{key}_x") for name in listed)
+
+
+def test_adapters_that_training_goes_on_with_are_a_path() -> None:
+    known = job("verl_off_policy.sh")
+    assert "to train the adapters: path: checkpoints/sft" in known.text()
+    assert "training goes on with the adapters in checkpoints/sft" in known.report()
 
 
 def test_values_of_the_environment_are_named_and_can_be_given() -> None:

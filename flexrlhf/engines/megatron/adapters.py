@@ -34,6 +34,7 @@ class Adapter(nn.Module):
     lora:                settings.
     group:               tensor-parallel group.
     sequence_parallel:   whether its ranks share the hidden states between layers.
+    keeps_start:         whether there is a frozen copy of the adapters.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Adapter(nn.Module):
         lora: LoraSpec,
         group: dist.ProcessGroup,
         sequence_parallel: bool,
+        keeps_start: bool,
     ) -> None:
         super().__init__()
         self.targets = tuple(name for name in outputs if lora.targets is None or name in lora.targets)
-        self.outputs, self.rank, self.is_active = outputs, lora.rank, True
+        self.outputs, self.rank, self.is_at_start = outputs, lora.rank, False
         self._scale, self._group, self._shares = lora.alpha / lora.rank, group, sequence_parallel
         self._is_row = isinstance(linear, RowParallelLinear)
         like: Any = linear.weight
@@ -56,23 +58,26 @@ class Adapter(nn.Module):
         # Megatron then sums its gradients, of this rank's part of the sequences, over the tensor-parallel ranks
         whole: Any = self.b if self._is_row else self.a
         whole.sequence_parallel = sequence_parallel
+        self.start = nn.ParameterList(each.detach().clone() for each in (self.a, self.b) if keeps_start)
+        self.start.requires_grad_(False)
         linear.adapter = self
         linear.register_forward_hook(lambda _, inputs, output: (self._changed(inputs[0], output[0]), *output[1:]))
 
     def _changed(self, hidden: Tensor, output: Tensor) -> Tensor:
-        if not self.is_active:
+        if self.is_at_start and not len(self.start):
             return output
-        between = self._exchanged(linear_map(hidden, self.a))
-        tokens = torch.addmm(output.flatten(0, -2), between.flatten(0, -2), self._b().t(), alpha=self._scale)
+        a, b = self.start if self.is_at_start else (self.a, self.b)
+        between = self._exchanged(linear_map(hidden, a))
+        tokens = torch.addmm(output.flatten(0, -2), between.flatten(0, -2), self._blocks(b).t(), alpha=self._scale)
         return tokens.view_as(output)
 
-    def _b(self) -> Tensor:
-        """Return B of all parts (outputs, targets x rank): a block for each target, and else 0."""
+    def _blocks(self, b: Tensor) -> Tensor:
+        """Return B of all parts (outputs, targets x rank): a block of ``b`` for each target, and else 0."""
         if len(self.outputs) == 1:
-            return self.b
-        rows = self.b.split([self.outputs[name] for name in self.targets])
+            return b
+        rows = b.split([self.outputs[name] for name in self.targets])
         blocks = dict(zip(self.targets, rows, strict=True))
-        none = {name: self.b.new_empty(size, 0) for name, size in self.outputs.items()}
+        none = {name: b.new_empty(size, 0) for name, size in self.outputs.items()}
         return torch.block_diag(*({**none, **blocks}[name] for name in self.outputs))
 
     def _exchanged(self, values: Tensor) -> Tensor:
@@ -91,14 +96,14 @@ class Adapter(nn.Module):
 
 
 @contextmanager
-def without_adapters(stage: nn.Module) -> Iterator[None]:
-    """Compute with the base weights alone."""
+def starting_weights(stage: nn.Module) -> Iterator[None]:
+    """Compute as the model did before training: without adapters, or with the ones that it started from."""
     adapters = [module for module in stage.modules() if isinstance(module, Adapter)]
     assert adapters, "this model has no adapters"
     for adapter in adapters:
-        adapter.is_active = False
+        adapter.is_at_start = True
     try:
         yield
     finally:
         for adapter in adapters:
-            adapter.is_active = True
+            adapter.is_at_start = False

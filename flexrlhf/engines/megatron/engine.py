@@ -29,7 +29,7 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
-from flexrlhf.engines.megatron.adapters import without_adapters
+from flexrlhf.engines.megatron.adapters import starting_weights
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, add_adapters, rows_by_name
@@ -67,7 +67,7 @@ class MegatronEngine(Lender):
         groups = process_groups(context, ranks)
         self._stage = _stage(context, skeleton, groups)
         if self._settings.lora is not None:
-            add_adapters(self._stage, self._settings.lora)
+            add_adapters(self._stage, self._settings.lora, placed.keeps_start)
         if not placed.trained:
             self._stage.requires_grad_(False)
         self._named: Named = rows_by_name(self._stage)
@@ -103,7 +103,7 @@ class MegatronEngine(Lender):
         raise AssertionError("planning places generation on another engine")
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
-        with nullcontext() if adapters else without_adapters(self._stage):
+        with nullcontext() if adapters else starting_weights(self._stage):
             return self._passes.forward(batch, columns)
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:

@@ -32,7 +32,8 @@ from flexrlhf.config.model_settings import Head, LoraSpec
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.megatron.adapters import Adapter
-from flexrlhf.weights.lora import ADAPTER, BASE
+from flexrlhf.weights.adapter_files import ADAPTER
+from flexrlhf.weights.lora import BASE, START
 from flexrlhf.weights.shapes import LANGUAGE_HEAD, Sizes
 from flexrlhf.weights.shards import EMBEDDING
 
@@ -279,13 +280,13 @@ def _linears(layer: TransformerLayer) -> Iterator[tuple[str, nn.Module, dict[str
     yield "mlp", mlp.linear_fc2, {"down_proj": len(mlp.linear_fc2.weight)}
 
 
-def add_adapters(stage: Stage, lora: LoraSpec) -> None:
+def add_adapters(stage: Stage, lora: LoraSpec, keeps_start: bool) -> None:
     """Add adapters, which alone are trained, with the scalar head; their values are not read yet."""
     stage.requires_grad_(False)
     for layer in stage.decoder.layers:
         for _, linear, outputs in _linears(layer):
             if lora.targets is None or not outputs.keys().isdisjoint(lora.targets):
-                Adapter(linear, outputs, lora, stage.tp_group, stage.config.sequence_parallel)
+                Adapter(linear, outputs, lora, stage.tp_group, stage.config.sequence_parallel, keeps_start)
     if stage.post_process and stage.head is None:
         stage.output_layer.requires_grad_(True)
 
@@ -298,10 +299,13 @@ def _split(prefix: str, linear: nn.Module, outputs: dict[str, int]) -> Iterator[
         for name, rows in _ranges(outputs) if (parameter := getattr(linear, kind)) is not None else ():
             yield f"{prefix}.{name}{BASE if name in targets else '.'}{kind}", Rows(parameter, rows)
     if adapter is not None:
-        for name, rows in _ranges(dict.fromkeys(targets, adapter.rank)):
-            yield f"{prefix}.{name}.lora_A.{ADAPTER}.weight", Rows(adapter.a, rows)
-        for name, rows in _ranges({name: outputs[name] for name in targets}):
-            yield f"{prefix}.{name}.lora_B.{ADAPTER}.weight", Rows(adapter.b, rows)
+        rows_of_a, rows_of_b = dict.fromkeys(targets, adapter.rank), {name: outputs[name] for name in targets}
+        pairs = {ADAPTER: (adapter.a, adapter.b), **({START: tuple(adapter.start)} if len(adapter.start) else {})}
+        for which, (a, b) in pairs.items():
+            for name, rows in _ranges(rows_of_a):
+                yield f"{prefix}.{name}.lora_A.{which}.weight", Rows(a, rows)
+            for name, rows in _ranges(rows_of_b):
+                yield f"{prefix}.{name}.lora_B.{which}.weight", Rows(b, rows)
 
 
 def _ranges(counts: Mapping[str, int]) -> Iterator[tuple[str, range]]:

@@ -18,14 +18,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.scalar_head import saved_value_head
+from flexrlhf.engines.skeletons import rank_in_run
 from flexrlhf.engines.vllm.child import ChildProcess, child_environment
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation, frozen_objects
 from flexrlhf.engines.vllm.restarts import RolloutProcessError
 from flexrlhf.engines.vllm.sleep import SleepMode
+from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.model_files import has_adapters
+from flexrlhf.weights.adapter_files import frozen_model, goes_on, has_adapters, stored_adapters
+from flexrlhf.weights.shards import parts_of
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -76,6 +79,8 @@ class VllmInstance:
             if context.placed.settings.pp > 1:
                 self._join_stages()
             self.views: dict[str, Tensor] = self._call("weight_views") if self.child is None else self.child.views()
+            if goes_on(context.placed.settings):
+                self._read_adapters()
             self.padding_bytes: int = self._call("padding_bytes")
             self.sleep_mode = SleepMode(self.engine, context.device)
 
@@ -114,6 +119,17 @@ class VllmInstance:
         self._call("join_stages")
         core = self.engine.engine_core.engine_core
         core.batch_queue, core.step_fn = None, core.step
+
+    @torch.no_grad()
+    def _read_adapters(self) -> None:
+        """Read this rank's part of the adapters that training goes on with."""
+        placed, reader = self._context.placed, PartReader()
+        stored = stored_adapters(placed.role, str(placed.settings.path))
+        sizes = tuple((name, each.shape) for name, each in stored.items() if name in self.views)
+        for name, part in parts_of(placed, sizes, rank_in_run(self._context)).items():
+            values = torch.empty(part.num_elements)
+            reader.read(stored[name], part, values)
+            self.views[name].copy_(values.view(self.views[name].shape))
 
     def _worker_config(self) -> dict[str, Any]:
         rank, lora = 0 if self._groups is None else self._groups.rank, self._context.placed.settings.lora
@@ -198,14 +214,15 @@ def _one_sentence_errors(context: EngineContext, has_child: bool) -> Iterator[No
 def _model_directory(context: EngineContext) -> Iterator[str]:
     """Directory that vLLM loads from: the model's own, or one with the initial weights of all copies."""
     placed: PlacedModel = context.placed
-    path = placed.settings.path
+    settings = frozen_model(placed.role, placed.settings)
+    path = settings.path
     # vLLM refuses files with a tensor that its model does not have
     if path is not None and not has_adapters(path) and saved_value_head(path) is None:
         yield path
         return
     with TemporaryDirectory() as directory:
-        # adapters add nothing before the first sync: vLLM's own are 0
-        settings = placed.settings.model_copy(update={"lora": None})
+        # new adapters add nothing before the first sync: vLLM's own are 0
+        settings = settings.model_copy(update={"lora": None})
         model = load_model(replace(placed, settings=settings), context.seed)
         model.config.save_pretrained(directory)
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -150,7 +150,24 @@ def _model(out: Translation, job: JobSettings, *keys: str) -> Setting:
     trust = job.truth(f"{_M}trust_remote_code", "model.trust_remote_code")
     if trust is not None and "models.actor.path" in out.lines:
         out.put("models.actor.trust_remote_code", True, trust)
+    adapters = job.named(f"{_M}lora_adapter_path") or job.named("model.lora_adapter_path")
+    if adapters is not None:
+        _stored_adapters(out, setting, adapters)
     return setting
+
+
+def _stored_adapters(out: Translation, base: Setting, adapters: Setting) -> None:
+    """Write the adapters that training goes on with."""
+    sizes, path = out.value("models.actor.init"), str(adapters.value)
+    if sizes is None:
+        out.put("models.actor.path", path, adapters)
+        out.put("models.actor.lora.new", False, adapters)
+    else:
+        out.put("models.actor.init", sizes, base, "by its sizes", f"to train the adapters: path: {path}")
+    out.note(
+        f"training goes on with the adapters in {path}, whose adapter_config.json names their base model; the "
+        f"reference is the policy with them, verl's the base model: models.ref.path: {base.value}"
+    )
 
 
 def _engine(out: Translation, job: JobSettings, program: str) -> str:
