@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,12 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, MeanPass, Mesh, Transformer
 from flexrlhf.guideline.costs.links import MeshSide, lacks_rows, rows_traffic
 from flexrlhf.guideline.simulation.inputs import longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer, side_of, synced_weights
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
@@ -219,6 +220,22 @@ def test_ranks_that_share_rows_compute_their_part_and_exchange_states() -> None:
     assert 0 < ulysses.parts["context parallel"] < ring.parts["context parallel"] < 0.2 * ring.seconds
     assert ulysses.parts["gather"] == pytest.approx(4 * replicas.parts["gather"], rel=0.01)
     assert trained(4, rows=1).seconds < 0.4 * trained(1, rows=1).seconds
+
+
+@pytest.mark.parametrize("device", DEVICE_CLASSES.values(), ids=DEVICE_CLASSES)
+def test_ranks_of_a_node_exchange_heads_where_these_divide_as_a_ring_takes_longer(device: DeviceClass) -> None:
+    """The choice of ``context_parallel: auto``, for short and long rows and few and many heads of keys."""
+    links = Links(device.link_gb_s, device.node_gb_s)
+
+    def added(kv_heads: int, width: int, cp: int, is_ring: bool) -> float:
+        trained = Transformer(32, 4096, 14336, 32, kv_heads, 128, 32000)
+        part = MeanPass(1, 1, width, width - 64, width).of_part(cp)
+        call = Call("train", trained, "torch", cp, 64, (width - 64.0,), width, passes=part)
+        cost = COSTS.call(call, Mesh(device, links, cp=cp, per_node=8, is_ring=is_ring))
+        return cost.parts["context parallel"]
+
+    for case in itertools.product((1, 8, 32), (2048, 32768, 131072), (2, 4, 8)):
+        assert added(*case, is_ring=False) < added(*case, is_ring=True), case
 
 
 def test_a_larger_batch_has_a_smaller_share_of_bubble_in_a_plan() -> None:

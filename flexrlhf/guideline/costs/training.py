@@ -19,6 +19,7 @@ from flexrlhf.guideline.costs.links import (
     travel_seconds,
 )
 from flexrlhf.guideline.costs.profiles import EngineProfile
+from flexrlhf.memory.attention_bytes import repeated_heads
 from flexrlhf.placement.devices import DeviceClass
 
 # FlashAttention 2, section 3.1: five products of the square backward, two forward.
@@ -31,6 +32,9 @@ OPTIMIZER_BYTES = 30
 # ZeRO-Offload, section 4: gradients down and weights up, in 16 bits; the host's Adam moves the same bytes through its
 # own memory, about 200 GB/s of a node.
 OFFLOADED_BYTES, HOST_MEMORY_GB_S = 4, 200
+# Parts of attention in a ring are joined (``joined`` in engines/attended_spans.py): per feature of a query, a part's
+# output is cleared, written, cast to float32 and weighed with the sum of those before.
+JOINED_BYTES = 44
 # Sums of weight gradients over the tiles of an MLP: a 32-bit sum read and written, a 16-bit gradient written and read.
 TILE_SUM_BYTES = 12
 
@@ -185,8 +189,8 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
     number = ceil(sum(times for times, _ in shapes))
     if mesh.cp > 1:
         parts["context parallel"] = sum(
-            times * (1 + repeats) * _parts_seconds(call, mesh, shape.tokens, backward=False)
-            + times * training * _parts_seconds(call, mesh, shape.tokens, backward=True)
+            times * (1 + repeats) * _parts_seconds(call, mesh, profile, shape, backward=False)
+            + times * training * _parts_seconds(call, mesh, profile, shape, backward=True)
             for times, shape in shapes
         )
     if mesh.pp > 1:
@@ -209,25 +213,35 @@ def _pass_shapes(call: Call) -> list[tuple[float, PassShape]]:
     return [(times, PassShape(each, call.width, each * head, call.item)) for times, each in rows]
 
 
-def _parts_seconds(call: Call, mesh: Mesh, tokens: float, backward: bool) -> float:
-    """Return the time of exchanges for the attention of a pass with ``tokens`` of its rows on each rank.
+def _parts_seconds(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassShape, backward: bool) -> float:
+    """Return the time that exchanges add to the attention of a pass, of which each rank has ``shape``.
 
-    Ulysses sends queries, keys and values to the ranks of their heads, and outputs back. In a ring keys and values
-    visit all other ranks; backward their gradients in float32, too, until they are back.
+    Ulysses sends queries, keys and values to the ranks of their heads, and outputs back, each copied once. In a ring
+    keys and values visit all other ranks while those that are there are attended to; backward their gradients in
+    float32, too, until they are back. Each part of the attention is joined with the others, two in a step of the ring
+    and one more of a rank's own tokens.
     """
-    model, others = call.model, mesh.cp - 1
+    model, others, tokens, item = call.model, mesh.cp - 1, shape.tokens, call.item
     queries, keys = (heads * model.head_dim / mesh.tp for heads in (model.heads, model.kv_heads))
+    hidden = 0.0
     if mesh.is_ring:
-        each, messages = others * 2 * keys * call.item, others
+        each, messages = others * 2 * keys * item, others
+        moved, parts = JOINED_BYTES * queries, 2 * mesh.cp + 1
         if backward:
             each, messages = each + mesh.cp * 2 * keys * 4, messages + mesh.cp
+            moved = (4 * item + 8) * (queries + 2 * keys)
+        moved *= parts
+        attention = attention_seconds(shape.rows, shape.width, queries, mesh.device, profile.attention)
+        hidden = (ATTENTION_BACKWARD if backward else 1) * attention * others / mesh.cp
     else:
-        repeated = max(keys, mesh.cp * model.head_dim)
-        each, messages = others / mesh.cp * 2 * (queries + repeated) * call.item, 2
+        repeated = repeated_heads(max(1, model.kv_heads // mesh.tp), mesh.cp) * model.head_dim
+        each, messages = others / mesh.cp * 2 * (queries + repeated) * item, 2
+        moved = 4 * (queries + repeated) * item
     size, within = int(tokens * each), mesh.cp * mesh.tp <= mesh.per_node
     # over a node's border go the messages of one rank to the next, for each tensor-parallel part
     traffic = Traffic(size, 0, messages) if within else Traffic(size, size * mesh.tp, messages)
-    return call.model.layers / mesh.pp * travel_seconds(traffic, mesh.links)
+    exposed = max(0.0, travel_seconds(traffic, mesh.links) - hidden)
+    return call.model.layers / mesh.pp * (exposed + elements_seconds(tokens * moved, mesh.device))
 
 
 def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
