@@ -48,6 +48,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "and both": RECOMPUTED | {"offload_activations": True, "tiled_mlp": True},
     "`cp: 4` alone": {"cp": 4},
     "`cp: 4` and `activation_checkpointing`": {"cp": 4, **RECOMPUTED},
+    "and `context_parallel: ring`": {"cp": 4, "context_parallel": "ring", **RECOMPUTED},
 }
 PROMPT, TEXTS = 16, 2
 

@@ -15,7 +15,8 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, MeanPass, Mesh, Transformer
 from flexrlhf.guideline.costs.links import MeshSide, lacks_rows, rows_traffic
-from flexrlhf.guideline.simulation.inputs import longest_lengths
+from flexrlhf.guideline.costs.measured import load_costs
+from flexrlhf.guideline.simulation.inputs import ORDINARY_CPU, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer, side_of, synced_weights
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
@@ -236,6 +237,21 @@ def test_ranks_of_a_node_exchange_heads_where_these_divide_as_a_ring_takes_longe
 
     for case in itertools.product((1, 8, 32), (2048, 32768, 131072), (2, 4, 8)):
         assert added(*case, is_ring=False) < added(*case, is_ring=True), case
+
+
+def test_measured_exchanges_take_as_long_as_sums_of_their_bytes_and_their_copies() -> None:
+    """Two layers on two ranks, 1024 tokens of each: Ulysses sends half of 256 + 128 features twice, in float32."""
+    costs = load_costs(ORDINARY_CPU, 2)
+    part = MeanPass(1, 1, 2048, 1984, 2048).of_part(2)
+    call = Call(
+        "forward", Transformer(2, 256, 704, 8, 4, 32, 1000), "torch", 1, 64, (1984.0,), 2048, item=4, passes=part
+    )
+    parts = costs.call(call, Mesh(A100, Links(1, 1), cp=2, per_node=2)).parts
+    line = costs.measured.reduce
+    assert line is not None
+    sent, copied = 1024 * 2 * (256 + 128) * 4 / 2, 1024 * 4 * (256 + 128) * 4
+    each = 2 * line.start + line.per_byte * sent + copied / costs.measured.memory_bytes_s
+    assert parts["context parallel"] == pytest.approx(2 * each)
 
 
 def test_a_larger_batch_has_a_smaller_share_of_bubble_in_a_plan() -> None:

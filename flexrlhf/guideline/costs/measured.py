@@ -24,7 +24,7 @@ from flexrlhf.guideline.costs.layer_prices import Curve, LayerPrices, SlicedMode
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, read_measurements
 from flexrlhf.guideline.costs.profiles import DECODERS
-from flexrlhf.guideline.costs.training import product_shapes, replica_sum_seconds
+from flexrlhf.guideline.costs.training import parts_traffic, product_shapes, replica_sum_seconds
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
@@ -180,13 +180,15 @@ class MeasuredCosts:
         names = ["gather"] if mesh.zero == 3 and prices.times.shards == 1 else []
         names += ["tensor parallel"] if unsummed and line is None else []
         names += ["pipeline"] if mesh.pp > 1 and line is None else []
-        names += ["context parallel"] if mesh.cp > 1 else []
+        names += ["context parallel"] if mesh.cp > 1 and line is None else []
         analytic = AnalyticCosts().call(call, mesh).parts if names else {}
         parts = {name: analytic[name] for name in names if analytic.get(name)}
         if line is not None and unsummed:
             parts["tensor parallel"] = unsummed * self._tensor_parallel(call, mesh, line)
         if line is not None and mesh.pp > 1:
             parts["pipeline"] = self._pipeline(call, mesh, line)
+        if line is not None and mesh.cp > 1:
+            parts["context parallel"] = self._context_parallel(call, mesh, line)
         return parts
 
     def _tensor_parallel(self, call: Call, mesh: Mesh, line: LinearTime) -> float:
@@ -206,6 +208,19 @@ class MeasuredCosts:
         each = 2 + (backward if call.kind == "train" else 0) + (2 if call.recompute == "full" else 0)
         passes = call.updates * call.passes_per_update
         return passes * sums(each * layers, call.computed_tokens / passes)
+
+    def _context_parallel(self, call: Call, mesh: Mesh, line: LinearTime) -> float:
+        """Return the time of exchanges for attention over the ranks that share rows: as of sums of as many bytes, and
+        of copies; nothing is hidden where ranks and messages share cores."""
+        ranks, passes = self.measured.machine.ranks, call.updates * call.passes_per_update
+        forward = 2 if call.kind == "train" and call.recompute == "full" else 1
+        seconds = 0.0
+        for each in [False] * forward + [True] * (call.kind == "train"):
+            traffic, moved = parts_traffic(call, mesh, call.computed_tokens / passes, each)
+            sent = line.per_byte * traffic.within * ranks / (2 * (ranks - 1))
+            copied = moved / self.measured.memory_bytes_s * self.slowdown
+            seconds += traffic.messages * line.start + sent + copied
+        return passes * call.model.layers / mesh.pp * seconds
 
     def _pipeline(self, call: Call, mesh: Mesh, line: LinearTime) -> float:
         """Return the time of activations, and of their gradients, from stage to stage, beyond the stages' own."""

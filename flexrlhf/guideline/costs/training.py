@@ -213,35 +213,44 @@ def _pass_shapes(call: Call) -> list[tuple[float, PassShape]]:
     return [(times, PassShape(each, call.width, each * head, call.item)) for times, each in rows]
 
 
-def _parts_seconds(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassShape, backward: bool) -> float:
-    """Return the time that exchanges add to the attention of a pass, of which each rank has ``shape``.
+def parts_traffic(call: Call, mesh: Mesh, tokens: float, backward: bool) -> tuple[Traffic, float]:
+    """Return the messages of one layer's attention in a pass of which each context-parallel rank has ``tokens``, and
+    the bytes that their copies and joins move.
 
     Ulysses sends queries, keys and values to the ranks of their heads, and outputs back, each copied once. In a ring
-    keys and values visit all other ranks while those that are there are attended to; backward their gradients in
-    float32, too, until they are back. Each part of the attention is joined with the others, two in a step of the ring
-    and one more of a rank's own tokens.
+    keys and values visit all other ranks; backward their gradients in float32, too, until they are back. Each part of
+    the attention is joined with the others, two in a step of the ring and one more of a rank's own tokens.
     """
-    model, others, tokens, item = call.model, mesh.cp - 1, shape.tokens, call.item
+    model, others, item = call.model, mesh.cp - 1, call.item
     queries, keys = (heads * model.head_dim / mesh.tp for heads in (model.heads, model.kv_heads))
-    hidden = 0.0
     if mesh.is_ring:
         each, messages = others * 2 * keys * item, others
-        moved, parts = JOINED_BYTES * queries, 2 * mesh.cp + 1
+        moved = JOINED_BYTES * queries
         if backward:
             each, messages = each + mesh.cp * 2 * keys * 4, messages + mesh.cp
             moved = (4 * item + 8) * (queries + 2 * keys)
-        moved *= parts
-        attention = attention_seconds(shape.rows, shape.width, queries, mesh.device, profile.attention)
-        hidden = (ATTENTION_BACKWARD if backward else 1) * attention * others / mesh.cp
+        moved *= 2 * mesh.cp + 1
     else:
         repeated = repeated_heads(max(1, model.kv_heads // mesh.tp), mesh.cp) * model.head_dim
         each, messages = others / mesh.cp * 2 * (queries + repeated) * item, 2
         moved = 4 * (queries + repeated) * item
     size, within = int(tokens * each), mesh.cp * mesh.tp <= mesh.per_node
     # over a node's border go the messages of one rank to the next, for each tensor-parallel part
-    traffic = Traffic(size, 0, messages) if within else Traffic(size, size * mesh.tp, messages)
+    return Traffic(size, 0 if within else size * mesh.tp, messages), tokens * moved
+
+
+def _parts_seconds(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassShape, backward: bool) -> float:
+    """Return the time that exchanges add to the attention of a pass, of which each rank has ``shape``; in a ring other
+    keys and values travel while those that are there are attended to.
+    """
+    traffic, moved = parts_traffic(call, mesh, shape.tokens, backward)
+    hidden = 0.0
+    if mesh.is_ring:
+        channels = call.model.heads * call.model.head_dim / mesh.tp
+        attention = attention_seconds(shape.rows, shape.width, channels, mesh.device, profile.attention)
+        hidden = (ATTENTION_BACKWARD if backward else 1) * attention * (mesh.cp - 1) / mesh.cp
     exposed = max(0.0, travel_seconds(traffic, mesh.links) - hidden)
-    return call.model.layers / mesh.pp * (exposed + elements_seconds(tokens * moved, mesh.device))
+    return call.model.layers / mesh.pp * (exposed + elements_seconds(moved, mesh.device))
 
 
 def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
