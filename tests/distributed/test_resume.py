@@ -184,7 +184,7 @@ class Resumptions:
         further = {
             "name": name,
             "checkpoint": CheckpointSpec(every=1, keep_last=9),
-            "steps": max(spec.steps, 4),
+            "steps": max(spec.steps, NEXT_STEP + 1),
             "rollout": RolloutSpec(**segments) if is_whole else spec.rollout,
         }
         return Outcome(case, make_plan(spec.model_copy(update=further)))
