@@ -140,6 +140,9 @@ LARGE = {
     "four nodes": row("llama-33b", 32),
     "four nodes, 70B, adapters": row("llama-2-70b", 32, "H100-80G", lora=16),
     "sixteen nodes": row("codellama-34b", 128),
+    "64 nodes, 70B, long responses": row(
+        "llama-3-70b", 512, "RTX4090-24G", RULE, algorithm="grpo", response_tokens=8192, fits=False
+    ),
     "128 nodes": row("llama-65b", 1024),
     "512 nodes, adapters": row("llama-65b", 4096, lora=16),
     "2048 nodes": row("llama-65b", 16384),

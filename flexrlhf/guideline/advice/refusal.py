@@ -41,9 +41,10 @@ from flexrlhf.plan.changes import (
 from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED
 from flexrlhf.text import bytes_text
 
-TRIES = 30
-"""Changes, searches and plans of a refusal: work of about half a minute, the same on every machine."""
-PLANNED_DEVICES = 200
+TRIES = 15
+"""Changes, searches and plans of one series of changes, so that no series takes those of the next: all of a refusal are
+work of at most about a minute, the same on every machine."""
+PLANNED_DEVICES = 1000
 """Devices whose plan counts as one try more."""
 SPACE_SECONDS = 2.0
 """Seconds that the search of one space may take, where any plan that fits will do."""
@@ -123,10 +124,9 @@ def _shapes(problem: SearchProblem) -> set[MeshShape]:
 
 def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     """Return one sentence: that nothing fits, why, and the changes that would help (``plan/changes.py``)."""
-    tries = iter(range(TRIES))
     nothing = f"no placement of these models fits {_devices(base)}"
     spec, request = base.spec, (base.spec, base.roles.all, base.roles.trained, base.cluster)
-    opened = _first_that_fits(base, opening_changes(spec, base.roles.all), tries)
+    opened = _first_that_fits(base, opening_changes(spec, base.roles.all))
     if opened is not None:
         fixed = fixed_settings(spec, base.roles.all).items()
         named = [f"{name}: {value}" for name, value in fixed if name in opened.text.split()]
@@ -135,9 +135,9 @@ def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     lacking = [[name for name, size in each.items() if size is None] for each in needed]
     if lacking and all(lacking):
         return f"{nothing}: {lacking[0][0]} has no settings there (heads, type, engine or a setting in the YAML)"
-    single = [_first_that_fits(base, series, tries) for series in request_changes(*request)]
+    single = [_first_that_fits(base, series) for series in request_changes(*request)]
     helps = [each.text for each in single if each is not None]
-    if not helps and (pair := _first_that_fits(base, paired_changes(*request), tries)) is not None:
+    if not helps and (pair := _first_that_fits(base, paired_changes(*request))) is not None:
         helps = [pair.text]
     hint = f"it would fit {either(helps)}" if helps else "no change that was tried would help"
     return f"{nothing} ({_cause(base, needed, rejected)}); {hint}"
@@ -148,8 +148,9 @@ def _devices(base: Space) -> str:
     return " and ".join(f"{len(base.cluster.ranks_on(name))} {name}" for name in base.cluster.classes)
 
 
-def _first_that_fits(base: Space, series: Iterable[RequestChange], tries: Iterator[int]) -> RequestChange | None:
+def _first_that_fits(base: Space, series: Iterable[RequestChange]) -> RequestChange | None:
     """Return the first change under which a plan fits. ``series``: the smaller changes first."""
+    tries = iter(range(TRIES))
     tried = zip(series, tries, strict=False)
     return next((change for change, _ in tried if _fits(base, change.changes, tries)), None)
 
