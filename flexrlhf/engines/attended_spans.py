@@ -154,21 +154,29 @@ def gradients(
     """
     if has_flash(query):
         return _flash_gradients(gradient, query, key, value, out, lse, spans, scale)
-    grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    for calls in _calls(query, key, spans):
-        of_query, *of_keys = _dense_gradients(
-            calls.query(gradient),
-            calls.query(query),
-            calls.key(key),
-            calls.key(value),
-            calls.query(out),
-            calls.lse(lse),
+
+    def found(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+        of_query, of_key, of_value = _dense_gradients(
+            call.query(gradient),
+            call.query(query),
+            call.key(key),
+            call.key(value),
+            call.query(out),
+            call.lse(lse),
             spans.causal,
             scale,
         )
-        calls.query(grads[0]).copy_(of_query)
+        return of_query, call.summed(of_key), call.summed(of_value)
+
+    if (only := _only_call(query, key, spans)) is not None:
+        of_query, of_key, of_value = map(_flat, found(only))
+        return of_query, of_key, of_value
+    grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    for call in _calls(query, key, spans):
+        of_query, *of_keys = found(call)
+        call.query(grads[0]).copy_(of_query)
         for whole, part in zip(grads[1:], of_keys, strict=True):
-            calls.key(whole, reduces=True).copy_(calls.summed(part))
+            call.key(whole, reduces=True).copy_(part)
     return grads
 
 
@@ -295,6 +303,22 @@ class _Call:
 def _calls(query: Tensor, key: Tensor, spans: AttendedSpans) -> Iterator[_Call]:
     for alike in spans.alike:
         yield _Call(alike, query.shape[1] // key.shape[1])
+
+
+def _only_call(query: Tensor, key: Tensor, spans: AttendedSpans) -> _Call | None:
+    """Return the call whose gradients are those of all queries and keys in order, which need no copy; or None."""
+    if len(spans.alike) != 1:
+        return None
+    (call,) = _calls(query, key, spans)
+    number, queries, keys = call.alike.number, call.alike.queries, call.alike.keys
+    in_order = call.alike == _Alike(number, 0, queries, queries, 0, keys, keys)
+    is_all = (number * queries, number * keys) == (len(query), len(key))
+    return call if in_order and is_all and (number > 1 or call.group == 1) else None
+
+
+def _flat(part: Tensor) -> Tensor:
+    """Return results (rows, heads, length, D) of a call as (T, heads, D)."""
+    return part.transpose(1, 2).flatten(0, 1)
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
