@@ -150,7 +150,8 @@ class Update:
 
         For a gradient that no loss scale makes finite, it changes no parameter and raises NonFiniteStep.
         """
-        self._gradients.scale(1 / self._scale.factor)
+        if self._scale.is_enabled:
+            self._gradients.scale(1 / self._scale.factor)
         norm = self._gradients.reduce()
         self.gradient_bytes = self._gradients.num_bytes()
         rate = learning_rate(self._optimizer)
