@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from small_models import placed
+from small_models import TINY, placed
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
@@ -46,6 +47,23 @@ def test_compiled_layers_keep_their_names_and_results() -> None:
         logits.square().sum().backward()
     for (name, one), two in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         assert one.grad is not None and two.grad is not None and torch.allclose(one.grad, two.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_norms_of_ours_give_the_same_results_and_gradients(kind: str) -> None:
+    """All weights random, since a norm of ones has half of its gradients by chance."""
+    settings = ModelSpec(init={**TINY, "model_type": kind, "head_dim": 4})
+    plain, ours = (load_model(replace(placed(), settings=settings), 3) for _ in range(2))
+    use_kernels(ours, settings)
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.5)
+        logits_of(model).square().mean().backward()
+    assert torch.equal(logits_of(ours), logits_of(plain))
+    for (name, one), two in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-5 * float(one.grad.abs().max())), name
 
 
 def test_liger_changes_the_models_that_ask_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
