@@ -598,6 +598,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
+  // one kernel on CPUs and on GPUs; elsewhere torch composes it of eight, whose results exist at the same time
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
   m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
 }
