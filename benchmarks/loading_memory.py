@@ -82,10 +82,11 @@ def write_checkpoint(directory: Path, parameters: float) -> int:
     from transformers import AutoConfig
 
     from flexrlhf.runs.model_directory import TensorForm, model_writer
-    from flexrlhf.weights.shapes import count_elements, llama_like_shapes
+    from flexrlhf.weights.families import decoder_shapes
+    from flexrlhf.weights.shapes import count_elements
 
     config = model_config(parameters)
-    shapes = llama_like_shapes(config)
+    shapes = decoder_shapes(config)
     forms = {name: TensorForm(shape, torch.bfloat16) for name, shape in shapes.items()}
     with model_writer(directory, forms, AutoConfig.for_model(**config), None) as files:
         for name in sorted(shapes):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from benchmarks.systems.engines import PROFILES
 from flexrlhf.guideline.costs.cost_model import Call, Mesh, Transformer
-from flexrlhf.guideline.costs.training import product_shapes
+from flexrlhf.guideline.costs.training import layer_products
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.states import PerParameter, zero_split
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.weights.shapes import Sizes
+from flexrlhf.weights.families import Sizes
 
 MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
 """16-bit weights and gradients, float32 master weights and two moments (ZeRO, sec. 3.1)."""
@@ -104,7 +104,7 @@ def _activation_bytes(call: Call, mesh: Mesh, rows: int) -> float:
 def selected_numbers(model: Transformer) -> float:
     """Return the number of values per token that selective recomputation keeps of a layer in addition to its input:
     attention's result and some of its products' results."""
-    outer = sum(n for _, n in product_shapes(model, 1))
+    outer = sum(each.n for each in layer_products(model, 1, tokens=1))
     return model.heads * model.head_dim + SELECTIVE * outer
 
 

@@ -47,6 +47,7 @@ class EngineFacts:
     searches_tp:        whether advice tries tensor parallelism: published steps, which costs are fitted to, have it.
     pp:                 whether it has pipeline stages.
     cp:                 whether its ranks can share the tokens of a row (context parallelism).
+    ep:                 whether its ranks can share the experts of a layer (expert parallelism).
     offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
     config:             whether ``models.*.config`` passes settings on to its library.
     float16:            whether it computes in float16 on GPUs.
@@ -95,6 +96,7 @@ class EngineFacts:
     searches_tp: bool = True
     pp: bool = False
     cp: bool = False
+    ep: bool = False
     offload: bool = False
     config: bool = False
     float16: bool = True
@@ -135,6 +137,7 @@ TORCH = EngineFacts(
     zero=(0, 2, 3),
     node=True,
     cp=True,
+    ep=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),

@@ -14,6 +14,10 @@ from flexrlhf.errors import UserError, nearest, shown
 
 Config = dict[str, Any]
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+"""Dense families that are built as Llama is."""
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Families with experts whose attention is built as Llama's is."""
+KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS
 """Families whose parameters follow from their sizes."""
 
 _KEYS = (
@@ -28,12 +32,17 @@ _OPTIONAL = ("num_key_value_heads", "head_dim")
 """Follow from the others where a config has none."""
 
 
-def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: bool = False) -> Config:
-    """Return a config with ``sizes``, in the order of ``_KEYS``."""
+def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: bool = False, **experts: Any) -> Config:
+    """Return a config with ``sizes``, in the order of ``_KEYS``, and the settings of its experts."""
     config: Config = {"model_type": model_type, **dict(zip(_KEYS, sizes, strict=True))}
     if head_dim is not None:
         config["head_dim"] = head_dim
-    return {**config, "tie_word_embeddings": tied}
+    return {**config, "tie_word_embeddings": tied, **experts}
+
+
+def _experts(number: int, active: int, **sizes: int) -> dict[str, Any]:
+    """Return the settings of ``number`` experts, of which ``active`` compute a token, under Qwen's names."""
+    return {"num_experts": number, "num_experts_per_tok": active, **sizes}
 
 
 MODELS: dict[str, Config] = {
@@ -72,6 +81,19 @@ MODELS: dict[str, Config] = {
     "qwen3-8b": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
     "qwen3-14b": _config("qwen3", 5120, 17408, 40, 40, 8, 151936, head_dim=128),
     "qwen3-32b": _config("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),
+    "qwen3-30b-a3b": _config(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, **_experts(128, 8, moe_intermediate_size=768)
+    ),
+    "qwen3-235b-a22b": _config(
+        "qwen3_moe", 4096, 12288, 94, 64, 4, 151936, head_dim=128, **_experts(128, 8, moe_intermediate_size=1536)
+    ),
+    "qwen1.5-moe-a2.7b": _config(
+        *("qwen2_moe", 2048, 5632, 24, 16, 16, 151936),
+        **_experts(60, 4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632),
+    ),
+    "olmoe-1b-7b": _config("olmoe", 2048, 1024, 16, 16, 16, 50304, **_experts(64, 8)),
+    "mixtral-8x7b": _config("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
+    "mixtral-8x22b": _config("mixtral", 6144, 16384, 56, 48, 8, 32768, num_local_experts=8, num_experts_per_tok=2),
 }
 
 _NAMED = (
@@ -92,8 +114,15 @@ _NAMED = (
     (r"smollm2-1\.7b", "smollm2-1.7b"),
 )
 """Names on the Hub by a part of theirs → the name here, with the size in it."""
+_NAMED_WITH_EXPERTS = (
+    (r"mixtral-8x(7|22)b", "mixtral-8x{}b"),
+    (r"qwen-?3-(?:coder-)?(30b-a3|235b-a22)b", "qwen3-{}b"),
+    (r"qwen1\.5-moe-a2\.7b", "qwen1.5-moe-a2.7b"),
+    (r"olmoe-1b-7b", "olmoe-1b-7b"),
+)
+"""The same of models with experts."""
 _OTHER_SIZES = re.compile(r"-vl|vision|omni|audio|moe|-a\d+(\.\d+)?b|eagle|embedding|reranker|next|nemotron")
-"""Parts of names of models that share a part of a name with others, but not their sizes."""
+"""Parts of names of models that share a part of a name with dense ones, but not their sizes."""
 
 
 def named_sizes(name: str) -> str | None:
@@ -105,9 +134,8 @@ def named_sizes(name: str) -> str | None:
     last = name.rstrip("/").rpartition("/")[2].lower().replace("___", ".").replace("_", "-")
     if last in MODELS:
         return last
-    if _OTHER_SIZES.search(last):
-        return None
-    matches = ((re.search(rf"(?<![a-z0-9.]){pattern}(?![0-9])", last), key) for pattern, key in _NAMED)
+    named = _NAMED_WITH_EXPERTS if _OTHER_SIZES.search(last) else (*_NAMED, *_NAMED_WITH_EXPERTS)
+    matches = ((re.search(rf"(?<![a-z0-9.]){pattern}(?![0-9])", last), key) for pattern, key in named)
     return next((key.format(*found.groups()) for found, key in matches if found is not None), None)
 
 

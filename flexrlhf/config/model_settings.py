@@ -86,6 +86,7 @@ class ShadowSpec(StrictModel):
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
     cp: int | None = Field(None, ge=1, description="context-parallel ranks of a replica")
+    ep: int | None = Field(None, ge=1, description="expert-parallel ranks, each with a part of the experts")
     dtype: Dtype | None = Field(None, description="type of weights and passes")
     micro_batch_tokens: int | None = Field(None, ge=1, description="computed tokens of one forward pass")
     generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
@@ -152,6 +153,12 @@ class ModelSpec(StrictModel):
     pp: int = Field(1, ge=1, description="pipeline stages of a replica, of equally many layers (megatron)")
     cp: int = Field(
         1, ge=1, description="context-parallel ranks of a replica, each with a part of the tokens of every row (torch)"
+    )
+    ep: int = Field(
+        1,
+        ge=1,
+        description="expert-parallel ranks: replicas that each store a part of the experts of every layer, and send "
+        "tokens to each other (torch)",
     )
     context_parallel: ContextParallel = Field(
         "auto",
@@ -268,7 +275,7 @@ class ModelSpec(StrictModel):
         is_other = own.get("engine", self.engine) != self.engine
         if is_other:
             dropped |= {"config": {}, "tiled_mlp": False, "shard": own.get("shard", "all")}
-            dropped |= {name: own.get(name, 1) for name in ("pp", "cp")}
+            dropped |= {name: own.get(name, 1) for name in ("pp", "cp", "ep")}
         if is_other or own.get("zero", self.zero) != 3:
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})

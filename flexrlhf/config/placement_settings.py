@@ -158,6 +158,7 @@ class OperatorPlacement(PlacementEntry):
     tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
     cp: int | None = Field(None, ge=1, description="context-parallel ranks of a replica")
+    ep: int | None = Field(None, ge=1, description="expert-parallel ranks, each with a part of the experts")
     shadow: bool = Field(
         False,
         strict=True,
@@ -168,7 +169,7 @@ class OperatorPlacement(PlacementEntry):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that are given."""
-        given = {name: getattr(self, name) for name in ("engine", "zero", "shard", "tp", "pp", "cp")}
+        given = {name: getattr(self, name) for name in ("engine", "zero", "shard", "tp", "pp", "cp", "ep")}
         return {name: value for name, value in given.items() if value is not None}
 
 

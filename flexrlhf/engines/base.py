@@ -202,6 +202,18 @@ class ContextRanks:
 
 
 @dataclass(frozen=True)
+class ExpertRanks:
+    """Ranks of a model whose experts are split over ranks.
+
+    parts:  ranks that have the other experts of each layer.
+    same:   ranks that have the same experts, of those that together store all weights.
+    """
+
+    parts: RankGroup
+    same: RankGroup
+
+
+@dataclass(frozen=True)
 class EngineContext:
     """Arguments of an engine's constructor, which all ranks of the placed model call.
 
@@ -221,6 +233,7 @@ class EngineContext:
     stages:          groups of an engine with pipeline stages.
     in_node:         groups of a model that is sharded in each node; None: it is sharded over all, or not at all.
     cp:              groups of a model with context-parallel ranks; None: a rank computes all tokens of its rows.
+    experts:         groups of a model with expert-parallel ranks; None: a rank has all experts.
     copies:          streams of this rank's copies to host memory and back; None: the engine has its own.
     """
 
@@ -240,6 +253,7 @@ class EngineContext:
     stages: StageRanks | None = None
     in_node: ShardRanks | None = None
     cp: ContextRanks | None = None
+    experts: ExpertRanks | None = None
     copies: CopyStreams | None = None
 
     @property

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear as linear_map
 
+from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.engines.base import EntropyUse
 
 if TYPE_CHECKING:
@@ -200,10 +201,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose forward applies nothing after the head: no soft cap, no scale, no bias."""
-
-
 _ScoringArguments = tuple[Tensor, Tensor, float, EntropyUse]
 """Places, targets, temperature and entropy of ``LanguageHead.scoring``."""
 
@@ -281,10 +278,11 @@ def use_language_head(
 ) -> LanguageHead | None:
     """Replace ``model.lm_head`` by a ``LanguageHead`` and return it.
 
-    Returns None and leaves the model as it is where that would change its output: other families, or a bias.
+    Returns None and leaves the model as it is where that may change its output: for a bias, and for families whose
+    forward may do more after the head, such as a soft cap or a scale.
     """
     linear = getattr(model, "lm_head", None)
-    if model.config.model_type not in FAMILIES or not isinstance(linear, nn.Linear) or _has_bias(linear):
+    if model.config.model_type not in KNOWN_FAMILIES or not isinstance(linear, nn.Linear) or _has_bias(linear):
         return None
     head = LanguageHead(linear.weight, chunk_elements, group)
     head.train(linear.training)

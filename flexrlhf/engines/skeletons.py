@@ -21,10 +21,11 @@ from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import base_model, goes_on, stored_adapters
+from flexrlhf.weights.families import LANGUAGE_HEAD
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import BASE
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, named_as, stored_tensors
-from flexrlhf.weights.shapes import LANGUAGE_HEAD, ModelShape, read_config
+from flexrlhf.weights.shapes import ModelShape, read_config
 from flexrlhf.weights.shards import Part, parts_on
 
 

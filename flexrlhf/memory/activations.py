@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexrlhf.memory.attention_bytes import AttentionBytes
-from flexrlhf.weights.shapes import Sizes
+from flexrlhf.weights.families import Sizes
 
 CACHE = "KV cache"
 NOISE_BYTES = 35
@@ -37,6 +37,13 @@ SEQUENCE_COPIES = 6
 """Copies of a layer's input at most, where sequence parallelism gathers it and scatters its gradient, over gloo."""
 OUTPUT_BYTES = 16
 """Bytes per token of the outputs of a pipeline's last stage, which the others receive: log-probs, entropy, values."""
+CHOICE_BYTES = 44
+"""Bytes of each choice of an expert for a token, and once more of its norm: number, weight, places in the order of
+experts and back."""
+IMBALANCE = 1.25
+"""Tokens on the fullest of ranks that share experts, over those in the mean."""
+HEAD_NORMS = ("qwen3", "qwen3_moe", "olmoe")
+"""Families with norms of queries and keys."""
 PLACE_BYTES = 48
 """Bytes per token of a packed row: its id, position, sequence and prompt, and the places at which it is read."""
 
@@ -59,6 +66,7 @@ class Blocks:
     stage:     number of the stage.
     tiled:     whether MLPs are computed in tiles, and again in the backward pass.
     offloads:  whether the inputs of checkpointed layers are in host memory until the backward pass.
+    ep:        ranks that share the experts; tokens travel between them.
     cp:        context-parallel ranks, each of which computes a part of the tokens of a row.
     is_ring:   whether keys and values travel around these.
     """
@@ -73,6 +81,7 @@ class Blocks:
     stage: int = 0
     tiled: bool = False
     offloads: bool = False
+    ep: int = 1
     cp: int = 1
     is_ring: bool = False
 
@@ -94,9 +103,10 @@ class Blocks:
     def _key(self) -> int:
         return self.sizes.kv_heads * self.sizes.head_dim
 
-    def saved_by_layer(self, width: int, masks: bool = True) -> int:
+    def saved_by_layer(self, width: int, masks: bool = True, largest: bool = False) -> int:
         """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens under a mask; of an
-        MLP in tiles its input alone, which is a norm's output.
+        MLP in tiles its input alone, which is a norm's output. Where some layers have experts it is the mean over all,
+        or the ``largest``.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
@@ -109,8 +119,23 @@ class Blocks:
         if self.fused:
             attention += 4 * item * sizes.head_dim
         heads = ((4 + item) * (query + key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
-        mlp = 0 if self.tiled else (4 + self.fused) * item * sizes.ffn // tp
-        return norms + attention + mlp + (heads if sizes.family == "qwen3" else 0)
+        if sizes.family == "olmoe":  # one norm over all heads
+            heads = (4 + item) * (query + key) + 8
+        mlp = 0 if self.tiled else self._saved_by_mlp(largest)
+        return norms + attention + mlp + (heads if sizes.family in HEAD_NORMS else 0)
+
+    def _saved_by_mlp(self, largest: bool) -> int:
+        """Return the bytes per token that autograd keeps of the MLP of a layer, or of its router and experts."""
+        sizes, experts = self.sizes, self.sizes.experts
+        dense = (4 + self.fused) * self.item * sizes.ffn // self.tp
+        if experts is None:
+            return dense
+        routed = self._on_fullest(self.item * experts.active * (2 * sizes.hidden + 4 * experts.ffn))
+        shared = self.item * (4 * experts.shared + sizes.hidden + 1) if experts.shared else 0
+        sparse = routed + shared + 4 * experts.number + CHOICE_BYTES * (1 + experts.active)
+        if largest:
+            return max(sparse, dense if experts.dense else 0)
+        return -(-(sizes.sparse_layers * sparse + len(experts.dense) * dense) // sizes.layers)
 
     def saved_outside_layers(self) -> int:
         """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
@@ -126,6 +151,7 @@ class Blocks:
         sizes, item, tp = self.sizes, self.item, self.tp
         features = (3 + self.adapters + 2 * self.fused) * sizes.ffn // tp
         mlp = item * (features * self._mlp_tokens(tokens) + 4 * sizes.hidden * tokens)
+        mlp = max(mlp if self._has_dense else 0, tokens * (self._expert_features + 4 * item * sizes.hidden))
         heads = (6 * self._query + 3 * self._key if self.fused else 4 * self._query + 2 * self._key) // tp
         attention = item * (heads + 4 * sizes.hidden) + 4 * sizes.heads // tp
         always = 2 * item * sizes.head_dim * (1 + self.fused) + self._copied
@@ -134,6 +160,22 @@ class Blocks:
         if packed:  # the mask is made from one of two numbers a place, before the first layer
             return max(mlp, tokens * max(attention, 2 * width)) + tokens * (always + self._given_mask(width))
         return max(mlp, tokens * (attention + item * width)) + tokens * (always + width)
+
+    @property
+    def _has_dense(self) -> bool:
+        return self.sizes.experts is None or bool(self.sizes.experts.dense)
+
+    @property
+    def _expert_features(self) -> int:
+        """Bytes per token inside experts, without gradients: inputs in their order, gate and up, the activation and the
+        product; or outputs, weighted, and in the order of tokens."""
+        sizes, experts = self.sizes, self.sizes.experts
+        if experts is None:
+            return 0
+        outputs = 2 * (self.item + self._weighted_item) * sizes.hidden
+        inside = max(self.item * (sizes.hidden + 4 * experts.ffn), outputs)
+        shared = 2 * self.item * sizes.hidden if experts.shared else 0
+        return self._on_fullest(experts.active * (inside + CHOICE_BYTES)) + shared
 
     @property
     def _copied(self) -> int:
@@ -189,7 +231,8 @@ class Blocks:
             return self._in_tiles(tokens, masks) if self.tiled else tokens * self._backward(masks)
         # in float32 a layer's first norm keeps its input, which is kept already
         known = self.item * self.sizes.hidden if self.item == 4 and not self.fused else 0
-        return tokens * (self.saved_by_layer(width, masks) - known) + self._recomputed(tokens, width, masks)
+        kept = self.saved_by_layer(width, masks, largest=True) - known
+        return tokens * kept + self._recomputed(tokens, width, masks)
 
     def host_bytes(self, tokens: int) -> int:
         """Return the bytes of the inputs of checkpointed layers in host memory, in a pass over ``tokens``."""
@@ -220,10 +263,36 @@ class Blocks:
         In 16 bits the last norm computes its own in float32, before the layers' activations are freed. Attention by
         lengths repeats keys, values and their gradients, when activations of the MLP exist no more.
         """
-        widest = self.item * max(self.sizes.ffn * (1 + self.fused), self._query) // self.tp
-        attended = 0 if masks else self._by_lengths.gradients - 4 * self.item * self.sizes.ffn // self.tp
+        ffn = self.sizes.ffn if self._has_dense else 0
+        widest = self.item * max(ffn * (1 + self.fused), self._query) // self.tp
+        freed = self._saved_by_mlp(largest=True) if self.sizes.experts else 4 * self.item * ffn // self.tp
+        attended = 0 if masks else self._by_lengths.gradients - freed
         outside = 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
-        return max(outside, attended) + self._copied
+        of_experts = self._expert_gradients() + (0 if self.item == 4 else 8 * self.sizes.hidden)
+        return max(outside, attended, of_experts) + self._copied
+
+    def _expert_gradients(self, again: bool = False) -> int:
+        """Return the bytes per token of gradients inside experts: of outputs, weighted and not, in both orders; or of
+        outputs and of gate and up. ``again``: outputs were just computed again, in the type of their weights."""
+        sizes, experts, weighted = self.sizes, self.sizes.experts, self._weighted_item
+        if experts is None:
+            return 0
+        outputs = (2 * weighted + self.item + 2 * again * (weighted - self.item)) * sizes.hidden
+        inside = experts.active * max(outputs, self.item * (sizes.hidden + 3 * experts.ffn // 2))
+        return self._on_fullest(inside)
+
+    def _on_fullest(self, routed: int) -> int:
+        """Return the bytes of ``routed`` tokens, which a token has at each of its experts, on the fullest of several
+        ranks, and of its outputs as they are back."""
+        experts = self.sizes.experts
+        if self.ep == 1 or experts is None:
+            return routed
+        return int(IMBALANCE * routed) + self.item * experts.active * self.sizes.hidden
+
+    @property
+    def _weighted_item(self) -> int:
+        """Bytes of a number of experts' outputs after their weights, which Mixtral has in float32."""
+        return 4 if self.sizes.family == "mixtral" else self.item
 
     def _recomputed(self, tokens: int, width: int, masks: bool) -> int:
         """Return the bytes of the backward pass itself where a layer is computed again."""
@@ -234,6 +303,11 @@ class Blocks:
             return tokens * (max(2 * widest, attended) + self.item * width + self._copied)
         if self.tiled:
             return self._in_tiles(tokens, masks)
+        if self.sizes.experts is not None:
+            inside = self._expert_gradients(again=True) + self.item * self.sizes.hidden
+            dense = 2 * mlp if self._has_dense else 0
+            kept = self._saved_by_mlp(largest=True)
+            return max(max(inside, dense) * tokens, self._behind_mlp(tokens, masks) - kept * tokens)
         # what the MLP keeps is freed before other parts of the layer compute their gradients
         return max(2 * mlp * tokens, self._behind_mlp(tokens, masks) - 4 * mlp * tokens)
 

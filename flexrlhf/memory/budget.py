@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
@@ -33,8 +33,9 @@ from flexrlhf.memory.transfer_bytes import (
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
+from flexrlhf.weights.families import Sizes
 from flexrlhf.weights.reuse import Reuse, bytes_of, obstacle, reuse_on
-from flexrlhf.weights.shapes import ModelShape, Sizes
+from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import part_elements, position_of
 from flexrlhf.weights.transfers import NodeOf
 
@@ -316,7 +317,7 @@ class Sizing:
         logits = 0
         if model.head != "scalar" and blocks.is_last:
             # a head that may do more than multiply gives all logits at once, from the shortest prompt on
-            is_ours = shape.sizes.family in LLAMA_LIKE
+            is_ours = shape.sizes.family in KNOWN_FAMILIES
             chunk = 4 * settings.logits_at_a_time if is_ours else sys.maxsize
             logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
         if not train:
@@ -370,6 +371,7 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         stage=layout.stage(rank),
         tiled=settings.tiled_mlp,
         offloads=settings.offload_activations,
+        ep=layout.ep,
         cp=layout.cp,
         is_ring=layout.cp > 1 and settings.is_ring(sizes.heads),
     )

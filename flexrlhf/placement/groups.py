@@ -9,14 +9,16 @@ from flexrlhf.placement.placed import PlacedModel
 
 SHARD, COPIES = "shard", "copies"
 """Purposes of groups inside a data-parallel group: ranks that store different parts, ranks that store the same one."""
+EXPERTS, SAME_EXPERTS = "experts", "same experts"
+"""Purposes of groups of ranks that have different experts of a layer, and of those that have the same."""
 WEIGHTS = "weights"
 """Purpose of the groups of data-parallel and context-parallel ranks together."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose: compute, weights, shard, copies, cp, tp, pp, ends, replica, model (of a
-    placed model), move, sync or gather.
+    """Ranks that communicate for one purpose: compute, weights, experts, same experts, shard, copies, cp, tp, pp, ends,
+    replica, model (of a placed model), move, sync or gather.
 
     A single rank needs none, unless a library requires one (``alone``).
     """
@@ -42,6 +44,7 @@ def compute_groups(model: PlacedModel) -> list[Group]:
     purposes: list[tuple[str, tuple[int, ...]]] = [
         *(("compute", ranks) for ranks in dict.fromkeys(map(layout.dp_set, model.ranks))),
         *_context_purposes(layout),
+        *_expert_purposes(model),
         *_shard_purposes(model),
         *(("tp", ranks) for ranks in layout.tp_sets),
         *(("pp", ranks) for ranks in pipelines),
@@ -51,7 +54,7 @@ def compute_groups(model: PlacedModel) -> list[Group]:
     if model.facts.model_group:
         purposes.append((model_purpose(layout), layout.ranks))
     groups = [Group(f"{purpose} {model.name}", ranks) for purpose, ranks in dict.fromkeys(purposes)]
-    if model.facts.groups_of_one:
+    if model.facts.groups_of_one or needs_group_of_one(model):
         groups += [Group("alone", (rank,), alone=True) for rank in model.ranks]
     return groups
 
@@ -65,6 +68,15 @@ def _context_purposes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
+def _expert_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the groups of expert-parallel ranks: ranks with different experts, ranks with the same."""
+    if model.layout.ep == 1:
+        return []
+    return [(EXPERTS, ranks) for ranks in dict.fromkeys(map(model.layout.ep_set, model.ranks))] + [
+        (SAME_EXPERTS, ranks) for ranks in dict.fromkeys(map(model.expert_copy_set, model.ranks))
+    ]
+
+
 def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
     """Return the groups of a model with several copies of its shards: ranks that gather, ranks that store the same."""
     if not is_sharded_in_nodes(model):
@@ -72,6 +84,11 @@ def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
     return [(SHARD, ranks) for ranks in dict.fromkeys(map(model.shard_set, model.ranks))] + [
         (COPIES, ranks) for ranks in dict.fromkeys(map(model.copy_set, model.ranks))
     ]
+
+
+def needs_group_of_one(model: PlacedModel) -> bool:
+    """Whether each rank alone stores its experts, of a model whose other weights are sharded."""
+    return model.layout.ep > 1 and model.split != "whole" and model.num_shards == model.layout.ep
 
 
 def is_sharded_in_nodes(model: PlacedModel) -> bool:

@@ -28,6 +28,7 @@ class Layout:
     row_shares:  relative share of rows of each replica; empty: equal.
     protocol:    function of a user's own that splits the prompts of a mini-batch over replicas; None: by the shares.
     cp:          context-parallel ranks, each of which computes a part of the tokens of every row.
+    ep:          expert-parallel ranks: neighbouring copies of the weights, each of which stores a part of the experts.
     """
 
     ranks: tuple[int, ...]
@@ -36,11 +37,13 @@ class Layout:
     row_shares: tuple[Fraction, ...] = ()
     protocol: TransferProtocol | None = None
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.ranks) % (self.width * self.pp) == 0, (
             f"{len(self.ranks)} ranks, tp {self.tp}, cp {self.cp}, pp {self.pp}"
         )
+        assert self.dp * self.cp % self.ep == 0, f"ep {self.ep} of {self.dp * self.cp} copies"
         assert not self.row_shares or len(self.row_shares) == self.dp, f"{self.row_shares} for dp {self.dp}"
 
     def __hash__(self) -> int:
@@ -49,7 +52,7 @@ class Layout:
     @cached_property
     def _hash(self) -> int:
         """Hash, computed once: layouts are keys of many tables, and may have ten thousand ranks."""
-        return hash((self.ranks, self.tp, self.pp, self.row_shares, self.protocol, self.cp))
+        return hash((self.ranks, self.tp, self.pp, self.row_shares, self.protocol, self.cp, self.ep))
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -69,7 +72,7 @@ class Layout:
     @cached_property
     def of_weights(self) -> Layout:
         """Layout of the weights, for which the context-parallel ranks are further replicas."""
-        return self if self.cp == 1 else Layout(self.ranks, self.tp, self.pp)
+        return self if self.cp == 1 else Layout(self.ranks, self.tp, self.pp, ep=self.ep)
 
     def replica(self, rank: int) -> int:
         """Return the number of the replica that ``rank`` belongs to."""
@@ -117,6 +120,11 @@ class Layout:
         """Return the context-parallel group of ``rank``: the ranks that have the other parts of its rows."""
         start = self.places[rank] // self.width * self.width
         return self.ranks[start + self.tp_index(rank) : start + self.width : self.tp]
+
+    def ep_set(self, rank: int) -> tuple[int, ...]:
+        """Return the expert-parallel group of ``rank``: the ranks that have the other experts of its layers."""
+        copies, own = self.of_weights.dp_set(rank), self.of_weights.replica(rank) // self.ep * self.ep
+        return copies[own : own + self.ep]
 
     def pp_set(self, rank: int) -> tuple[int, ...]:
         """Return the pipeline of ``rank``: the ranks at the same position in every stage of its replica."""

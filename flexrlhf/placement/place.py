@@ -145,6 +145,11 @@ def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
             f"{model.key('shard')}: node needs several replicas of {model.name} on each of its nodes, found 1; "
             f"use all, or a smaller tp"
         )
+    if most % model.layout.ep:
+        raise UserError(
+            f"{model.key('ep')}: {model.layout.ep} does not divide the {most} replicas of {model.name} on a node, over "
+            f"which shard node shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}"
+        )
     return replace(model, sharded_over=0 if len(counts) == 1 else most)
 
 
@@ -155,6 +160,7 @@ class Degrees:
     tp:       tensor-parallel ranks.
     pp:       pipeline stages.
     cp:       context-parallel ranks.
+    ep:       expert-parallel ranks, which are replicas or context-parallel.
     crosses:  whether context-parallel ranks may be on several nodes.
     """
 
@@ -162,11 +168,12 @@ class Degrees:
     pp: int
     cp: int = 1
     crosses: bool = False
+    ep: int = 1
 
     @classmethod
     def of(cls, settings: ModelSpec) -> Self:
         """Return the degrees of a model's settings: of ring attention, which says so, ranks may be anywhere."""
-        return cls(settings.tp, settings.pp, settings.cp, settings.context_parallel == "ring")
+        return cls(settings.tp, settings.pp, settings.cp, settings.context_parallel == "ring", settings.ep)
 
 
 def make_layout(
@@ -178,7 +185,7 @@ def make_layout(
     """
     ranks = tuple(sorted(written))
     _check_degrees(name, section, ranks, degrees, cluster)
-    layout = Layout(ranks, degrees.tp, degrees.pp, cp=degrees.cp)
+    layout = Layout(ranks, degrees.tp, degrees.pp, cp=degrees.cp, ep=degrees.ep)
     shares = entry.row_shares
     if shares is None:
         # a replica is as fast as its slowest rank
@@ -213,6 +220,13 @@ def _check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Deg
             raise UserError(
                 f"{section}.cp: {cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel "
                 f"ring"
+            )
+        copies, ep = size // (tp * pp), degrees.ep
+        if copies % ep:
+            divisors = [n for n in range(1, copies + 1) if copies % n == 0]
+            raise UserError(
+                f"{section}.ep: {ep} does not divide the {copies} copies of {name} on its {size} devices; "
+                f"use {either(divisors)}"
             )
         return
     works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster)]

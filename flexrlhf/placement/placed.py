@@ -130,10 +130,16 @@ class PlacedModel:
         layout = self.layout.of_weights
         return layout.dp_set(rank)[layout.replica(rank) % self.num_shards :: self.num_shards]
 
+    def expert_copy_set(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have the same experts as ``rank``, of those that together store all weights."""
+        layout, number = self.layout.of_weights, self.num_shards if self.split != "whole" else self.layout.of_weights.dp
+        first = layout.replica(rank) // number * number
+        return layout.dp_set(rank)[first : first + number][layout.replica(rank) % layout.ep :: layout.ep]
+
     @property
     def gather_sets(self) -> tuple[tuple[int, ...], ...]:
         """Smallest sets of ranks that together store all weights."""
-        replicas, number = self.layout.of_weights.replica_sets, self.num_shards
+        replicas, number = self.layout.of_weights.replica_sets, max(self.num_shards, self.layout.ep)
         if number == len(replicas):
             return (self.ranks,)
         return tuple(sum(replicas[first : first + number], ()) for first in range(0, len(replicas), number))

@@ -172,6 +172,15 @@ def _check_sharding(model: PlacedModel) -> None:
         lacks = f"engine {model.engine} has no context parallel, found cp {settings.cp}; use 1"
         _require(model, "cp", lambda each: each.cp, lacks)
         _check_context_parallel(model)
+    if settings.ep > 1:
+        lacks = f"engine {model.engine} has no expert parallel, found ep {settings.ep}; use 1"
+        _require(model, "ep", lambda each: each.ep, lacks)
+        for name in ("compile", "cuda_graphs"):
+            if getattr(settings, name):
+                raise UserError(
+                    f"{model.key('ep')}: how many tokens travel to a rank is read there, so it goes with {name} false, "
+                    f"found true; use false, or ep 1"
+                )
 
 
 def _check_context_parallel(model: PlacedModel) -> None:

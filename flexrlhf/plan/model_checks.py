@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
-from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
@@ -18,7 +18,8 @@ from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import engines_with
 from flexrlhf.weights.adapter_files import has_adapters
-from flexrlhf.weights.shapes import ModelShape, Sizes, read_config
+from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.shapes import ModelShape, read_config
 
 FLASH = Package("flash_attn", "flash", "flash-attn")
 FLASH_CAPABILITY = 8.0
@@ -210,7 +211,7 @@ def check_capabilities(placement: Placement, cluster: Cluster) -> None:
 def _check_unknown_shape(model: PlacedModel) -> None:
     """Raise UserError for settings that need parameter shapes, where the architecture has none known."""
     settings = model.settings
-    for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("cp", 1), ("lora", None)):
+    for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1), ("lora", None)):
         if getattr(settings, name) != default:
             raise UserError(
                 f"{model.key(name)}: needs parameter shapes before loading, which are unknown for this architecture; "
@@ -223,6 +224,8 @@ def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
     settings, sizes = model.settings, shape.sizes
     if settings.tp > 1:
         _check_heads(model, shape)
+    if settings.ep > 1:
+        _check_experts(model, shape)
     if settings.cp > 1:
         _check_parts_of_rows(model, shape, longest)
     if settings.pp > 1 and sizes is not None and sizes.layers % settings.pp:
@@ -235,8 +238,8 @@ def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
 def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) -> None:
     """Raise UserError if context-parallel ranks cannot share the attention of a model."""
     settings, sizes = model.settings, shape.sizes
-    if sizes is None or sizes.family not in LLAMA_LIKE:
-        raise UserError(f"{model.key('cp')}: only {', '.join(LLAMA_LIKE)} models compute parts of a row; use 1")
+    if sizes is None or sizes.family not in KNOWN_FAMILIES:
+        raise UserError(f"{model.key('cp')}: only {', '.join(KNOWN_FAMILIES)} models compute parts of a row; use 1")
     if shape.window is not None and shape.window < longest:
         raise UserError(
             f"{model.key('cp')}: sliding attention, of {shape.window} tokens in this model, is not shared by ranks, "
@@ -249,6 +252,16 @@ def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) ->
             f"{model.key('cp')}: {settings.cp} does not divide its {sizes.heads // settings.tp} heads{each}, which "
             f"ulysses distributes; use {either(fits)}, or context_parallel ring"
         )
+
+
+def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
+    """Raise UserError if expert-parallel ranks cannot have as many experts each."""
+    experts, ep = None if shape.sizes is None else shape.sizes.experts, model.settings.ep
+    if experts is None:
+        raise UserError(f"{model.key('ep')}: {ep} is for models with experts, and models.{model.role} has none; use 1")
+    if experts.number % ep:
+        fits = [n for n in range(1, experts.number + 1) if experts.number % n == 0]
+        raise UserError(f"{model.key('ep')}: {ep} does not divide its {experts.number} experts; use {either(fits)}")
 
 
 def _check_heads(model: PlacedModel, shape: ModelShape) -> None:

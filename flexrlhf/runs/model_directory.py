@@ -22,6 +22,7 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.runs.run_directory import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
 from flexrlhf.weights.adapter_files import ADAPTER, PREFIX, frozen_model
+from flexrlhf.weights.expert_files import FilePiece, file_pieces
 from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD, SINGLE
 
 TOKENIZER_FILES = (
@@ -64,10 +65,10 @@ def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
 
 
 def split_files(forms: Forms, shard_bytes: int = SHARD_BYTES) -> dict[str, list[str]]:
-    """Return the names of the tensors of each file, both in the order in which they are written: by name."""
+    """Return the names of the tensors of each file, both in the order of ``forms``."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name in sorted(forms):
+    for name in forms:
         if shards[-1] and size + forms[name].nbytes > shard_bytes:
             shards.append([])
             size = 0
@@ -79,14 +80,23 @@ def split_files(forms: Forms, shard_bytes: int = SHARD_BYTES) -> dict[str, list[
 
 
 class ModelFiles:
-    """Files of a model in ``directory`` that are being written, in the order of the names of its tensors.
+    """Files of a model in ``directory`` that are being written, in the order of the names of its parameters.
+
+    forms:   of the parameters, each of which is one tensor or several (``weights/expert_files.py``).
+    family:  of the model.
 
     Errors of the file system are raised with the path of the file.
     """
 
-    def __init__(self, directory: Path, forms: Forms, shard_bytes: int = SHARD_BYTES) -> None:
-        self._directory, self._forms = directory, forms
-        self._files = split_files(forms, shard_bytes)
+    def __init__(self, directory: Path, forms: Forms, shard_bytes: int = SHARD_BYTES, family: str = "") -> None:
+        self._directory = directory
+        self._pieces = {name: list(file_pieces(family, name, forms[name].shape)) for name in sorted(forms)}
+        self._forms = {
+            piece.name: TensorForm(piece.shape, forms[name].dtype)
+            for name, pieces in self._pieces.items()
+            for piece in pieces
+        }
+        self._files = split_files(self._forms, shard_bytes)
         self._pending = [(file, name) for file, names in self._files.items() for name in names]
         self._path = directory
         self._open: BinaryIO | None = None
@@ -94,12 +104,13 @@ class ModelFiles:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write ``tensors``, the next ones by name, from any device."""
         for name in sorted(tensors):
-            file, expected = self._pending.pop(0)
-            assert name == expected, f"{name} is written before {expected}"
-            with _named_errors(self._directory / file):
-                stream = self._stream(file)
-                for block in _blocks(tensors[name], self._forms[name]):
-                    stream.write(block)
+            for piece in self._pieces[name]:
+                file, expected = self._pending.pop(0)
+                assert piece.name == expected, f"{piece.name} is written before {expected}"
+                with _named_errors(self._directory / file):
+                    stream = self._stream(file)
+                    for block in _blocks(_part_of(tensors[name], piece), self._forms[piece.name]):
+                        stream.write(block)
 
     def close(self, is_complete: bool = True) -> None:
         """Close the last file, and write the index of several."""
@@ -150,6 +161,11 @@ def _header(forms: Forms) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _part_of(tensor: Tensor, piece: FilePiece) -> Tensor:
+    """Return the tensor of a file that is a part of the parameter ``tensor``."""
+    return tensor[tuple(slice(side.start, side.stop) for side in piece.box)].reshape(piece.shape)
+
+
 def _blocks(tensor: Tensor, form: TensorForm) -> Iterator[memoryview]:
     """Yield the values of ``tensor``, part by part as copies: weights that numpy has a view of cannot be offloaded."""
     values = tensor.detach().cpu().contiguous()
@@ -177,7 +193,7 @@ def model_writer(
     """
     with _replacing(directory, tokenizer, best, texts) as fresh:
         config.save_pretrained(fresh)
-        files = ModelFiles(fresh, forms, shard_bytes)
+        files = ModelFiles(fresh, forms, shard_bytes, config.model_type)
         try:
             yield files
         except BaseException:

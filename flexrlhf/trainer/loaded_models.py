@@ -16,6 +16,7 @@ from flexrlhf.engines.base import (
     ContextRanks,
     Engine,
     EngineContext,
+    ExpertRanks,
     Loss,
     MemoryUsage,
     ShardRanks,
@@ -26,6 +27,8 @@ from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import (
     COPIES,
+    EXPERTS,
+    SAME_EXPERTS,
     SHARD,
     WEIGHTS,
     is_sharded_in_nodes,
@@ -170,6 +173,10 @@ def load_model_on_rank(
     cp = None
     if layout.cp > 1:
         cp = ContextRanks(ranks_of("cp", layout.cp_set(rank)), ranks_of(WEIGHTS, layout.of_weights.dp_set(rank)))
+    experts = None
+    if layout.ep > 1:
+        same = ranks_of(SAME_EXPERTS, model.expert_copy_set(rank))
+        experts = ExpertRanks(ranks_of(EXPERTS, layout.ep_set(rank)), same)
     in_node = None
     if is_sharded_in_nodes(model):
         in_node = ShardRanks(ranks_of(SHARD, model.shard_set(rank)), ranks_of(COPIES, model.copy_set(rank)))
@@ -184,6 +191,7 @@ def load_model_on_rank(
             dp=dp,
             tp=tp,
             cp=cp,
+            experts=experts,
             alone=groups.alone(rank),
             device=world.device,
             kv_bytes=plan.sizing.kv_bytes(model),

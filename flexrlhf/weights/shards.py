@@ -17,6 +17,8 @@ from typing import TypeVar
 
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.expert_files import DOWN as DOWN_EXPERTS
+from flexrlhf.weights.expert_files import FUSED as FUSED_EXPERTS
 from flexrlhf.weights.lora import BASE, shape_of, without_adapter
 from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
 
@@ -113,7 +115,8 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a rank in a pipeline stage: ``shard`` of ``num_shards`` replicas, ``tp_index`` of ``tp``.
+    """Position of a rank in a pipeline stage: ``shard`` of ``num_shards`` replicas, ``tp_index`` of ``tp``, and
+    ``ep_index`` of ``ep`` neighbours with different experts.
 
     ``vocabulary_multiple``: embeddings are split along the vocabulary, padded to a multiple of so many rows; 0: whole.
     """
@@ -124,15 +127,21 @@ class _Position:
     shard: int
     tp_index: int
     vocabulary_multiple: int
+    ep: int = 1
+    ep_index: int = 0
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
+        shards, shard = self.num_shards, self.shard
+        if self.ep > 1 and is_of_experts(name):
+            box[0] = _share(size[0], self.ep, self.ep_index)
+            shards, shard = max(1, shards // self.ep), shard // self.ep
         match self.split:
             case "rows":
-                inner = _share(len(box[0]), self.num_shards, self.shard)
+                inner = _share(len(box[0]), shards, shard)
                 box[0] = box[0][inner.start : inner.stop]
             case "flat":
-                return Part(size, tuple(box), _share(math.prod(map(len, box)), self.num_shards, self.shard))
+                return Part(size, tuple(box), _share(math.prod(map(len, box)), shards, shard))
         return Part(size, tuple(box))
 
     def _slice(self, name: str, size: tuple[int, ...]) -> list[range]:
@@ -174,9 +183,11 @@ def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int) -> i
 
 
 def position_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
-    """Return all that the part of a model on a rank depends on: the stage, the tensor-parallel part and the shard."""
+    """Return all that the part of a model on a rank depends on: the stage, the tensor-parallel part, and the shard or
+    the experts.
+    """
     layout = model.layout.of_weights
-    return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % model.num_shards
+    return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % max(model.num_shards, layout.ep)
 
 
 def by_position(model: PlacedModel, of: Callable[[int], Found]) -> dict[int, Found]:
@@ -210,7 +221,8 @@ def last_words(name: str) -> str:
 
 def _position_on(model: PlacedModel, rank: int) -> _Position:
     _, tp_index, shard = position_of(model, rank)
-    return _Position(model.split, model.num_shards, model.layout.tp, shard, tp_index, model.facts.vocabulary_multiple)
+    number, multiple, ep = model.num_shards, model.facts.vocabulary_multiple, model.layout.ep
+    return _Position(model.split, number, model.layout.tp, shard % number, tp_index, multiple, ep, shard % ep)
 
 
 @lru_cache(maxsize=1024)
@@ -232,6 +244,11 @@ def _part_keys(parameters: Parameters) -> tuple[dict[str, PartKey], dict[PartKey
     """Return the key of the part of each parameter, and a parameter with each key."""
     keys = {name: _part_key(name, size) for name, size in parameters}
     return keys, {keys[name]: (name, size) for name, size in parameters}
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether parameter ``name`` has the experts of a layer as its first dim."""
+    return name.endswith((FUSED_EXPERTS, DOWN_EXPERTS))
 
 
 def _part_key(name: str, size: tuple[int, ...]) -> PartKey:

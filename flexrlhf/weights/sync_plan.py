@@ -312,7 +312,8 @@ def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:
     if not set(destination.ranks) <= set(source.ranks):
         return False
     is_alike = (source.engine, source.layout) == (destination.engine, destination.layout)
-    return source.split == "whole" and (source.layout.tp == source.layout.pp == 1 or is_alike)
+    layout = source.layout
+    return source.split == "whole" and (layout.tp == layout.pp == layout.ep == 1 or is_alike)
 
 
 def adapter_gathers(

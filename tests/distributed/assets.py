@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -78,6 +82,7 @@ def write_assets(directory: Path) -> None:
     for name, pad in (("reward-ends", SIZES["eos_token_id"]), ("reward-bare", None)):
         _save(LlamaForSequenceClassification(_config({**SIZES, "pad_token_id": pad})), model(name))
     _save(_actor({**SIZES, "num_key_value_heads": 4}), model("even-actor"))
+    write_models_with_experts(model)
     for name in ("actor", "wide-actor"):
         _add_value_head(model(name), model(f"{name}-with-values"))
         _add_ends(model(name), model(f"{name}-with-ends"))
@@ -98,6 +103,24 @@ def _write_adapters(source: str, destination: str) -> None:
             if "lora_B" in name:
                 parameter.data.normal_(0.0, 0.1)
     model.save_pretrained(destination)
+
+
+def write_models_with_experts(path: Callable[[str], str]) -> None:
+    """Save a policy and a model of values whose layers have experts."""
+    sizes = {**SIZES, "num_labels": 1, "num_experts_per_tok": 2, "initializer_range": 0.2}
+    qwen = {
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    }
+    actor = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **qwen))
+    with torch.no_grad():
+        actor.lm_head.weight[:2] *= torch.tensor([[2.0], [2.5]])
+    _save(actor, path("experts-actor"))
+    mixtral = AutoConfig.for_model("mixtral", **sizes, num_local_experts=4)
+    _save(AutoModelForSequenceClassification.from_config(mixtral), path("experts-critic"))
 
 
 def build_letters(directory: Path) -> None:

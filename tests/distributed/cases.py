@@ -224,6 +224,18 @@ SETTINGS |= {
     },
 }
 SETTINGS |= COMPLETIONS | ALGORITHMS
+SETTINGS |= {
+    # of different families; the first one has a dense layer, too
+    "experts": {
+        **_ppo(num_mini_batches=2),
+        "models": {
+            **{role: {"path": "assets:models/experts-actor"} for role in ("actor", "ref")},
+            "critic": {"path": "assets:models/experts-critic"},
+        },
+    },
+}
+WITH_EXPERTS = ("experts",)
+"""Settings whose models have experts, which not every engine serves."""
 NOT_COMPARED = (
     "episodes-random",
     "episodes-replayed",
@@ -491,6 +503,10 @@ def _everywhere(**settings: Any) -> Raw:
     return {role: dict(settings) for role in ("actor", "critic", "ref", "reward")}
 
 
+def _on_experts(**settings: Any) -> Raw:
+    return {role: dict(settings) for role in ("actor", "critic", "ref")}
+
+
 OFFLOADED = {"activation_checkpointing": True, "offload_activations": True}
 LONG = OFFLOADED | {"tiled_mlp": True}
 """Settings with which sequences may be longest."""
@@ -508,6 +524,9 @@ COMPUTE: dict[str, Raw] = {
     "unshared": _everywhere(share_prompts=False),
     "tp": _everywhere(tp=2) | {"actor": {"tp": 2, **LONG}},
     "tp-3": _everywhere(tp=2, zero=3),
+    "ep": _on_experts(ep=2),
+    "ep-3": _on_experts(ep=2, zero=3),
+    "ep-recomputed": _on_experts(ep=2) | {"actor": {"ep": 2, "activation_checkpointing": True}},
     "cp": _everywhere(cp=2),
     "cp-3": _everywhere(cp=2, zero=3),
     "cp-ring": _everywhere(cp=2, context_parallel="ring"),
@@ -779,6 +798,8 @@ DEFAULT = [
     KILLED,
     Case("grpo", "co-located", 2, "cp"),
     Case("episodes", "co-located", 2, "cp-ring"),
+    Case("experts", "six", 2),
+    Case("experts", "co-located", 2, "ep-3"),
     Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
@@ -822,6 +843,7 @@ def every_case() -> list[Case]:
                 *_every_hybrid(),
                 *_every_megatron(),
                 *_every_part_of_rows(),
+                *_every_split_of_experts(),
             ]
         )
     )
@@ -837,6 +859,21 @@ def _every_part_of_rows() -> list[Case]:
         Case(setting, shapes.get(setting, "co-located"), ranks, way)
         for ranks, ways in ((2, two), (4, four))
         for setting, way in product(settings, ways)
+    ]
+
+
+def _every_split_of_experts() -> list[Case]:
+    """Models with experts in every shape without tensor-parallel copies, their experts on one rank or on several."""
+    ways = ("replicas", "torch-2", "torch-3", "recomputed", "unpacked", "ep", "ep-3", "ep-recomputed", "cp")
+    shapes = ("co-located", "halves", "six", "lag-chunks", "six-overlap")
+    return [
+        Case(setting, shape, ranks, way)
+        for setting in WITH_EXPERTS
+        for shape in shapes
+        for ranks in (2, 4)
+        for way in ways
+        # a half of two ranks is one
+        if ranks == 4 or shape == "co-located" or way not in ("ep", "ep-3", "ep-recomputed", "cp")
     ]
 
 
@@ -863,13 +900,13 @@ def _every_shape() -> list[Case]:
         for ranks in (1, 2, 4)
         for setting in SETTINGS
         for shape in shapes_of(setting, ranks)
-        if setting not in NOT_COMPARED and shape != "six-rounded" and _chunks_divide(setting, shape)
+        if setting not in (*NOT_COMPARED, *WITH_EXPERTS) and shape != "six-rounded" and _chunks_divide(setting, shape)
     ]
 
 
 def _every_rollout() -> list[Case]:
     """vLLM for all settings that generate and in all shapes; its variants, and the layouts of its source."""
-    settings = [name for name in SETTINGS if name not in (*SUPERVISED, *PREFERENCES, *NOT_COMPARED)]
+    settings = [name for name in SETTINGS if name not in (*SUPERVISED, *PREFERENCES, *NOT_COMPARED, *WITH_EXPERTS)]
     plain = [(setting, shape) for setting in settings for shape in ("co-located", "six", "lag-every-3")]
     plain += [
         (setting, shape)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.core_model_loading import revert_weight_conversion
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec, OptimizerSpec
 from flexrlhf.config.spec import Spec
@@ -182,7 +183,7 @@ def copy_of(model: torch.nn.Module) -> Weights:
 def saved(model: torch.nn.Module) -> Weights:
     """Contents of the trained model's file: all weights, or the adapters in peft's format."""
     if not isinstance(model, PeftModel):
-        return copy_of(model)
+        return dict(revert_weight_conversion(model, copy_of(model)))
     head = {name: weight for name, weight in copy_of(model).items() if name == "base_model.model.score.weight"}
     return get_peft_model_state_dict(model) | head
 

@@ -22,7 +22,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.manifest import Manifest, Progress, checkpoint_directory, write_durably, write_manifest
 from flexrlhf.runs.run_directory import RunStatus, write_status
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces
-from flexrlhf.weights.shapes import llama_like_shapes
+from flexrlhf.weights.families import decoder_shapes
 from flexrlhf.weights.shards import whole
 
 Raw = dict[str, Any]
@@ -100,7 +100,7 @@ def _write_models(directory: Path) -> None:
     """Llama in one file, gpt2, whose names only transformers has, and Llama in two files with an index."""
     torch.manual_seed(0)
     llama, gpt2, several = (directory / name for name in ("llama", "gpt2", "several"))
-    tensors = {name: torch.ones(shape) for name, shape in llama_like_shapes(LLAMA).items()}
+    tensors = {name: torch.ones(shape) for name, shape in decoder_shapes(LLAMA).items()}
     for path in (llama, several):
         shutil.copytree(directory / "tokenizer", path)
         (path / "config.json").write_text(json.dumps(LLAMA))

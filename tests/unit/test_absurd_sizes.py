@@ -16,7 +16,8 @@ from flexrlhf.data.files import read_rows
 from flexrlhf.errors import UserError
 from flexrlhf.plan import suggestions
 from flexrlhf.plan.suggestions import memory_suggestions
-from flexrlhf.weights.shapes import MAX_LAYERS, MAX_SIZE, model_shape
+from flexrlhf.weights.families import MAX_LAYERS, MAX_SIZE
+from flexrlhf.weights.shapes import model_shape
 
 DIGITS = "9" * 5000
 LAUGHS = "a: &a [1, 1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in zip("abcdef", "bcdefg", strict=True))

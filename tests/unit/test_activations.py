@@ -25,7 +25,8 @@ from flexrlhf.engines.sampling import sample_tokens
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.memory.activations import NOISE_BYTES, Blocks
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.weights.shapes import Sizes, model_shape
+from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.shapes import model_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAMPLING = Sampling(seed=0, step=0, temperature=1.0, eos_token_ids=(10**6,), pad_token_id=0)
@@ -96,6 +97,55 @@ def test_planned_activations_are_what_autograd_keeps(kind: str, sizes: dict[str,
     blocks = blocks_of(config, dtype)
     planned = layers * blocks.saved_by_layer(width) + blocks.saved_outside_layers()
     assert saved_bytes(model_of(config, dtype), rows, width) == rows * width * planned
+
+
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 72,
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 160,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+}
+"""Sizes in which models with experts differ, by family."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_planned_activations_of_experts(kind: str, dtype: str) -> None:
+    """What autograd keeps of choices depends on the family by some bytes; the peaks are those of a tiny MLP."""
+    rows, width, layers = 4, 128, 2
+    config = config_of(kind, layers, **EXPERTS[kind])
+    model, blocks, batch = model_of(config, dtype), blocks_of(config, dtype), inputs(rows, width)
+    planned = layers * blocks.saved_by_layer(20) + blocks.saved_outside_layers()
+    assert_close_above(3 * 20 * planned, saved_bytes(model, 3, 20), 0.02)
+
+    @torch.no_grad()
+    def forward() -> None:
+        model.model(**batch, use_cache=False)
+
+    assert_close_above(blocks.forward_bytes(rows * width, width), peak_bytes(forward), 0.03)
+
+    def train() -> None:
+        model.model(**batch, use_cache=False).last_hidden_state.float().sum().backward()
+
+    for parameter in model.parameters():  # so that gradients are added in place
+        parameter.grad = torch.zeros_like(parameter)
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        planned = blocks.train_bytes(rows * width, width, recompute)
+        assert_close_above(planned, peak_bytes(train), 0.08)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -308,7 +358,7 @@ def test_a_chunk_is_a_row_at_least_and_all_at_most() -> None:
     assert blocks.head_bytes(10, 10**9, train=False) == 2 * 4 * 1000 * 10 + 10 * 4
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(
     "settings", [{}, {"sliding_window": None}, {"sliding_window": 64}, {"use_sliding_window": True}], ids=str
 )

@@ -91,7 +91,11 @@ BAD = [
     ("no such stage", ("--set", "models.actor.zero=4"), ("models.actor.zero", "0, 1, 2 or 3", "found 4")),
     ("tp and devices", ("--devices", "3", "--set", "models.ref.tp=2"), ("models.ref.tp", "2", "3 devices", "1 or 3")),
     ("tp and heads", ("--devices", "4", "--set", "models.ref.tp=4"), ("models.ref.tp", "4", "2 heads", "1 or 2")),
-    ("ep", ("--set", "models.actor.ep=2"), ("models.actor: unknown key 'ep'", "known: ", "tp, trust_remote_code")),
+    (
+        "unknown",
+        ("--set", "models.actor.whatever=2"),
+        ("models.actor: unknown key 'whatever'", "known: ", "tp, trust_remote_code"),
+    ),
     ("offload", ("--set", "models.actor.offload_optimizer=true"), ("models.actor.offload_optimizer", "deepspeed")),
     (
         "adapters",
@@ -559,9 +563,9 @@ def test_a_model_without_a_tokenizer_is_refused(invoke: Invoke) -> None:
 
 def test_a_model_with_experts_on_disk_is_refused_by_name(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "granitemoe", "num_local_experts": 8}))
     message = refused(invoke("plan", "a.yaml", "--set", "models.reward={path: model}"))
-    assert all(word in message for word in ("models.", "mixtral", "num_local_experts"))
+    assert all(word in message for word in ("models.", "granitemoe", "num_local_experts"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.errors import UserError
 from flexrlhf.plan import model_checks
 from flexrlhf.plan.model_checks import check_device, check_packages
-from flexrlhf.weights.shapes import rope_type
+from flexrlhf.weights.families import rope_type
 
 CRITIC, VLLM = "models.critic.engine=megatron", "rollout.engine=vllm"
 SIX = [0.5] * 6

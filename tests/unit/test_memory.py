@@ -38,8 +38,9 @@ from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
 from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.workload import workload, works_of
 from flexrlhf.text import bytes_text
+from flexrlhf.weights.families import Sizes
 from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import ModelShape, Sizes, model_shape
+from flexrlhf.weights.shapes import ModelShape, model_shape
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published"
 """Measurements collected from papers and repositories; not part of the project, so the rows that matter stand here."""

@@ -23,7 +23,8 @@ from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.input_checks import check_architecture
 from flexrlhf.plan.models import model_shapes, resolve_models
-from flexrlhf.weights.shapes import llama_like_shapes, model_shape
+from flexrlhf.weights.families import decoder_shapes
+from flexrlhf.weights.shapes import model_shape
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 NORM = "model.norm.weight"
@@ -38,7 +39,7 @@ def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], f
 
 
 def tiny(**changes: Any) -> dict[str, Tensor]:
-    return {name: torch.ones(shape) for name, shape in llama_like_shapes(TINY | changes).items()}
+    return {name: torch.ones(shape) for name, shape in decoder_shapes(TINY | changes).items()}
 
 
 @pytest.fixture

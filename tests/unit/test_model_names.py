@@ -38,6 +38,12 @@ BILLIONS = {
     "qwen3-8b": 8.191,
     "qwen3-14b": 14.768,
     "qwen3-32b": 32.762,
+    "qwen3-30b-a3b": 30.532,
+    "qwen3-235b-a22b": 235.094,
+    "qwen1.5-moe-a2.7b": 14.316,
+    "olmoe-1b-7b": 6.919,
+    "mixtral-8x7b": 46.703,
+    "mixtral-8x22b": 140.630,
 }
 """As on the models' cards, or by their safetensors index."""
 
@@ -57,7 +63,10 @@ HUB = {
     "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
     "someone/Llama-3.2-3B-rm": "llama-3.2-3b",
     "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-v0.1",
-    "Qwen/Qwen3-30B-A3B": None,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": None,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": None,
     "Qwen/Qwen2.5-VL-7B-Instruct": None,
     "Qwen/Qwen3.5-4B": None,
     "nvidia/Llama-3.1-Nemotron-Nano-8B-v1": None,

@@ -12,13 +12,15 @@ from safetensors.torch import save_file
 from small_runs import TINY, placed_model, plan_of, spec_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.engine_bytes import model_state
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Sync
-from flexrlhf.weights.shapes import llama_like_shapes, model_shape
+from flexrlhf.weights.families import decoder_shapes
+from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import make_buckets
 
 LLAMA_2_7B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
@@ -141,8 +143,7 @@ def test_a_written_critic_keeps_its_own_weights() -> None:
         (("algorithm={name: sft}",), ("models.reward", "sft has no reward", "actor")),
         (("models.actor.init=null",), ("models.actor", "path", "init")),
         (("models.critic.engine=torhc",), ("models.critic.engine", "'torhc'", "did you mean 'torch'")),
-        (("models.critic.init={model_type: mixtral}",), ("models.critic", "mixtral", "mixture-of-experts", "dense")),
-        (("models.critic.init={model_type: qwen3_moe}",), ("models.critic", "qwen3_moe", "mixture-of-experts")),
+        (("models.critic.init={model_type: granitemoe}",), ("models.critic", "granitemoe", "qwen3_moe", "dense")),
         (
             ("models.critic.init={model_type: llama, num_experts: 8}",),
             ("mixture-of-experts", "num_experts"),
@@ -207,6 +208,10 @@ FAMILIES = [SMALL | {"model_type": kind, "head_dim": 6} for kind in ("llama", "m
     SMALL | {"model_type": "mistral", "attention_bias": True},
     SMALL | {"model_type": "llama", "mlp_bias": True},
     TINY,
+    SMALL | {"model_type": "mixtral", "num_local_experts": 4},
+    SMALL | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 6, "mlp_only_layers": [1]},
+    SMALL | {"model_type": "qwen3_moe", "num_local_experts": 9, "moe_intermediate_size": 6, "decoder_sparse_step": 2},
+    SMALL | {"model_type": "olmoe", "num_experts": 8, "attention_bias": True},
 ]
 
 
@@ -220,18 +225,18 @@ def real_shapes(config: dict[str, Any], auto: Any, **extra: Any) -> dict[str, tu
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config["model_type"])
 def test_shapes_equal_transformers(config: dict[str, Any], tied: bool) -> None:
     config = config | {"tie_word_embeddings": tied}
-    assert llama_like_shapes(config) == real_shapes(config, AutoModelForCausalLM)
+    assert decoder_shapes(config) == real_shapes(config, AutoModelForCausalLM)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KNOWN_FAMILIES)
 def test_values_that_a_config_leaves_out_are_as_in_transformers(kind: str) -> None:
     config = {"model_type": kind, "num_hidden_layers": 1}
-    assert llama_like_shapes(config) == real_shapes(config, AutoModelForCausalLM)
+    assert decoder_shapes(config) == real_shapes(config, AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize("role", ["critic", "reward"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [kind for kind in KNOWN_FAMILIES if kind != "olmoe"])
 def test_a_scalar_head_replaces_that_of_the_vocabulary(kind: str, tied: bool, role: str) -> None:
     config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
     shape = model_shape(role, ModelSpec(init=config), "scalar")
@@ -263,7 +268,7 @@ def test_a_shared_trunk_has_a_scalar_head_and_a_language_head(kind: str, tied: b
 
 @pytest.mark.parametrize("head", ["causal", "scalar", "both"])
 def test_shapes_from_files_equal_those_from_the_config(head: Head, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", SMALL, llama_like_shapes(SMALL))
+    model = write_model(tmp_path / "model", SMALL, decoder_shapes(SMALL))
     assert model_shape("actor", model, head) == model_shape("actor", ModelSpec(init=SMALL), head)
 
 
@@ -278,7 +283,7 @@ def test_files_tell_the_shapes_of_any_architecture(tmp_path: Path) -> None:
 
 def test_tied_weights_in_a_file_are_counted_once(tmp_path: Path) -> None:
     tied = SMALL | {"tie_word_embeddings": True}
-    shapes = llama_like_shapes(SMALL)
+    shapes = decoder_shapes(SMALL)
     model = write_model(tmp_path / "model", tied, shapes)
     assert model_shape("actor", model) == model_shape("actor", ModelSpec(init=tied))
 

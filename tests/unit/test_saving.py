@@ -77,10 +77,14 @@ def test_a_tensor_larger_than_a_shard_is_alone() -> None:
     assert (first, second, third) == (["a"], ["b"], ["c", "d"])
 
 
-def test_transformers_loads_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_transformers_loads_shards(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    # sizes of experts are not all of them read by each family
+    experts = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(**CONFIG | {"model_type": family} | (experts if family != "llama" else {}))
+    plain = AutoModelForCausalLM.from_config(config)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     with model_writer(tmp_path / "actor", forms_of(weights), plain.config, None, shard_bytes=4000) as files:
         files.write(weights)

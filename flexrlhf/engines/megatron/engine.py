@@ -41,7 +41,7 @@ from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.engines.skeletons import Skeleton, is_tied, make_skeleton, planned_parts
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
-from flexrlhf.weights.shapes import model_sizes
+from flexrlhf.weights.families import model_sizes
 from flexrlhf.weights.shards import whole
 
 

@@ -16,6 +16,7 @@ from flexrlhf.engines.base import (
     WEIGHTS,
     Batch,
     EngineContext,
+    ExpertRanks,
     Loss,
     MemoryUsage,
     Moments,
@@ -24,6 +25,7 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.context_parallel import row_split
+from flexrlhf.engines.experts import split_experts
 from flexrlhf.engines.host_offload import HostOffload, Lender
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
@@ -33,9 +35,10 @@ from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.skeletons import Skeleton, make_skeleton, swap_values
 from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
-from flexrlhf.engines.torch.fsdp import apply_fsdp, free_gathered, read_shards, shard_mesh
+from flexrlhf.engines.torch.fsdp import apply_fsdp, expert_mesh, free_gathered, read_shards, shard_mesh
 from flexrlhf.engines.torch.update import Gradients, TrainedParameter, Update
 from flexrlhf.operators.columns import Column
+from flexrlhf.weights.shards import is_of_experts
 
 
 class TorchEngine(Lender):
@@ -58,7 +61,8 @@ class TorchEngine(Lender):
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
         split = row_split(context, self._model)
-        self._passes = make_passes(context, self._model, self._model, head, self._is_sharded, split)
+        in_lockstep = self._is_sharded or context.experts is not None
+        self._passes = make_passes(context, self._model, self._model, head, in_lockstep, split)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._update = self._make_update(context, names) if placed.trained else None
@@ -73,6 +77,7 @@ class TorchEngine(Lender):
                 self._masters.get(name, live[name]),
                 is_tp_shard=name in names.split,
                 is_partial=name in names.partial,
+                has_experts=context.experts is not None and is_of_experts(name),
             )
             for name in sorted(live)
         ]
@@ -80,7 +85,7 @@ class TorchEngine(Lender):
             live[name].register_post_accumulate_grad_hook(_accumulate_into(master))
         return Update(
             settings.optimizer,
-            Gradients(trained, context.same_part, context.tp, self._copies(context)),
+            Gradients(trained, context.same_part, context.tp, self._copies(context), self._expert_copies(context)),
             context.num_updates,
             is_scaled=settings.dtype == "float16",
             changed=self._publish_masters,
@@ -91,6 +96,11 @@ class TorchEngine(Lender):
         if not self._is_sharded:
             return context.same_part
         return None if context.in_node is None else context.in_node.copies
+
+    def _expert_copies(self, context: EngineContext) -> ExpertRanks | None:
+        """Ranks with other experts and with the same ones, where gradients of experts have to be summed over these;
+        None: FSDP2 sums them, or every rank has all experts."""
+        return None if self._is_sharded else context.experts
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         self.num_requests += len(batch)
@@ -209,6 +219,8 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
     skeleton.replace_placeholders(
         lambda p: torch.empty(p.shape, dtype=torch.float32 if p.requires_grad else dtype, device="meta")
     )
+    if context.experts is not None and context.experts.parts.group is not None:
+        split_experts(model, context.experts.parts.group)
     group = context.tp.group
     names = TensorParallelNames() if group is None else apply_tensor_parallel(model, head, group)
     if placed.split == "whole":
@@ -220,7 +232,7 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
     for parameter in [parameter for parameter in model.parameters() if not parameter.requires_grad]:
         swap_values(parameter, parameter.detach().to(dtype))
     # moves weights that are loaded to the device layer by layer, and keeps the shards there
-    apply_fsdp(model, mesh, settings.zero, dtype)
+    apply_fsdp(model, mesh, settings.zero, dtype, expert_mesh(context))
     read_shards(skeleton, context.device)
     return names
 

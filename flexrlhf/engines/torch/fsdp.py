@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flexrlhf.engines.base import EngineContext
+from flexrlhf.engines.experts import has_experts
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.skeletons import Skeleton, swap_values
 
@@ -32,16 +34,35 @@ def shard_mesh(context: EngineContext) -> DeviceMesh | None:
     Its axis has a name of its own: torch takes meshes of equal ranks and names for one, and caches plans for it, which
     would refer to groups of an earlier run that are destroyed.
     """
-    group = (context.same_part if context.in_node is None else context.in_node.shards).group
+    return _mesh((context.same_part if context.in_node is None else context.in_node.shards).group, context)
+
+
+def expert_mesh(context: EngineContext) -> DeviceMesh | None:
+    """Return the mesh of the ranks that FSDP2 shards experts over, this one alone if no other has the same; None: they
+    are sharded as other weights."""
+    return None if context.experts is None else _mesh(context.experts.same.group or context.alone, context)
+
+
+def _mesh(group: dist.ProcessGroup | None, context: EngineContext) -> DeviceMesh | None:
     if group is None:
         return None
     return DeviceMesh.from_group(group, context.device.type, mesh_dim_names=(f"dp_{group.group_name}",))
 
 
-def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, zero: int, compute_dtype: torch.dtype) -> None:
-    """Shard every layer, and the parameters outside layers, over ``mesh``. Gradients are summed, in float32."""
+def apply_fsdp(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    zero: int,
+    compute_dtype: torch.dtype,
+    experts: DeviceMesh | None = None,
+) -> None:
+    """Shard every layer, and the parameters outside layers, over ``mesh``; experts over ``experts``, if any. Gradients
+    are summed, in float32."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": zero == 3}
+    for module in model.modules():
+        if experts is not None and has_experts(module):
+            fully_shard(module, **settings | {"mesh": experts})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, **settings)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import OptimizerSpec
-from flexrlhf.engines.base import Moments
+from flexrlhf.engines.base import ExpertRanks, Moments
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     learning_rate,
@@ -35,11 +35,13 @@ class TrainedParameter:
     parameter:   the float32 tensor that the optimizer updates.
     is_tp_shard: whether tensor-parallel ranks have different parts of it.
     is_partial:  whether the gradients of tensor-parallel ranks are summands of one gradient.
+    has_experts: whether expert-parallel ranks have different parts of it.
     """
 
     parameter: Tensor
     is_tp_shard: bool = False
     is_partial: bool = False
+    has_experts: bool = False
 
     @property
     def gradient(self) -> Tensor:
@@ -58,19 +60,28 @@ class Gradients:
     tp:      tensor-parallel group.
     copies:  ranks of ``summed`` that store the same part of each parameter; FSDP2 has summed over the others already.
              None: this rank alone.
+    experts: ranks with other experts, and those with the same, over which gradients of experts are summed instead of
+             ``copies``; None: as others.
     """
 
     trained: Sequence[TrainedParameter]
     summed: RankGroup
     tp: RankGroup
     copies: RankGroup | None
+    experts: ExpertRanks | None = None
 
     def reduce(self) -> Tensor:
         """Sum over all ranks that computed summands; return the global norm (), the same on all of them."""
         if self.copies is not None:
-            self._sum_buckets([item.gradient for item in self.trained], self.copies)
+            self._sum_buckets([item.gradient for item in self.trained if not self._is_apart(item)], self.copies)
+        if self.experts is not None:
+            self._sum_buckets([item.gradient for item in self.trained if self._is_apart(item)], self.experts.same)
         self._sum_buckets([item.gradient for item in self.trained if item.is_partial], self.tp)
         return self._norm()
+
+    def _is_apart(self, item: TrainedParameter) -> bool:
+        """Whether a gradient is summed over ranks with the same experts alone."""
+        return self.experts is not None and item.has_experts
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply all gradients, in place."""
@@ -100,8 +111,12 @@ class Gradients:
     def _norm(self) -> Tensor:
         """Global norm (), in which every element counts once, whatever ranks it is sharded over."""
         tp_shards = self._square_sum([item.gradient for item in self.trained if item.is_tp_shard])
-        replicated = self._square_sum([item.gradient for item in self.trained if not item.is_tp_shard])
+        others = [item for item in self.trained if not item.is_tp_shard]
+        replicated = self._square_sum([item.gradient for item in others if not self._is_apart(item)])
         total = self.tp.sum(tp_shards) + replicated
+        if self.experts is not None:
+            of_experts = self._square_sum([item.gradient for item in others if self._is_apart(item)])
+            total += self.experts.parts.sum(of_experts)
         copies = 1 if self.copies is None else len(self.copies.ranks)
         if copies < len(self.summed.ranks):
             # over all ranks, which so get the same bits

@@ -12,7 +12,8 @@ from flexrlhf.guideline.costs.speculation import Speculation
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import GPUS_PER_NODE, PORT_GB_S, DeviceClass
 from flexrlhf.placement.routes import Primitive
-from flexrlhf.weights.shapes import LANGUAGE_HEAD, DecoderSizes, ModelShape, count_elements
+from flexrlhf.weights.families import LANGUAGE_HEAD, DecoderSizes
+from flexrlhf.weights.shapes import ModelShape, count_elements
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,26 @@ class Transformer(DecoderSizes):
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters of the matrices of one layer: query, key, value and output, and the feed-forward block's."""
+        """Parameters of the matrices of one layer, in the mean: query, key, value and output, those of the feed-forward
+        block or of all experts, and the router."""
+        return self._matrices(self.stored_ffn)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of ``matrix_parameters`` that compute a token."""
+        return self._matrices(self.active_ffn)
+
+    def read_parameters(self, tokens: float) -> float:
+        """Return the parameters of a layer that a pass over ``tokens`` reads: of its experts those that any token
+        takes."""
+        if self.experts is None:
+            return self.layer_parameters
+        return self._matrices(self.mean_ffn(self.experts.taken(tokens))) + 2 * self.hidden
+
+    def _matrices(self, ffn: float) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+        routers = 0 if self.experts is None else self.sparse_layers * self.experts.number * self.hidden // self.layers
+        return attention + int(self.hidden * ffn * (3 if self.gated else 2)) + routers
 
     @property
     def layer_parameters(self) -> int:
@@ -53,6 +71,21 @@ class Transformer(DecoderSizes):
     @property
     def trained_parameters(self) -> int:
         return self.adapters or self.parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts."""
+        if self.experts is None:
+            return 0
+        return self.sparse_layers * self.hidden * self.experts.number * self.experts.ffn * (3 if self.gated else 2)
+
+    def on_each(self, ep: int) -> float:
+        """Return the parameters on each of ``ep`` expert-parallel ranks."""
+        return self.parameters - self.expert_parameters * (1 - 1 / ep)
+
+    def trained_on_each(self, ep: int) -> float:
+        """Return the trained parameters on each of ``ep`` expert-parallel ranks; adapters are on all of them."""
+        return self.adapters or self.on_each(ep)
 
     def kv_bytes(self, item: int = 2) -> int:
         """Return the bytes of one token's keys and values in all layers; ``item``: bytes of one number."""
@@ -111,6 +144,7 @@ class Mesh:
                     stages of a replica are
     cp:             context-parallel ranks
     is_ring:        whether keys and values travel around these, else heads are exchanged for tokens
+    ep:             expert-parallel ranks, among the copies of the weights
     """
 
     device: DeviceClass
@@ -124,6 +158,7 @@ class Mesh:
     sharded_over: int = 0
     cp: int = 1
     is_ring: bool = False
+    ep: int = 1
 
     @property
     def size(self) -> int:

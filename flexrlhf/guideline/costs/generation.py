@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.links import all_reduce_seconds
 from flexrlhf.guideline.costs.profiles import DecodeProfile, host_factor
-from flexrlhf.guideline.costs.training import forward_cost, gather_weights_seconds
+from flexrlhf.guideline.costs.training import expert_seconds, forward_cost, gather_weights_seconds
 
 PREFILL_TOKENS = 8192
 """Tokens of one forward pass over prompts; it has at least one prompt."""
@@ -80,7 +80,10 @@ def _unthrottled(mesh: Mesh) -> Mesh:
 class _Step:
     """Constants of one decoding step; times in seconds. A pipeline's stages work in turn, so they divide nothing.
 
-    weights:   time of reading the weights
+    weights:   time of reading the weights, without experts
+    experts:   time of reading all experts
+    untaken:   share of them that a token does not take
+    exchange:  time in which so many tokens travel to experts of other ranks and back; None: there are none
     row:       time of one row's arithmetic
     token:     time of reading one token's keys and values
     layers:    time of the small kernels of all layers
@@ -96,6 +99,9 @@ class _Step:
     """
 
     weights: float
+    experts: float
+    untaken: float
+    exchange: Callable[[float], float] | None
     row: float
     token: float
     layers: float
@@ -114,15 +120,22 @@ class _Step:
         model, device, host = call.model, mesh.device, host_factor(mesh.device)
         slower = 1 / profile.reached
         bandwidth = mesh.tp * device.memory_gb_s * 1e9
-        read = model.layers * model.layer_parameters + model.head_parameters
+        # no token: none of the routed experts
+        read = model.layers * model.read_parameters(0) + model.head_parameters
+        experts = model.layers * (model.layer_parameters - model.read_parameters(0))
+        active = model.layers * (model.active_parameters + 2 * model.hidden) + model.head_parameters
+        weights = slower * call.weight_share * call.item / (FIGURES.weights * bandwidth)
         heads = 1 + profile.reread * (model.heads / model.kv_heads - 1)
         shared = min(mesh.tp, model.kv_heads)
         launch = profile.launch_seconds
         if launch and mesh.tp > 1:
             launch += profile.launch_tp_seconds
         return cls(
-            weights=slower * call.weight_share * call.item * read / (FIGURES.weights * bandwidth),
-            row=slower * 2 * read / (mesh.tp * device.matmul * device.tflops * 1e12),
+            weights=weights * read,
+            experts=weights * experts / mesh.ep,
+            untaken=0.0 if model.experts is None else 1 - model.experts.active / model.experts.number,
+            exchange=(lambda tokens: expert_seconds(call, mesh, tokens)) if mesh.ep > 1 else None,
+            row=slower * 2 * active / (mesh.tp * device.matmul * device.tflops * 1e12),
             token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp),
             layers=_layers_seconds(call, mesh, profile),
             launch=slower * host * model.layers * launch,
@@ -139,15 +152,21 @@ class _Step:
     def through(self, phases: Iterable[DecodePhase], prompt: float) -> dict[str, float]:
         """Return the time of all steps of ``phases``, by cause."""
         blend = FIGURES.blend
-        read = self.weights**blend
-        steps = live = matrices = cache = reduce = launch = gather = 0.0
+        weights, read = self.weights, self.weights**blend
+        steps = live = exchanged = reading = matrices = cache = reduce = launch = gather = 0.0
         for phase in phases:
             rows = phase.rows
+            if self.experts:
+                weights = self.weights + self.experts * (1 - self.untaken ** (rows * phase.tokens * self.mesh.ep))
+                read = weights**blend
             multiplied = (read + (rows * phase.tokens * self.row) ** blend) ** (1 / blend)
             cached = rows * (prompt + phase.age) * self.token
             reduced = self.reduces * self.reduce_seconds(self.message * rows * phase.tokens) if self.reduces else 0.0
             steps += phase.steps
             live += phase.steps * rows
+            if self.exchange is not None:
+                exchanged += phase.steps * self.exchange(rows * phase.tokens)
+            reading += phase.steps * weights
             matrices += phase.steps * multiplied
             cache += phase.steps * cached
             reduce += phase.steps * reduced
@@ -157,9 +176,10 @@ class _Step:
             # the next layers' weights are gathered while one computes
             gather += phase.steps * max(0.0, self.gather - busy - launched)
         return {
-            "weights": steps * self.weights,
-            "compute": matrices - steps * self.weights,
+            "weights": reading,
+            "compute": matrices - reading,
             "cache": cache,
+            **({"expert parallel": exchanged} if exchanged else {}),
             "tensor parallel": reduce,
             "layers": steps * self.layers,
             "launch": launch,

@@ -48,6 +48,24 @@ def matmul_seconds(
     return figures.start_seconds + pow(blended, 1 / figures.blend)
 
 
+def grouped_seconds(
+    groups: float, m: float, k: float, n: float, device: DeviceClass, item: float = 2, figures: KernelFigures = FIGURES
+) -> float:
+    """Return the time of ``groups`` products of [m, k] and [k, n], each with a matrix of its own, in one kernel.
+
+    It is that of one product of all rows, in which half a tile is idle for each group, at most as much as the group
+    has rows; it reads the matrices of all groups. No measurement is behind it.
+    """
+    if groups <= 1:
+        return matmul_seconds(m, k, n, device, item, figures)
+    rows = groups * (m + min(m, TILE / 2))
+    idle = figures.wave * device.cores * min(m, TILE) * min(n, TILE)
+    arithmetic = 2 * (rows * n + idle) * (k + figures.depth) / (device.matmul * device.tflops * 1e12)
+    traffic = item * groups * (m * k + k * n + m * n) / (figures.weights * device.memory_gb_s * 1e9)
+    blended = pow(arithmetic, figures.blend) + pow(traffic, figures.blend)
+    return figures.start_seconds + pow(blended, 1 / figures.blend)
+
+
 def attention_seconds(rows: float, width: float, channels: float, device: DeviceClass, speed: float = 1.0) -> float:
     """Return the time of fused causal attention over ``rows`` rows of ``width`` tokens in one layer.
 

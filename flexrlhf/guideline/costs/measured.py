@@ -24,7 +24,7 @@ from flexrlhf.guideline.costs.layer_prices import Curve, LayerPrices, SlicedMode
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, read_measurements
 from flexrlhf.guideline.costs.profiles import DECODERS
-from flexrlhf.guideline.costs.training import parts_traffic, product_shapes, replica_sum_seconds
+from flexrlhf.guideline.costs.training import layer_products, parts_traffic, replica_sum_seconds
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 
@@ -181,6 +181,7 @@ class MeasuredCosts:
         names += ["tensor parallel"] if unsummed and line is None else []
         names += ["pipeline"] if mesh.pp > 1 and line is None else []
         names += ["context parallel"] if mesh.cp > 1 and line is None else []
+        names += ["expert parallel"] if mesh.ep > 1 else []
         analytic = AnalyticCosts().call(call, mesh).parts if names else {}
         parts = {name: analytic[name] for name in names if analytic.get(name)}
         if line is not None and unsummed:
@@ -241,7 +242,7 @@ def _sliced(call: Call, mesh: Mesh) -> SlicedModel:
 
 def _mlp_share(model: Transformer) -> float:
     """Return the share of the MLP in the matrix products of a layer."""
-    sizes = [k * n for k, n in product_shapes(model, 1)]
+    sizes = [each.share * each.m * each.groups * each.k * each.n for each in layer_products(model, 1, tokens=1)]
     return sum(sizes[2:]) / sum(sizes)
 
 

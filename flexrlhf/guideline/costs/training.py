@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import ceil
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
-from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, matmul_seconds
+from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, grouped_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import (
     ACROSS,
     WITHIN,
@@ -73,12 +73,14 @@ class PassShape:
     width:        tokens of a row
     head_tokens:  tokens whose logits are computed
     item:         bytes of a number
+    ep:           ranks with as many tokens that share the experts
     """
 
     rows: float
     width: float
     head_tokens: float
     item: int
+    ep: int = 1
 
     @property
     def tokens(self) -> float:
@@ -115,7 +117,7 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
 
     Where nodes have copies of the shards, gradients are summed over these once in an update.
     """
-    gradients = call.item * call.model.trained_parameters / (mesh.tp * mesh.pp)
+    gradients = call.item * call.model.trained_on_each(mesh.ep) / (mesh.tp * mesh.pp)
     groups, per_node = _groups(mesh)
     copies, part = mesh.copies // mesh.num_shards, gradients / mesh.num_shards
     across = call.updates * all_reduce_seconds(part, copies, 1, mesh.links, groups * per_node)
@@ -133,7 +135,7 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
 def gather_weights_seconds(call: Call, mesh: Mesh, profile: EngineProfile) -> float:
     """Return the time of gathering all weights of a pipeline stage that ZeRO-3 shards over replicas, one layer after
     the other, each shard from where it is."""
-    size = call.item * call.model.parameters / (mesh.tp * mesh.pp)
+    size = call.item * call.model.on_each(mesh.ep) / (mesh.tp * mesh.pp)
     host = size / mesh.num_shards / mesh.device.host_gb_s / 1e9 if call.offload_parameters else 0.0
     return host + _gather(size, mesh, profile, ceil(call.model.layers / mesh.pp))
 
@@ -165,7 +167,9 @@ def _reached(links: Links, profile: EngineProfile) -> Figures:
 
 def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
     shard = mesh.num_shards if mesh.zero else 1
-    parameters = call.model.trained_parameters / (mesh.tp * mesh.pp * shard)
+    experts = 0 if call.model.adapters else call.model.expert_parameters
+    shared = (call.model.trained_parameters - experts) / shard + experts / max(shard, mesh.ep)
+    parameters = shared / (mesh.tp * mesh.pp)
     if not call.offload_optimizer:
         return elements_seconds(OPTIMIZER_BYTES * parameters, mesh.device)
     host = OPTIMIZER_BYTES * parameters * mesh.per_node / HOST_MEMORY_GB_S
@@ -174,7 +178,7 @@ def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
 
 def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[dict[str, float], int]:
     """Return the time of all micro-batches through the pipeline, by cause, and their number."""
-    shapes = _pass_shapes(call)
+    shapes = [(times, replace(shape, ep=mesh.ep)) for times, shape in _pass_shapes(call)]
     # forward passes that recomputation adds
     repeats = {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute] if training else 0.0
     split, tiled, offloads = (mesh.tp, mesh.pp, mesh.per_node), call.tiled_mlp, call.offload_activations
@@ -193,6 +197,9 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
             + times * training * _parts_seconds(call, mesh, profile, shape, backward=True)
             for times, shape in shapes
         )
+    if mesh.ep > 1:
+        exchanges = 1 + repeats + training
+        parts["expert parallel"] = sum(times * exchanges * expert_seconds(call, mesh, s.tokens) for times, s in shapes)
     if mesh.pp > 1:
         parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * sum(stages[0].values()) / profile.chunks
         hops = (number + mesh.pp - 1) * (2 if training else 1)
@@ -251,6 +258,24 @@ def _parts_seconds(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassSh
         hidden = (ATTENTION_BACKWARD if backward else 1) * attention * (mesh.cp - 1) / mesh.cp
     exposed = max(0.0, travel_seconds(traffic, mesh.links) - hidden)
     return call.model.layers / mesh.pp * (exposed + elements_seconds(moved, mesh.device))
+
+
+def expert_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
+    """Return the time in which ``tokens`` of a rank travel to their experts and outputs back, or as much of gradients.
+
+    As many stay as on any rank: experts are taken equally often.
+    """
+    model, others = call.model, mesh.ep - 1
+    if model.experts is None:
+        return 0.0
+    size = int(tokens * model.experts.active * model.hidden * call.item * others / mesh.ep)
+    ranks = mesh.ep * mesh.tp
+    if ranks <= mesh.per_node:
+        traffic = Traffic(size, 0, others)
+    else:  # what leaves a node, of all its ranks
+        away = (ranks - mesh.per_node) / (ranks - mesh.tp)
+        traffic = Traffic(int(size * (1 - away)), int(size * away * mesh.per_node), others)
+    return 2 * model.sparse_layers / mesh.pp * travel_seconds(traffic, mesh.links)
 
 
 def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
@@ -319,8 +344,7 @@ def _recomputed(
     """Return the time of computing a layer again under full recomputation; selective repeats a share of it."""
     if not profile.stops_early:
         return forward
-    k, n = product_shapes(model, tp)[-1]
-    last = matmul_seconds(shape.tokens, k, n, device, shape.item) / device.sustained
+    last = layer_products(model, tp, shape.tokens, shape.ep)[-1].seconds(device, shape.item) / device.sustained
     return replace(forward, products=forward.products - last)
 
 
@@ -335,11 +359,11 @@ def _tiled_again(
 ) -> LayerSeconds:
     """Return the time of computing again a layer whose MLP is in tiles: all of it, or the MLP alone where activations
     are kept; and of summing weight gradients over the tiles, each of as many tokens as hidden features."""
-    products = product_shapes(model, tp)[2:]
-    sums = TILE_SUM_BYTES * shape.tokens / model.hidden * sum(k * n for k, n in products) * (not model.adapters)
+    products = layer_products(model, tp, shape.tokens, shape.ep)[2:]
+    sums = TILE_SUM_BYTES * shape.tokens / model.hidden * sum(p.k * p.n for p in products) * (not model.adapters)
     if repeats:
         return forward.plus(LayerSeconds(elements=elements_seconds(sums, device)))
-    mlp = sum(matmul_seconds(shape.tokens, k, n, device, shape.item) for k, n in products) / device.sustained
+    mlp = sum(product.seconds(device, shape.item) for product in products) / device.sustained
     activation = profile.elements * shape.item * shape.tokens * _ffn_elements(model, tp)
     return LayerSeconds(mlp, 0.0, elements_seconds(sums + activation, device))
 
@@ -348,7 +372,7 @@ def layer_forward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
     """Return the time of one layer's forward pass on one of ``tp`` devices."""
-    products = sum(matmul_seconds(shape.tokens, k, n, device, shape.item) for k, n in product_shapes(model, tp))
+    products = sum(each.seconds(device, shape.item) for each in layer_products(model, tp, shape.tokens, shape.ep))
     channels = model.heads * model.head_dim / tp
     attention = attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
     elements = elements_seconds(element_bytes(model, profile, shape, tp), device)
@@ -360,10 +384,10 @@ def layer_backward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
     """Return the time of the gradients of one layer's activations and, without adapters, of its weights."""
-    tokens, item = shape.tokens, shape.item
-    products = sum(matmul_seconds(tokens, n, k, device, item) for k, n in product_shapes(model, tp))
+    forward = layer_products(model, tp, shape.tokens, shape.ep)
+    products = sum(each.of_inputs.seconds(device, shape.item) for each in forward)
     if not model.adapters:
-        products += sum(matmul_seconds(k, tokens, n, device, item) for k, n in product_shapes(model, tp))
+        products += sum(each.of_weights.seconds(device, shape.item) for each in forward)
     channels = model.heads * model.head_dim / tp
     attention = ATTENTION_BACKWARD * attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
     moved = ELEMENTS_BACKWARD * element_bytes(model, profile, shape, tp)
@@ -371,18 +395,60 @@ def layer_backward(
     return LayerSeconds(products / device.sustained, attention, elements)
 
 
-def product_shapes(model: Transformer, tp: int) -> tuple[tuple[float, float], ...]:
-    """Return inner and outer size of each matrix product of one layer on one of ``tp`` devices: query, key and value;
-    output; up (and gate); down. Key-value heads fewer than the devices are copied."""
+@dataclass(frozen=True)
+class Product:
+    """``groups`` products of [m, k] and [k, n] in one kernel.
+
+    share:  of all layers that have it.
+    """
+
+    m: float
+    k: float
+    n: float
+    groups: float = 1.0
+    share: float = 1.0
+
+    @property
+    def of_inputs(self) -> Product:
+        """The product that gives the gradients of its inputs."""
+        return replace(self, k=self.n, n=self.k)
+
+    @property
+    def of_weights(self) -> Product:
+        """The product that gives the gradients of its matrix."""
+        return replace(self, m=self.k, k=self.m)
+
+    def seconds(self, device: DeviceClass, item: float) -> float:
+        """Return its time, in the mean over layers."""
+        return self.share * grouped_seconds(self.groups, self.m, self.k, self.n, device, item)
+
+
+@lru_cache(maxsize=4096)
+def layer_products(model: Transformer, tp: int, tokens: float, ep: int = 1) -> tuple[Product, ...]:
+    """Return the matrix products of one layer on one of ``tp`` devices: query, key and value; output; of the MLP or of
+    experts up (and gate); down. Key-value heads fewer than the devices are copied.
+
+    Tokens are spread evenly over experts, of which each of ``ep`` ranks with as many tokens has a part. A router's
+    product is not counted.
+    """
     queries = model.heads * model.head_dim / tp
     keys = max(model.kv_heads / tp, 1) * model.head_dim
-    ffn = model.ffn / tp
-    return (
-        (model.hidden, queries + 2 * keys),
-        (queries, model.hidden),
-        (model.hidden, ffn * (2 if model.gated else 1)),
-        (ffn, model.hidden),
-    )
+    attention = (Product(tokens, model.hidden, queries + 2 * keys), Product(tokens, queries, model.hidden))
+    if model.experts is None:
+        return attention + _mlp_products(model, tokens, model.ffn / tp)
+    experts, share = model.experts, model.sparse_layers / model.layers
+    taken = experts.taken(tokens * ep) / ep
+    shared = _mlp_products(model, tokens, experts.shared / tp, share=share) if experts.shared else ()
+    dense = _mlp_products(model, tokens, model.ffn / tp, share=1 - share) if share < 1 else ()
+    routed = _mlp_products(model, tokens * experts.active / taken, experts.ffn / tp, taken, share)
+    return attention + dense + shared + routed
+
+
+def _mlp_products(
+    model: Transformer, tokens: float, ffn: float, groups: float = 1.0, share: float = 1.0
+) -> tuple[Product, Product]:
+    up = Product(tokens, model.hidden, ffn * (2 if model.gated else 1), groups, share)
+    return up, Product(tokens, ffn, model.hidden, groups, share)
 
 
 def element_bytes(model: Transformer, profile: EngineProfile, shape: PassShape, tp: int) -> float:
@@ -390,12 +456,21 @@ def element_bytes(model: Transformer, profile: EngineProfile, shape: PassShape, 
     norms (read twice, written once), two additions, rotations of queries and keys, the activation."""
     hidden = 12 * model.hidden / (tp if profile.sequence_parallel else 1)
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim / tp
-    return profile.elements * shape.item * shape.tokens * (hidden + heads + _ffn_elements(model, tp))
+    moved = hidden + heads + _ffn_elements(model, tp) + _dispatched(model)
+    return profile.elements * shape.item * shape.tokens * moved
 
 
 def _ffn_elements(model: Transformer, tp: int) -> float:
     """Return the numbers that the activation of an MLP reads and writes for a token."""
-    return (3 if model.gated else 2) * model.ffn / tp
+    return (3 if model.gated else 2) * model.active_ffn / tp
+
+
+def _dispatched(model: Transformer) -> float:
+    """Return the numbers that are read and written for a token as it is copied to its experts, and as their outputs are
+    weighted, brought back in its order and added."""
+    if model.experts is None:
+        return 0.0
+    return 8 * model.experts.active * model.hidden * model.sparse_layers / model.layers
 
 
 def _adapter_seconds(
@@ -403,7 +478,7 @@ def _adapter_seconds(
 ) -> float:
     if not model.adapters:
         return 0.0
-    results = sum(n for _, n in product_shapes(model, tp))
+    results = sum(each.share * each.n for each in layer_products(model, tp, shape.tokens, shape.ep))
     return elements_seconds(profile.adapter_elements * shape.item * shape.tokens * results, device)
 
 

@@ -191,6 +191,7 @@ class Pricer:
             sharded_over=model.sharded_over,
             cp=layout.cp,
             is_ring=is_ring(model, self.shape(model)),
+            ep=layout.ep,
         )
 
     def _move(self, move: Move) -> Cost:

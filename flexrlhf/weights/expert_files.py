@@ -1,0 +1,55 @@
+"""Names of experts' tensors in files: one tensor for each expert and matrix, of which transformers' modules have two
+for a layer.
+
+Files of published models, and those that transformers writes, are named so; engines of other libraries read these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+FUSED, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+"""Ends of the names of a layer's two tensors: gate and up, one behind the other, and down."""
+_MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_MATRICES_OF: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
+"""Names of gate, up and down of one expert, where they are others than ``_MATRICES``."""
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Tensor in a file that is a part of a parameter.
+
+    name:   in the file.
+    shape:  in the file.
+    box:    part of the parameter; its ranges of more than one element, and all that ``shape`` has, are the tensor's.
+    """
+
+    name: str
+    shape: Shape
+    box: tuple[range, ...]
+
+
+def file_pieces(family: str, name: str, shape: Shape) -> Iterator[FilePiece]:
+    """Yield the tensors that a parameter is in files, which together are all of it."""
+    stored = name.replace(*_MIXTRAL_BLOCK) if family == "mixtral" else name
+    gate, up, down = _MATRICES_OF.get(family, _MATRICES)
+    if name.endswith(FUSED):
+        parts: Sequence[tuple[str, range]] = ((gate, range(shape[1] // 2)), (up, range(shape[1] // 2, shape[1])))
+    elif name.endswith(DOWN):
+        parts = ((down, range(shape[1])),)
+    else:
+        yield FilePiece(stored, shape, tuple(map(range, shape)))
+        return
+    prefix = stored.rpartition(".")[0]
+    for expert in range(shape[0]):
+        for matrix, rows in parts:
+            box = (range(expert, expert + 1), rows, range(shape[2]))
+            yield FilePiece(f"{prefix}.{expert}.{matrix}.weight", (len(rows), shape[2]), box)
+
+
+def file_shapes(family: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of all tensors in files of a model with the parameters ``shapes``, by name."""
+    return {piece.name: piece.shape for name, shape in shapes.items() for piece in file_pieces(family, name, shape)}

@@ -1,0 +1,337 @@
+"""Sizes and parameter shapes of decoders, from their Hugging Face configs, for the families whose parameters follow.
+
+Names and shapes are those of transformers' modules: the routed experts of a layer are two tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.errors import shown
+
+MAX_LAYERS = 10_000
+"""Most layers whose parameters are listed; published models have at most some hundreds."""
+MAX_SIZE = 2**20
+"""Largest size of a model; published vocabularies have a quarter of it."""
+LANGUAGE_HEAD = "lm_head.weight"
+MOST_EXPERTS = 4096
+"""Most experts of a layer; published models have at most some hundreds."""
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of the experts of a decoder, each of which is a gated MLP.
+
+    number:  routed experts of a layer.
+    active:  of them that compute a token.
+    ffn:     inner size of a routed expert.
+    shared:  inner size of the experts that compute every token, together; 0: none.
+    dense:   layers that have one MLP instead.
+    """
+
+    number: int
+    active: int
+    ffn: int
+    shared: int = 0
+    dense: frozenset[int] = frozenset()
+
+    def taken(self, tokens: float) -> float:
+        """Return how many experts of a layer compute any of ``tokens``, if each expert is as likely."""
+        untaken: float = (1 - self.active / self.number) ** tokens
+        return self.number * (1 - untaken)
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """Sizes of a decoder, from which its parameters, activations, caches and costs follow.
+
+    layers:      decoder layers.
+    hidden:      hidden size.
+    ffn:         inner size of the feed-forward block of a layer without experts.
+    heads:       query heads.
+    kv_heads:    key-value heads.
+    head_dim:    size of a head.
+    vocabulary:  rows of the embedding.
+    experts:     of the other layers; None: all layers are dense.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    experts: ExpertSizes | None = field(default=None, kw_only=True)
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Sizes of this class alone, by name."""
+        return {size.name: getattr(self, size.name) for size in fields(DecoderSizes)}
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return 0 if self.experts is None else self.layers - len(self.experts.dense)
+
+    @property
+    def stored_ffn(self) -> float:
+        """Inner features of the MLPs of a layer, with all experts, in the mean over layers."""
+        return self.mean_ffn(0 if self.experts is None else self.experts.number)
+
+    @property
+    def active_ffn(self) -> float:
+        """Inner features that compute a token in a layer, in the mean over layers."""
+        return self.mean_ffn(0 if self.experts is None else self.experts.active)
+
+    def mean_ffn(self, routed: float) -> float:
+        """Return the inner features of a layer, in the mean over layers, of which ``routed`` experts count."""
+        if self.experts is None:
+            return self.ffn
+        of_sparse = routed * self.experts.ffn + self.experts.shared
+        return (self.sparse_layers * of_sparse + len(self.experts.dense) * self.ffn) / self.layers
+
+
+@dataclass(frozen=True)
+class Sizes(DecoderSizes):
+    """Sizes of a decoder of a known ``family``, the ``model_type`` of its config."""
+
+    family: str
+
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+"""Defaults of transformers for sizes that a config leaves out; below, by family."""
+_QWEN_EXPERTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
+    "qwen3": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "olmoe": {
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "qwen2_moe": _QWEN_EXPERTS
+    | {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+    },
+    "qwen3_moe": _QWEN_EXPERTS
+    | {
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+}
+_WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4096, "qwen3_moe": 4096}
+"""Windows of transformers for configs that leave them out."""
+_SWITCHED_WINDOWS = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
+"""Families with a window only where ``use_sliding_window`` is set."""
+_MAY_BE_BIASED = frozenset({"llama", "qwen3", "qwen3_moe", "olmoe"})
+"""Families whose attention has biases, also of its output, where ``attention_bias`` is set."""
+_EXPERT_KEYS = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "olmoe": ("num_experts", "intermediate_size"),
+    "qwen2_moe": ("num_experts", "moe_intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+}
+"""Settings with the number of routed experts and the inner size of one, by family."""
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
+"""Names that transformers reads alike, whichever of them a family has."""
+_SHARED_FFN = "shared_expert_intermediate_size"
+
+
+def known_keys(family: str) -> tuple[str, ...]:
+    """Return the settings of a config that the parameters of a known family follow from."""
+    others = (*_NUMBERS_OF_EXPERTS, "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
+    return (*_DEFAULTS, *_DEFAULTS_OF[family], *others)
+
+
+def attention_window(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens that sliding attention of a model reaches back, as transformers reads its config; None: all."""
+    kind = config.get("model_type")
+    if kind in _SWITCHED_WINDOWS and not config.get("use_sliding_window"):
+        return None
+    window = config.get("sliding_window", _WINDOWS.get(str(kind)))
+    return window if isinstance(window, int) else None
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """Return the type of a model's rotary embeddings, as transformers reads its config."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else rope
+    is_partial = isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1.0) != 1.0
+    return f"{found} of a part of each head" if is_partial else str(found)
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the embedding is also the language head."""
+    return bool(config.get("tie_word_embeddings"))
+
+
+def model_sizes(config: Mapping[str, Any]) -> Sizes | None:
+    """Return the sizes in a Hugging Face config; None for a family whose config uses other keys."""
+    kind = str(config["model_type"])
+    known = _with_defaults(config)
+    if _wrong_size(known) is not None:
+        return None
+    vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
+    kv_heads = int(known.get("num_key_value_heads") or heads)
+    head_dim = int(known.get("head_dim") or hidden // heads)
+    experts = _experts(kind, known, layers)
+    return Sizes(layers, hidden, ffn, heads, kv_heads, head_dim, vocabulary, family=kind, experts=experts)
+
+
+def hidden_size(config: Mapping[str, Any]) -> int:
+    """Return the hidden size in a Hugging Face config of any family."""
+    return int(config.get("hidden_size") or config.get("n_embd") or _with_defaults(config)["hidden_size"])
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = str(config["model_type"])
+    if kind not in KNOWN_FAMILIES:
+        return dict(config)
+    known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config}
+    if kind in _EXPERT_KEYS:
+        given = next((name for name in _NUMBERS_OF_EXPERTS if name in config), None)
+        known[_EXPERT_KEYS[kind][0]] = known[given or _EXPERT_KEYS[kind][0]]
+    return known
+
+
+def _experts(kind: str, known: Mapping[str, Any], layers: int) -> ExpertSizes | None:
+    """Return the experts of a family that has them; None for others, and where no layer has any."""
+    if kind not in _EXPERT_KEYS:
+        return None
+    number, ffn = (int(known[key]) for key in _EXPERT_KEYS[kind])
+    step = known.get("decoder_sparse_step", 1)
+    dense = {*(known.get("mlp_only_layers") or ()), *(i for i in range(layers) if (i + 1) % step)}
+    dense &= {*range(layers)}
+    if len(dense) == layers:
+        return None
+    return ExpertSizes(number, int(known["num_experts_per_tok"]), ffn, int(known.get(_SHARED_FFN, 0)), frozenset(dense))
+
+
+def _wrong_size(config: Mapping[str, Any]) -> str | None:
+    """Return which size of a model is invalid, and which values are valid; None if all are."""
+    optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
+    experts = _EXPERT_KEYS.get(str(config.get("model_type")), ())
+    keys = (*_DEFAULTS, *optional, *experts, *(("num_experts_per_tok",) if experts else ()))
+    most_of = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(experts[:1], MOST_EXPERTS)}
+    for key in keys:
+        value, most = config.get(key), most_of.get(key, MAX_SIZE)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return f"{key} {shown(value)}: expected a whole number from 1 to {most}"
+        if value > most:
+            return f"{key} {value}: use at most {most}"
+    if experts and config["num_experts_per_tok"] > config[experts[0]]:
+        return f"num_experts_per_tok {config['num_experts_per_tok']}: use at most {experts[0]}, {config[experts[0]]}"
+    return None
+
+
+def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the parameter shapes of a causal model of a known family, under the names of transformers' modules.
+
+    Raises ValueError for sizes that do not fit each other.
+    """
+    sizes = model_sizes(config)
+    if sizes is None:
+        raise ValueError(_wrong_size(_with_defaults(config)))
+    _check_heads(sizes)
+    hidden = sizes.hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (sizes.vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for index in range(sizes.layers):
+        prefix = f"model.layers.{index}"
+        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in _attention_shapes(sizes, config).items()}
+        is_sparse = sizes.experts is not None and index not in sizes.experts.dense
+        mlp = _expert_shapes(sizes, sizes.experts) if is_sparse and sizes.experts else _mlp_shapes(hidden, sizes.ffn)
+        shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlp.items()}
+        if sizes.family == "llama" and config.get("mlp_bias"):
+            widths = {"gate": sizes.ffn, "up": sizes.ffn, "down": hidden}
+            shapes |= {f"{prefix}.mlp.{name}_proj.bias": (width,) for name, width in widths.items()}
+        shapes |= {f"{prefix}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if not is_tied(config):
+        shapes[LANGUAGE_HEAD] = (sizes.vocabulary, hidden)
+    return shapes
+
+
+def _check_heads(sizes: Sizes) -> None:
+    if sizes.heads % sizes.kv_heads:
+        raise ValueError(f"num_attention_heads {sizes.heads} is no multiple of num_key_value_heads {sizes.kv_heads}")
+    if sizes.family == "llama" and sizes.hidden % sizes.heads:
+        raise ValueError(f"hidden_size {sizes.hidden} is no multiple of num_attention_heads {sizes.heads}")
+    if sizes.head_dim % 2 or not sizes.head_dim:
+        raise ValueError(f"head_dim {sizes.head_dim}, or hidden_size over num_attention_heads: expected an even number")
+
+
+def _attention_shapes(sizes: Sizes, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of one layer's attention."""
+    kind, hidden = sizes.family, sizes.hidden
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    has_bias = bool(kind in _MAY_BE_BIASED and config.get("attention_bias"))
+    reads_biased = has_bias or kind == "qwen2" or (kind == "qwen2_moe" and config.get("qkv_bias", True))
+    shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (hidden, queries)}
+    for name, width in (("q", queries), ("k", keys), ("v", keys)):
+        shapes[f"{name}_proj.weight"] = (width, hidden)
+        if reads_biased:
+            shapes[f"{name}_proj.bias"] = (width,)
+    if has_bias:
+        shapes["o_proj.bias"] = (hidden,)
+    if kind in ("qwen3", "qwen3_moe"):
+        shapes |= {f"{name}_norm.weight": (sizes.head_dim,) for name in ("q", "k")}
+    if kind == "olmoe":
+        shapes |= {"q_norm.weight": (hidden,), "k_norm.weight": (hidden // sizes.heads * sizes.kv_heads,)}
+    return shapes
+
+
+def _mlp_shapes(hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    return {"gate_proj.weight": (ffn, hidden), "up_proj.weight": (ffn, hidden), "down_proj.weight": (hidden, ffn)}
+
+
+def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of router, routed experts and shared ones of a layer."""
+    hidden = sizes.hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate.weight": (experts.number, hidden),
+        "experts.gate_up_proj": (experts.number, 2 * experts.ffn, hidden),
+        "experts.down_proj": (experts.number, hidden, experts.ffn),
+    }
+    if experts.shared:
+        shapes |= {f"shared_expert.{name}": size for name, size in _mlp_shapes(hidden, experts.shared).items()}
+        shapes["shared_expert_gate.weight"] = (1, hidden)
+    return shapes
