@@ -72,6 +72,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
     obstacles = {
         f"vllm serves {either(LLAMA_LIKE)} models": family not in LLAMA_LIKE,
+        f"models.{role}.cuda_graphs is for transformers": model is not None and model.cuda_graphs,
         f"the {role} also computes values": heads_of(graph)[role] == "both",
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
         f"placement has {role}.{SHADOW}": ModelName.of(role, SHADOW) in entries,

@@ -133,7 +133,8 @@ EXAMPLES: Examples = {
     # its placement and engine: random_specs
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
     **dict.fromkeys(
-        [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "cp", "lora", "config", "shadow", "dtype")], NOTHING
+        [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "cp", "ep", "lora", "config", "shadow", "dtype")],
+        NOTHING,
     ),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_activations", "tiled_mlp")], NOTHING),
@@ -317,6 +318,7 @@ def _model(rng: Random, trained: bool, shadows: bool, share: float) -> Raw:
             "dtype": "float16",
             "shard": "all",
             "cp": 1,
+            "ep": 1,
             "generate_tokens": 512,
             "micro_batch_tokens": 256,
         }

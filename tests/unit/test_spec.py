@@ -344,7 +344,7 @@ def test_every_field_of_the_optimizer_is_read() -> None:
         ("models.actor.shadow.zero=4", "models.actor.shadow.zero: expected one of 0, 1, 2 or 3, found 4"),
         (
             "models.actor.shadow.lora={}",
-            "models.actor.shadow: unknown key 'lora'; known: cp, dtype, engine, generate_tokens, "
+            "models.actor.shadow: unknown key 'lora'; known: cp, dtype, engine, ep, generate_tokens, "
             "micro_batch_tokens, pp, shard, tp, zero",
         ),
     ],
