@@ -256,9 +256,10 @@ EVALUATED = (
 LONGER = (
     *("two", "scheduled", "still", "ptx", "grpo-uneven", "grpo-counted"),
     *("episodes", "episodes-random", "episodes-replayed"),
+    *("slow", "slow-streaming"),
 )
 """Settings of three steps where nothing else is set, which go round an epoch of the data, as shapes whose weights are
-copied. All others show in two steps that the second one starts from the first."""
+copied, and types whose rounding adds up. All others show in two steps that the second one starts from the first."""
 
 
 def algorithm_of(setting: str) -> str:
@@ -983,7 +984,7 @@ class Assets:
                 "max_prompt_tokens": PROMPT_TOKENS,
                 "max_response_tokens": RESPONSE_TOKENS,
             },
-            "steps": 3 if case.setting in LONGER or _has_copies(case.shape) else 2,
+            "steps": 3 if case.setting in LONGER or case.compute in PRECISION or _has_copies(case.shape) else 2,
             "seed": 7,
             "cluster": {"devices": case.ranks, "device": DEVICE},
             "debug": {"record_columns": True},
