@@ -299,6 +299,51 @@ def test_a_ring_that_is_written_may_lie_on_two_nodes() -> None:
     }
 
 
+EXPERTS = "{model_type: qwen3_moe, vocab_size: 64, num_hidden_layers: 1, num_experts: 6, num_experts_per_tok: 2}"
+MOE = f"models.actor.init={EXPERTS}"
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "words"),
+    [
+        (6, (MOE, "models.actor.ep=4"), "4 does not divide the 6 copies of actor on its 6 devices; use 1, 2, 3 or 6"),
+        (4, (MOE, "models.actor.ep=4"), "4 does not divide its 6 experts; use 1, 2, 3 or 6"),
+        (2, ("models.actor.ep=2",), "2 is for models with experts, and models.actor has none; use 1"),
+        (
+            2,
+            (MOE, DEEPSPEED, "models.actor.ep=2"),
+            "engine deepspeed has no expert parallel, found ep 2; use 1, or engine torch",
+        ),
+        (
+            2,
+            (MOE, "models.actor.ep=2", "models.actor.compile=true"),
+            "how many tokens travel to a rank is read there, so it goes with compile false, found true; use false, or "
+            "ep 1",
+        ),
+        (
+            4,
+            (MOE, "models.actor={ep: 4, zero: 3, shard: node}", "cluster={nodes: [{count: 2, devices: 2}]}"),
+            "4 does not divide the 2 replicas of actor on a node, over which shard node shards; use shard all, or ep "
+            "1 or 2",
+        ),
+    ],
+)
+def test_expert_parallel_ranks_are_replicas_with_as_many_experts_each(
+    devices: int, overrides: tuple[str, ...], words: str
+) -> None:
+    assert refused(None, devices, *overrides) == f"models.actor.ep: {words}"
+
+
+def test_experts_of_neighbours_are_split_and_those_of_the_others_are_copies() -> None:
+    plan = plan_of(None, 4, MOE, "models.actor.ep=2", "models.critic.zero=3")
+    assert {(group.purpose, group.ranks) for group in plan.groups if "experts" in group.purpose} == {
+        ("experts actor", (0, 1)),
+        ("experts actor", (2, 3)),
+        ("same experts actor", (0, 2)),
+        ("same experts actor", (1, 3)),
+    }
+
+
 # --- devices
 
 
