@@ -17,6 +17,8 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 """Dense families that are built as Llama is."""
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families with experts whose attention is built as Llama's is."""
+SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Families whose tensors are mapped to the ones in files and in a rollout engine."""
 KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS
 """Families whose parameters follow from their sizes."""
 

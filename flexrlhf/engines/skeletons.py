@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle
-from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
+from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import base_model, goes_on, stored_adapters
+from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.families import LANGUAGE_HEAD
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import BASE
@@ -34,13 +35,13 @@ class Skeleton:
     """A model and where its weights are.
 
     model:   with placeholders for the parameters that ``stored`` names.
-    stored:  tensors in files by parameter; none: the model has been loaded whole.
+    stored:  tensors in files of which each parameter consists; none: the model has been loaded whole.
     parts:   part of every parameter on this rank.
     reader:  of the files.
     """
 
     model: PreTrainedModel
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, StoredPieces]
     parts: Mapping[str, Part]
     reader: PartReader = field(default_factory=PartReader)
 
@@ -52,7 +53,7 @@ class Skeleton:
 
     def read(self, name: str, target: Tensor) -> None:
         """Read this rank's part of a parameter into ``target``, in its type."""
-        self.reader.read(self.stored[name], self.parts[name], target)
+        self.reader.read_pieces(self.stored[name], self.parts[name], target)
 
 
 def make_skeleton(context: EngineContext) -> Skeleton:
@@ -105,16 +106,20 @@ def rank_in_run(context: EngineContext) -> int:
     return context.dp.ranks[0]
 
 
-def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, StoredTensor]] | None:
-    """Return a model with placeholders, and the stored tensor of each; None where its files do not give all of it.
+def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, StoredPieces]] | None:
+    """Return a model with placeholders, and the stored tensors of each; None where its files do not give all of it.
 
     A scalar head that they may lack gets random numbers, as transformers initialises it.
     """
     settings = placed.settings
-    if settings.path is None or not is_read_in_parts(settings, read_config(placed.role, settings)["model_type"]):
+    if settings.path is None:
+        return None
+    family = read_config(placed.role, settings)["model_type"]
+    if not is_read_in_parts(settings, family):
         return None
     model, path = empty_model(placed), str(base_model(placed.role, settings).path)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    pieces = {name: tuple(file_pieces(family, name, tuple(p.shape))) for name, p in model.named_parameters()}
+    shapes = {each.name: each.shape for of_parameter in pieces.values() for each in of_parameter}
     found = named_as(stored_tensors(f"models.{placed.role}.path", Path(path)), shapes)
     if goes_on(settings) and SCALAR_HEAD in stored_adapters(placed.role, settings.path):
         found.pop(SCALAR_HEAD, None)
@@ -127,7 +132,11 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
         swap_values(model.score.weight, random)
     add_parts(model, placed)
     plain = {name: name.replace(BASE, ".") for name, _ in model.named_parameters()}
-    return model, {name: found[old] for name, old in plain.items() if old in shapes and old not in missing}
+    return model, {
+        name: tuple((piece, found[piece.name]) for piece in pieces[old])
+        for name, old in plain.items()
+        if old in pieces and old not in missing
+    }
 
 
 def _fit(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, StoredTensor]) -> bool:

@@ -6,15 +6,20 @@ Files are read, not mapped: mapped pages would count as memory of the process.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 
 import torch
 from torch import Tensor
 
 from flexrlhf.errors import UserError
+from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection
+from flexrlhf.weights.expert_files import FilePiece
 from flexrlhf.weights.model_files import BLOCK_BYTES, StoredTensor
 from flexrlhf.weights.shards import Part
+
+StoredPieces = Sequence[tuple[FilePiece, StoredTensor]]
+"""Stored tensors that a parameter consists of, and the part of it that each is."""
 
 TORCH_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """Types of weights by their names in files."""
@@ -25,6 +30,22 @@ class PartReader:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read_pieces(self, pieces: StoredPieces, part: Part, target: Tensor) -> None:
+        """Read ``part`` of a parameter, which consists of ``pieces``, into ``target``, as ``read`` does."""
+        if len(pieces) == 1:
+            self.read(pieces[0][1], part, target)
+            return
+        start, vector = 0, target.view(-1)
+        for box in boxes_of(part):
+            values = vector[start : start + box_elements(box)].view([len(side) for side in box])
+            start += values.numel()
+            for piece, stored in pieces:
+                common = intersection(box, piece.box)
+                if common is not None:
+                    inside = _within(common, piece.box)[-len(piece.shape) :]
+                    places = tuple(slice(side.start, side.stop) for side in _within(common, box))
+                    self.read(stored, Part(piece.shape, inside), values[places])
 
     @torch.no_grad()
     def read(self, stored: StoredTensor, part: Part, target: Tensor) -> int:
@@ -90,6 +111,12 @@ class PartReader:
                 raise UserError(f"{stored.file}: ends before its last tensor; copy it again")
             view = view[count:]
         return self._buffer[:size].view(dtype)
+
+
+def _within(box: Box, outer: Box) -> Box:
+    """Return the indices of ``box`` in a tensor of the elements of ``outer``."""
+    sides = zip(box, outer, strict=True)
+    return tuple(range(side.start - whole.start, side.stop - whole.start) for side, whole in sides)
 
 
 def _elements(part: Part) -> range:

@@ -40,6 +40,18 @@ MODELS = {
     "scores": StoredModel({"vocab_size": 33}, head="scalar", renamed=("score.", "v_head.")),
     # a base model has neither a head nor the prefix of one with a head
     "base": StoredModel(head="scalar", dtype=torch.float32, renamed=("model.", "")),
+    # one tensor for each expert and matrix; a dense layer, too
+    "experts": StoredModel(
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 14,
+            "mlp_only_layers": [0],
+        },
+        sharded=True,
+    ),
+    "expert scores": StoredModel({"model_type": "mixtral", "num_local_experts": 5}, head="scalar"),
     "long": StoredModel({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, head="both"),
 }
 
@@ -78,6 +90,11 @@ CASES: dict[str, dict[str, Any]] = {
     "torch-tp tied": {"model": "tied", "tp": 2, "role": "ref", **SIXTEEN},
     "torch-2 scores": {"model": "scores", "zero": 2},
     "torch-3 new head": {"model": "base", "zero": 3},
+    "torch-0 experts": {"model": "experts", **SIXTEEN},
+    "torch-3 experts": {"model": "experts", "zero": 3},
+    "torch-3 expert scores": {"model": "expert scores", "zero": 3},
+    "torch-0 ep": {"model": "experts", "ep": 2, "role": "ref"},
+    "torch-3 ep": {"model": "experts", "ep": 2, "zero": 3},
     "deepspeed-0": {"model": "llama", "engine": "deepspeed"},
     "deepspeed-1": {"model": "tied", "engine": "deepspeed", "zero": 1},
     "deepspeed-2": {"model": "scores", "engine": "deepspeed", "zero": 2, **SIXTEEN},

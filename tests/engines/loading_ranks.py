@@ -23,7 +23,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import cut
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext, make_engine
+from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext, ExpertRanks, make_engine
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.placement.groups import Group
@@ -45,7 +45,7 @@ def placed_case(directory: Path, name: str, ranks: tuple[int, ...]) -> PlacedMod
         settings["lora"] = LoraSpec(**settings["lora"])
     spec = ModelSpec(path=str(directory / model), **settings)
     head = MODELS[model].head if role != "ref" else "causal"
-    return PlacedModel(ModelName(role), Layout(ranks, tp=spec.tp), role != "ref", spec, head=head)
+    return PlacedModel(ModelName(role), Layout(ranks, tp=spec.tp, ep=spec.ep), role != "ref", spec, head=head)
 
 
 def context_of(name: str, model: PlacedModel, world: World, groups: Groups) -> EngineContext:
@@ -63,6 +63,7 @@ def context_of(name: str, model: PlacedModel, world: World, groups: Groups) -> E
         num_updates=1,
         dp=alone if is_tp else together,
         tp=together if is_tp else alone,
+        experts=ExpertRanks(together, alone) if model.settings.ep > 1 else None,
         alone=groups.alone(world.rank),
         device=torch.device("cpu"),
         kv_bytes=0,
@@ -133,7 +134,7 @@ def differing(engine: Engine, whole: Mapping[str, Tensor], parts: Parts) -> list
 
 def run_rank(directory: Path, world: World) -> None:
     ranks = tuple(range(world.size))
-    cases = [name for name in CASES if world.size > 1 or CASES[name].get("tp", 1) == 1]
+    cases = [name for name, case in CASES.items() if world.size > 1 or {"tp", "ep"}.isdisjoint(case)]
     own = [Group("alone", (rank,), alone=True) for rank in ranks]
     groups = world.make_groups([*(Group(name, ranks) for name in cases if len(ranks) > 1), *own], SECONDS)
     found = {name: run_case(directory, name, world, groups) for name in cases}
