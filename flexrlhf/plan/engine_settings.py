@@ -104,10 +104,11 @@ CONFIG_CHECKS: Mapping[str, Callable[[str, Mapping[str, Any]], None]] = {DEEPSPE
 
 _VLLM_ARGUMENTS = """
 additional_config async_scheduling block_size data_parallel_size decode_context_parallel_size
-disable_log_stats distributed_executor_backend dtype enable_lora enable_prefix_caching enable_sleep_mode
-enforce_eager fully_sharded_loras generation_config hf_overrides kv_cache_memory_bytes load_format
-logits_processors logprobs_mode lora_dtype lora_target_modules max_cpu_loras max_logprobs max_lora_rank
-max_loras max_model_len model model_impl nnodes num_gpu_blocks_override pipeline_parallel_size
+disable_log_stats distributed_executor_backend dtype enable_eplb enable_expert_parallel enable_lora
+enable_prefix_caching enable_sleep_mode enforce_eager expert_placement_strategy fully_sharded_loras
+generation_config hf_overrides kv_cache_memory_bytes load_format logits_processors logprobs_mode
+lora_dtype lora_target_modules max_cpu_loras max_logprobs max_lora_rank max_loras max_model_len model
+model_impl moe_backend nnodes num_gpu_blocks_override pipeline_parallel_size
 prefill_context_parallel_size quantization runner seed skip_tokenizer_init speculative_config
 tensor_parallel_size tokenizer use_tqdm_on_load worker_cls worker_extension_cls
 """

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE, SERVED
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
@@ -63,10 +63,15 @@ def check_models(
 
 def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for a model whose weights cannot be mapped to the fused tensors of a rollout engine."""
-    if shape is None or shape.sizes is None or shape.sizes.family not in LLAMA_LIKE:
+    if shape is None or shape.sizes is None or shape.sizes.family not in SERVED:
         raise UserError(
-            f"rollout.engine: {model.engine} supports only {', '.join(LLAMA_LIKE)} models here, and "
+            f"rollout.engine: {model.engine} supports only {', '.join(SERVED)} models here, and "
             f"models.{model.role} is of another family; use transformers"
+        )
+    if shape.sizes.experts is not None and model.settings.lora is not None:
+        raise UserError(
+            f"rollout.adapters: separate is for models without experts, and models.{model.role} has "
+            f"{shape.sizes.experts.number}; use merged"
         )
     multiple = model.facts.vocabulary_multiple
     padded = -(-shape.sizes.vocabulary // multiple) * multiple
@@ -269,20 +274,33 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     unequal parts of the vocabulary in an engine that splits it.
     """
     tp, sizes = model.settings.tp, shape.sizes
-    if sizes is None or sizes.family not in LLAMA_LIKE:
-        raise UserError(f"{model.key('tp')}: only {', '.join(LLAMA_LIKE)} models have a tensor-parallel plan; use 1")
-    fits = [n for n in range(1, sizes.heads + 1) if not (sizes.heads % n or sizes.kv_heads % n or sizes.ffn % n)]
+    families = LLAMA_LIKE if model.rollout is None or model.facts.transformers_modules else SERVED
+    if sizes is None or sizes.family not in families:
+        raise UserError(f"{model.key('tp')}: only {', '.join(families)} models have a tensor-parallel plan; use 1")
+    split = _split_sizes(sizes)
+    fits = [n for n in range(1, sizes.heads + 1) if not any(size % n for size in split.values())]
     if tp not in fits:
-        raise UserError(
-            f"{model.key('tp')}: {tp} does not divide its {sizes.heads} heads, {sizes.kv_heads} key-value heads "
-            f"and {sizes.ffn} MLP features; use {either(fits)}"
-        )
+        *others, last = (f"{size} {name}" for name, size in split.items())
+        found = f"{', '.join(others)} and {last}"
+        raise UserError(f"{model.key('tp')}: {tp} does not divide its {found}; use {either(fits)}")
     if model.facts.vocabulary_multiple == 1 and sizes.vocabulary % tp:
         even = [n for n in fits if sizes.vocabulary % n == 0]
         raise UserError(
             f"{model.key('tp')}: {tp} does not divide its vocabulary of {sizes.vocabulary}, which is not padded here; "
             f"use {either(even)}"
         )
+
+
+def _split_sizes(sizes: Sizes) -> dict[str, int]:
+    """Return the sizes that tensor parallelism splits, by name; a rank has whole experts."""
+    split, experts = {"heads": sizes.heads, "key-value heads": sizes.kv_heads}, sizes.experts
+    if experts is None or experts.dense:
+        split["MLP features"] = sizes.ffn
+    if experts is not None:
+        split["experts"] = experts.number
+    if experts is not None and experts.shared:
+        split["features of shared experts"] = experts.shared
+    return split
 
 
 def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
 from flexrlhf.config.engines import VLLM, facts_of
-from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.model_names import SERVED
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import ParitySpec, RolloutSpec, Spec
@@ -71,7 +71,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
     has_copies = spec.schedule.lag > 0 or spec.sync.every > 1 or any(ModelName(name).copy for name in entries)
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
     obstacles = {
-        f"vllm serves {either(LLAMA_LIKE)} models": family not in LLAMA_LIKE,
+        f"vllm serves {either(SERVED)} models": family not in SERVED,
         f"models.{role}.cuda_graphs is for transformers": model is not None and model.cuda_graphs,
         f"the {role} also computes values": heads_of(graph)[role] == "both",
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 FUSED, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 """Ends of the names of a layer's two tensors: gate and up, one behind the other, and down."""
-_MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")
+MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")
+"""Parts of names of Mixtral's router and experts: in transformers' modules, and in files and other libraries."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 _MATRICES_OF: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
 """Names of gate, up and down of one expert, where they are others than ``_MATRICES``."""
@@ -34,7 +35,7 @@ class FilePiece:
 
 def file_pieces(family: str, name: str, shape: Shape) -> Iterator[FilePiece]:
     """Yield the tensors that a parameter is in files, which together are all of it."""
-    stored = name.replace(*_MIXTRAL_BLOCK) if family == "mixtral" else name
+    stored = name.replace(*MIXTRAL_BLOCK) if family == "mixtral" else name
     gate, up, down = _MATRICES_OF.get(family, _MATRICES)
     if name.endswith(FUSED):
         parts: Sequence[tuple[str, range]] = ((gate, range(shape[1] // 2)), (up, range(shape[1] // 2, shape[1])))

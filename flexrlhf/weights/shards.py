@@ -104,11 +104,11 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     """Return the dim of parameter ``name`` that tensor parallelism splits; None where every rank stores all of it.
 
     The language head is split along the vocabulary where that divides; a tied one is the embedding and stays whole.
-    Of an adapter only the matrix is split that has the outputs, or inputs, which are.
+    Each rank has whole experts. Of an adapter only the matrix is split that has the outputs, or inputs, which are.
     """
     plain, matrix = without_adapter(name)
     *_, module, kind = ("", *plain.split("."))
-    if module in COLUMNWISE or (name == "lm_head.weight" and size[0] % tp == 0):
+    if is_of_experts(name) or module in COLUMNWISE or (name == "lm_head.weight" and size[0] % tp == 0):
         return None if matrix == "lora_A" else 0
     return 1 if module in ROWWISE and kind == "weight" and matrix != "lora_B" else None
 

@@ -111,7 +111,7 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
     qwen = {
         "num_experts": 4,
         "moe_intermediate_size": 24,
-        "head_dim": 8,
+        "head_dim": WIDE["head_dim"],
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     }

@@ -800,7 +800,7 @@ DEFAULT = [
     Case("grpo", "co-located", 2, "cp"),
     Case("episodes", "co-located", 2, "cp-ring"),
     Case("experts", "six", 2),
-    Case("experts", "co-located", 2, "ep-3"),
+    Case("experts", "co-located", 2, "ep-3", "vllm-tp"),
     Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
@@ -867,7 +867,14 @@ def _every_split_of_experts() -> list[Case]:
     """Models with experts in every shape without tensor-parallel copies, their experts on one rank or on several."""
     ways = ("replicas", "torch-2", "torch-3", "recomputed", "unpacked", "ep", "ep-3", "ep-recomputed", "cp")
     shapes = ("co-located", "halves", "six", "lag-chunks", "six-overlap")
-    return [
+    rollouts = [("co-located", "vllm-tp-pp"), ("halves", "vllm-tp"), ("six", "vllm-child"), ("six", "vllm-pp")]
+    sampled = [
+        Case(setting, shape, 4, way, rollout)
+        for setting in WITH_EXPERTS
+        for shape, rollout in rollouts
+        for way in ("torch-3", "ep", "ep-3")
+    ]
+    return sampled + [
         Case(setting, shape, ranks, way)
         for setting in WITH_EXPERTS
         for shape in shapes

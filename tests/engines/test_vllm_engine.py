@@ -30,8 +30,12 @@ from vllm_models import (  # noqa: E402
     END,
     LENGTHS,
     MISTRAL,
+    MIXTRAL,
+    OLMOE,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
+    QWEN3_MOE,
     SEED,
     engine_context,
     flat,
@@ -176,8 +180,13 @@ def test_responses_equal_a_plain_loop(engine: VllmEngine, changes: dict[str, Any
 
 @pytest.mark.parametrize(
     "init",
-    # the other tests have Llama, and Qwen2's biases on two ranks; Mistral's weights are fused as Llama's
-    [pytest.param(QWEN2, marks=pytest.mark.full), QWEN3, pytest.param(MISTRAL, marks=pytest.mark.full)],
+    # the other tests have Llama, and Qwen2's biases on two ranks; Mistral's weights are fused as Llama's, dense layers
+    # with norms of heads are one of two in a model with experts
+    [
+        *(pytest.param(init, marks=pytest.mark.full) for init in (QWEN2, QWEN3, MISTRAL, QWEN2_MOE, OLMOE)),
+        QWEN3_MOE,
+        MIXTRAL,
+    ],
     ids=lambda init: init["model_type"],
 )
 def test_families(init: dict[str, Any]) -> None:

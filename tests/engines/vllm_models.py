@@ -36,6 +36,11 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "tie_word_embeddings": True}
 CUT = {**QWEN2, "vocab_size": 130}
 """With biases and a tied head; the vocabulary, as vLLM pads it, has 96 rows on one of two ranks and 34 on the other."""
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
+OLMOE = {**LLAMA, "model_type": "olmoe", "hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN3_MOE = {**QWEN3, **_EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0]}
+QWEN2_MOE = {**QWEN2, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 LENGTHS = Lengths(prompt=40, response=12)
 SEED = 3
 END = 1

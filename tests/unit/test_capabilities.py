@@ -728,8 +728,18 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         (
             None,
             (GPT2,),
-            "rollout.engine: vllm supports only llama, mistral, qwen2, qwen3 models here, and models.actor is of "
-            "another family; use transformers",
+            "rollout.engine: vllm supports only llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe "
+            "models here, and models.actor is of another family; use transformers",
+        ),
+        (
+            None,
+            ("models.actor.init=qwen3-30b-a3b", "models.actor.lora={rank: 2}", "rollout.adapters=separate"),
+            "rollout.adapters: separate is for models without experts, and models.actor has 128; use merged",
+        ),
+        (
+            None,
+            ("models.actor.init={model_type: mixtral, num_local_experts: 3}", "rollout.tp=2"),
+            "rollout.tp: 2 does not divide its 32 heads, 8 key-value heads and 3 experts; use 1",
         ),
         (
             None,

@@ -69,7 +69,12 @@ SERVED = "all devices are A100-80G, and it serves llama models"
         (None, ("cluster={nodes: [{devices: 2, class: any}]}",), "transformers", ""),
         (None, (MIXED, SPAN), "transformers", ""),
         (None, (A100, *DPO), "transformers", ""),
-        (None, (A100, GPT2), "transformers", "vllm serves llama, mistral, qwen2 or qwen3 models"),
+        (
+            None,
+            (A100, GPT2),
+            "transformers",
+            "vllm serves llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe or olmoe models",
+        ),
         (None, (A100, *SHARED), "transformers", "the actor also computes values"),
         (SIX, (A100, SHADOW), "transformers", "models.actor.shadow is the copy that generates"),
         (HALVES | {"actor.shadow": 0.5}, (A100,), "transformers", "placement has actor.shadow"),

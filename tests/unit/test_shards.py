@@ -166,6 +166,12 @@ def test_tensor_parallel_comes_before_shards() -> None:
         ("lm_head.weight", (33, 8), None),
         ("score.weight", (1, 8), None),
         ("weight", (8, 8), None),
+        # whole experts, each of which has inner features
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 24, 8), 0),
+        ("model.layers.0.mlp.experts.down_proj", (4, 8, 12), 0),
+        ("model.layers.0.mlp.gate.weight", (4, 8), None),
+        ("model.layers.0.mlp.shared_expert.down_proj.weight", (8, 12), 1),
+        ("model.layers.0.mlp.shared_expert_gate.weight", (1, 8), None),
         # a layer that is split along its outputs has B split so, one along its inputs A
         ("model.layers.0.self_attn.q_proj.base_layer.weight", (8, 8), 0),
         ("model.layers.0.self_attn.q_proj.base_layer.bias", (8,), 0),

@@ -6,12 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -28,6 +26,7 @@ from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import frozen_model, goes_on, has_adapters, stored_adapters
+from flexrlhf.weights.families import model_sizes
 from flexrlhf.weights.shards import parts_of
 
 _ENVIRONMENT = {
@@ -99,6 +98,7 @@ class VllmInstance:
             engine = LLMEngine.from_engine_args(
                 EngineArgs(
                     **arguments,
+                    **self._expert_arguments(),
                     model=directory,
                     # whatever class the files were saved from
                     hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__]},
@@ -113,6 +113,15 @@ class VllmInstance:
             # close() shuts it down: at the end of the process vLLM's finalizer would destroy groups of the run
             engine.engine_core._finalizer.detach()
         return engine
+
+    def _expert_arguments(self) -> dict[str, Any]:
+        """Return the arguments of a model with experts: each rank has some of them, stored as files have them."""
+        sizes = model_sizes(self.config.to_dict())
+        if sizes is None or sizes.experts is None:
+            return {}
+        # other kernels of GPUs read copies in an order of their own, which could not be overwritten
+        kernels = "auto" if self._context.device.type == "cpu" else "triton"
+        return {"enable_expert_parallel": True, "moe_backend": kernels}
 
     def _join_stages(self) -> None:
         """Make all stages return the same tokens, one step after the other: vLLM would begin a step for each stage."""
@@ -223,8 +232,5 @@ def _model_directory(context: EngineContext) -> Iterator[str]:
     with TemporaryDirectory() as directory:
         # new adapters add nothing before the first sync: vLLM's own are 0
         settings = settings.model_copy(update={"lora": None})
-        model = load_model(replace(placed, settings=settings), context.seed)
-        model.config.save_pretrained(directory)
-        own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        save_file(own, Path(directory) / "model.safetensors", {"format": "pt"})
+        load_model(replace(placed, settings=settings), context.seed).save_pretrained(directory)
         yield directory

@@ -22,6 +22,7 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -32,9 +33,12 @@ from vllm.v1.sample.sampler import Sampler
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.vllm.child import PARENT, SharedViews, describe, move_to_shared
+from flexrlhf.weights.expert_files import DOWN, FUSED, MIXTRAL_BLOCK
 from flexrlhf.weights.lora import BASE, merged_from, without_adapter
 
 _PR_SET_PDEATHSIG = 1
+_EXPERTS = {"w13_weight": FUSED, "w2_weight": DOWN}
+"""Ends of names of the experts of a layer, by vLLM's: gate and up, one behind the other, and down."""
 
 
 class RankExecutor(UniProcExecutor):
@@ -81,13 +85,16 @@ def _patched_vllm() -> Iterator[None]:
     """Patch vLLM while it starts.
 
     Its ranks create no queue in shared memory, which is not used here and which a rank that is killed would leave. On a
-    CPU, linear layers multiply by their own weights, since packed copies could not be overwritten, and the memory of
-    the process is not bound to one NUMA node.
+    CPU, linear layers and experts multiply by their own weights, since packed copies could not be overwritten, and the
+    memory of the process is not bound to one NUMA node.
     """
     with ExitStack() as patches:
         patches.enter_context(_replaced(MessageQueue, "create_from_process_group", staticmethod(_nothing)))
         if current_platform.is_cpu():
+            from flexrlhf.engines.vllm.cpu_experts import OwnWeightExperts
+
             patches.enter_context(_replaced(layer_utils, "dispatch_cpu_unquantized_gemm", _use_own_weight))
+            patches.enter_context(_replaced(unquantized, "backend_to_kernel_cls", OwnWeightExperts.classes))
             patches.enter_context(_replaced(torch.ops._C, "init_cpu_memory_env", _nothing))
         yield
 
@@ -242,6 +249,9 @@ def named_views(model: torch.nn.Module, lora: LoraSpec | None = None) -> dict[st
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
+        if kind in _EXPERTS:
+            views[f"{owner.partition('.experts')[0]}{_EXPERTS[kind]}"] = parameter.detach()
+            continue
         path, is_wrapped = owner.removesuffix(BASE[:-1]), owner.endswith(BASE[:-1])
         for own, part in _parts(model, modules[owner], path, parameter.detach()):
             views[f"{own}{BASE if is_wrapped and _has_adapter(own, lora) else '.'}{kind}"] = part
@@ -250,7 +260,8 @@ def named_views(model: torch.nn.Module, lora: LoraSpec | None = None) -> dict[st
             if lora is not None and _has_adapter(own, lora):
                 _, name_a, name_b = merged_from(own)
                 views |= {name_a: a[0, 0, : lora.rank], name_b: b[0, 0, :, : lora.rank]}
-    return views
+    in_modules, in_files = MIXTRAL_BLOCK
+    return {name.replace(in_files, in_modules): view for name, view in views.items()}
 
 
 def _has_adapter(path: str, lora: LoraSpec | None) -> bool:
@@ -261,7 +272,8 @@ def _has_adapter(path: str, lora: LoraSpec | None) -> bool:
 def _fused(model: torch.nn.Module, path: str) -> list[str]:
     """Return the names of the layers that are fused in the one at ``path``: itself where it is one."""
     parent, _, last = path.rpartition(".")
-    fused = getattr(model, "packed_modules_mapping", {}).get(last)
+    # models with experts name the layers of their MLPs only if they have some
+    fused = {"gate_up_proj": ["gate_proj", "up_proj"], **getattr(model, "packed_modules_mapping", {})}.get(last)
     return [f"{parent}.{own}" for own in fused] if fused else [path]
 
 
