@@ -865,7 +865,7 @@ def _every_part_of_rows() -> list[Case]:
 
 def _every_split_of_experts() -> list[Case]:
     """Models with experts in every shape without tensor-parallel copies, their experts on one rank or on several."""
-    ways = ("replicas", "torch-2", "torch-3", "recomputed", "unpacked", "ep", "ep-3", "ep-recomputed", "cp")
+    ways = ("replicas", "torch-2", "torch-3", "unpacked", "ep", "ep-3", "ep-recomputed", "cp")
     shapes = ("co-located", "halves", "six", "lag-chunks", "six-overlap")
     rollouts = [("co-located", "vllm-tp-pp"), ("halves", "vllm-tp"), ("six", "vllm-child"), ("six", "vllm-pp")]
     sampled = [
