@@ -248,6 +248,20 @@ METRICS = (
     ),
     Metric("parity_p999", "parity_p999", "what one of a thousand of these differences exceeds (nats)"),
     Metric("parity_max", "parity_max", "largest absolute difference of these log-probs (nats)"),
+    *(
+        Metric(
+            f"{role}_expert_load_max",
+            f"train_{role}/expert_load_max",
+            "tokens of the fullest expert of any layer / tokens of an expert in the mean, mean over optimizer steps",
+        )
+        for role in ("actor", "critic", "reward")
+    ),
+    Metric(
+        "router_mismatch",
+        "router_mismatch",
+        "share of tokens and layers for which the actor's routers in training, before a replay, choose other experts "
+        "than generation did",
+    ),
     Metric("staleness_mean", "staleness", f"{STALENESS}, mean over the tokens that the step trains on"),
     Metric("staleness_max", "staleness_max", f"{STALENESS}, largest of these tokens", "max"),
     *(

@@ -48,6 +48,7 @@ class EngineFacts:
     pp:                 whether it has pipeline stages.
     cp:                 whether its ranks can share the tokens of a row (context parallelism).
     ep:                 whether its ranks can share the experts of a layer (expert parallelism).
+    routers:            whether it records and replays the experts of tokens.
     offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
     config:             whether ``models.*.config`` passes settings on to its library.
     float16:            whether it computes in float16 on GPUs.
@@ -97,6 +98,7 @@ class EngineFacts:
     pp: bool = False
     cp: bool = False
     ep: bool = False
+    routers: bool = False
     offload: bool = False
     config: bool = False
     float16: bool = True
@@ -138,6 +140,7 @@ TORCH = EngineFacts(
     node=True,
     cp=True,
     ep=True,
+    routers=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),

@@ -19,6 +19,8 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families with experts whose attention is built as Llama's is."""
 SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose tensors are mapped to the ones in files and in a rollout engine."""
+SOFTMAX_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Those whose experts are the likeliest of a softmax, by which their outputs are weighted."""
 KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS
 """Families whose parameters follow from their sizes."""
 

@@ -73,6 +73,8 @@ SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
 Shard = Literal["all", "node"]
 ContextParallel = Literal["auto", "ulysses", "ring"]
+RouterReplay = Literal["none", "compare", "rollout"]
+NO_REPLAY: RouterReplay = "none"
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
 
@@ -159,6 +161,11 @@ class ModelSpec(StrictModel):
         ge=1,
         description="expert-parallel ranks: replicas that each store a part of the experts of every layer, and send "
         "tokens to each other (torch)",
+    )
+    router_replay: RouterReplay = Field(
+        NO_REPLAY,
+        description="of an actor with experts: rollout: log-probs and training use the experts that generation chose "
+        "for a token (R3); compare: they are recorded, to report how often training chooses others (torch)",
     )
     context_parallel: ContextParallel = Field(
         "auto",
@@ -285,7 +292,11 @@ OF_TRAINING = ("optimizer", "lora", "activation_checkpointing", "offload_activat
 """Settings of ``models.all`` that a role which is not trained does not take."""
 PASS_SETTINGS = ("micro_batch_tokens", "pack_texts", "share_prompts", "tiled_mlp")
 """Settings by which passes are composed; of a reference that has none, the actor's."""
-_OF_ONE_ROLE = {"path": "actor", "init": "actor", "share": "ref", "retokenize": "reward", "max_text_tokens": "reward"}
+_OF_ONE_ROLE = {
+    **dict.fromkeys(("path", "init", "router_replay"), "actor"),
+    "share": "ref",
+    **dict.fromkeys(("retokenize", "max_text_tokens"), "reward"),
+}
 """Settings that ``models.all`` does not have → a role that has them."""
 
 

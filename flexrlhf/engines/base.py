@@ -337,6 +337,8 @@ class Engine(Protocol):
         finished:         uint8 (n,), 1 where an end token or a stop string ended the response, 0 where R did.
         rollout_logprobs: float32 (n, R), log-probs of the tokens under the distribution that they were sampled from; 0
                           outside the response.
+        experts:          uint8 (n, (P+R) * B), with ``router_replay``: for each token but the last the numbers of its
+                          experts (layers, k), in 8 bits where these suffice, else in 16; B bytes together.
 
         A batch with ``responses`` (n, R) and their ``response_mask`` continues these; ``noise_step``, int64 (n,), is
         the step of each row's noise, and ``searched_from``, int64 (n,), its tokens that stop strings are not searched

@@ -8,18 +8,21 @@ prompt read it once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import Batch, Sampling, searched_from
 from flexrlhf.engines.pass_settings import PassSettings
+from flexrlhf.engines.router_replay import Routers
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
 from flexrlhf.engines.slots import Slots
 from flexrlhf.engines.waves import Wave
+from flexrlhf.operators.columns import EXPERTS
 
 _DROP_SHARE = 0.25
 """Share of ended rows from which on copying the KV cache of the others pays off."""
@@ -88,13 +91,21 @@ class Decoding:
     """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model.
 
     settings:  by which passes are laid out.
+    routers:   of the model, whose experts are recorded; None: none are.
     """
 
     def __init__(
-        self, model: PreTrainedModel, batch: Batch, sampling: Sampling, max_tokens: int, settings: PassSettings
+        self,
+        model: PreTrainedModel,
+        batch: Batch,
+        sampling: Sampling,
+        max_tokens: int,
+        settings: PassSettings,
+        routers: Routers | None = None,
     ) -> None:
         assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
         self._model, self._batch, self._sampling, self._settings = model, batch, sampling, settings
+        self._routers = routers
         self._shares = settings.shares and batch.samples_per_prompt > 1
         device = batch.rows.device
         self._tokens_between_looks = tokens_between_looks(device)
@@ -106,6 +117,11 @@ class Decoding:
         # a column more, for tokens behind the limit of a row whose end the host has not seen yet
         self._tokens = torch.zeros(len(batch), most + 1, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(batch), most + 1, device=device)
+        self._experts = torch.zeros(0)
+        if routers is not None:
+            assert "responses" not in batch.columns, "experts are recorded of responses that are generated whole"
+            shape = (len(batch), self._contexts.tokens.shape[1] + max_tokens, routers.layers, routers.top)
+            self._experts = torch.zeros(shape, dtype=routers.dtype, device=device)
         self._lengths = self._limits.clone()
         self._finished = torch.zeros(len(batch), dtype=torch.bool, device=device)
         self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
@@ -140,20 +156,29 @@ class Decoding:
         if "responses" in self._batch.columns:
             responses = responses.where(is_new, self._batch["responses"].long())
         prompts, prompt_mask = self._batch["prompts"], self._batch["prompt_mask"]
-        return {
+        text_mask = torch.cat([prompt_mask, inside.to(torch.uint8)], 1)
+        return self._expert_columns(text_mask) | {
             "tokens": torch.cat([prompts, responses.where(inside, self._sampling.pad_token_id)], 1).int(),
-            "attention_mask": torch.cat([prompt_mask, inside.to(torch.uint8)], 1),
+            "attention_mask": text_mask,
             "response_mask": inside.to(torch.uint8),
             "finished": self._finished.to(torch.uint8),
             "rollout_logprobs": logprobs.where(inside & is_new, 0.0),
         }
+
+    def _expert_columns(self, text_mask: Tensor) -> dict[str, Tensor]:
+        """Return the column of experts, 0 at padding and at the last token of each row, which no pass has read."""
+        if self._routers is None:
+            return {}
+        was_read = pad(text_mask[:, 1:], (0, 1)) * text_mask
+        return {EXPERTS: (self._experts * was_read[:, :, None, None]).flatten(1).view(torch.uint8)}
 
     def _in_slots(self, order: Tensor, num_rows: int) -> Iterator[bool]:
         """Decode the rows ``order``, each as soon as it has a slot."""
         lengths, limits, prompts = self._counted()
         waiting = deque(place for place in order.tolist() if limits[place] > 0)
         columns = max((lengths[place] + limits[place] for place in waiting), default=0)
-        slots = Slots(self._model, min(num_rows, len(waiting)), columns, self._settings, order.device)
+        size, device = min(num_rows, len(waiting)), order.device
+        slots = Slots(self._model, size, columns, self._settings, device, self._routers)
         tokens = self._contexts.tokens
         behind = torch.arange(tokens.shape[1], device=tokens.device)
         live, placed, last, step = self._live(order[:0]), list[int](), list[int](), 0
@@ -175,9 +200,19 @@ class Decoding:
             if step % self._tokens_between_looks == 0 or step == min(last):
                 ended = live.ended.tolist()
                 if any(ended):
+                    if self._routers is not None:
+                        self._keep_experts(slots, [slot for slot, has_ended in enumerate(ended) if has_ended], placed)
                     left = slots.remove(ended)
                     live = live.select(torch.tensor(left, dtype=torch.int64, device=tokens.device))
                     placed, last = [placed[slot] for slot in left], [last[slot] for slot in left]
+
+    def _keep_experts(self, slots: Slots, ended: Sequence[int], placed: Sequence[int]) -> None:
+        """Keep the experts of the rows in the slots ``ended``. ``placed``: place of the row in each slot."""
+        experts, places = slots.experts(ended), [placed[slot] for slot in ended]
+        mask, width = self._contexts.mask[places], self._experts.shape[1]
+        first = mask.shape[1] - mask.sum(1, keepdim=True)
+        columns = (torch.arange(width, device=mask.device) - first).clamp(0, experts.shape[1] - 1)
+        self._experts[places] = experts[torch.arange(len(places), device=mask.device)[:, None], columns]
 
     def _counted(self) -> tuple[list[int], list[int], list[int]]:
         """Return for each row the tokens before its next one, its limit, and which distinct prompt it has."""
@@ -193,7 +228,9 @@ class Decoding:
         live, wave = self._live(places), self._wave(places)
         most = self._tokens.shape[1] - 1
         yield True
-        logits = wave.read_prompts()
+        logits, prompt = wave.read_prompts(), self._contexts.tokens.shape[1]
+        if self._routers is not None:
+            self._experts[places, prompt - wave.experts.shape[1] : prompt] = wave.experts
         for number in range(1, most + 1):
             tokens = self._sample(live, logits)
             if number == most:
@@ -208,6 +245,8 @@ class Decoding:
                     wave.keep(left)
             yield True
             logits = wave.read(tokens)
+            if self._routers is not None:
+                self._experts[live.places, prompt + number - 1] = wave.experts[:, 0]
 
     def _wave(self, places: Tensor) -> Wave:
         mask, tokens = self._contexts.mask[places], self._contexts.tokens[places]
@@ -217,7 +256,8 @@ class Decoding:
         if self._shares:
             distinct, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
             tokens, mask = distinct.unbind(1)
-        return Wave(self._model, tokens, mask, prompts, tokens.shape[1] + self._tokens.shape[1] - 1)
+        limit = tokens.shape[1] + self._tokens.shape[1] - 1
+        return Wave(self._model, tokens, mask, prompts, limit, self._routers)
 
     def _live(self, places: Tensor) -> _LiveRows:
         """Return the rows at ``places`` before their first new token."""

@@ -19,7 +19,7 @@ OVER_RANKS = "over_ranks"
 """Name of the function in transformers."""
 
 
-def has_experts(module: nn.Module) -> bool:
+def has_experts(module: nn.Module | None) -> bool:
     """Whether ``module`` has the experts of a layer, in one tensor for each matrix."""
     return hasattr(module, "gate_up_proj") and isinstance(getattr(module, "num_experts", None), int)
 

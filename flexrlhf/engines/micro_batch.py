@@ -26,6 +26,7 @@ from flexrlhf.memory.packed_rows import (
     Place,
     packed,
 )
+from flexrlhf.operators.columns import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class MicroBatch:
     scored:          int64 (k,), places of the tokens of responses in the flattened n x r, r the longest response.
     shortest_prompt, longest_response: tokens.
     num_texts:       different sequences.
+    expert_places:   int64 (m, W), for each token the place of its recorded experts in the flattened n x (P+R), -1 where
+                     none are; None: the batch has no recorded experts.
     part:            part of the rows on this rank; None: all of them.
     idle:            whether it stands for no row, so that its outputs do not count.
     """
@@ -65,6 +68,7 @@ class MicroBatch:
     shortest_prompt: int
     longest_response: int
     num_texts: int
+    expert_places: Tensor | None = None
     part: RowPart | None = None
     idle: bool = False
 
@@ -275,6 +279,15 @@ def _laid_out(
         tensor = torch.from_numpy(values)
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
+    expert_places = None
+    if EXPERTS in batch.columns:
+        # of sequences that share tokens, the first one's; the last token of a sequence was never read
+        read = (columns < length[:, None] - 1)[::-1]
+        of_batch = (stored + np.arange(len(order))[:, None] * settings.lengths.total)[::-1][read]
+        whole = nothing.copy()
+        whole[places[::-1][read]] = of_batch
+        expert_places = on_device(whole.reshape(shape))
+
     part = None
     if settings.split is not None:
         before = np.minimum(np.maximum(prompts[:, None] - 1 + np.arange(longest), 0), len(columns) - 1)
@@ -298,5 +311,6 @@ def _laid_out(
         shortest_prompt=int(prompts.min()),
         longest_response=longest,
         num_texts=num_texts,
+        expert_places=expert_places,
         part=part,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, Totals, add_moments
 from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.decoding import Decoding
@@ -31,9 +31,10 @@ from flexrlhf.engines.readout import (
     totals_of,
     without_gradient,
 )
+from flexrlhf.engines.router_replay import MISMATCH, Routers, make_routers
 from flexrlhf.engines.row_split import RowPart, RowSplit
 from flexrlhf.engines.scalar_head import score_rule
-from flexrlhf.operators.columns import Column
+from flexrlhf.operators.columns import EXPERTS, Column
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Passes:
     settings:       of the placed model: token budgets of micro-batches.
     pass_settings:  by which sequences are laid out in micro-batches.
     dp:             data-parallel group of the model.
+    routers:        of a model whose experts are counted, recorded or replayed; None: they are not.
     lockstep:       ranks that gather weights or reduce gradients during a pass, so that all of them must call the model
                     equally often: a rank with fewer rows makes idle passes up to the largest count. None: none do.
     """
@@ -57,6 +59,7 @@ class Passes:
     pass_settings: PassSettings
     dp: RankGroup
     lockstep: RankGroup | None
+    routers: Routers | None = None
 
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Sample responses, as ``Engine.generate``; context-parallel ranks to a part of the prompts each."""
@@ -74,7 +77,8 @@ class Passes:
     @torch.no_grad()
     def _generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         lengths = self.readout.lengths
-        decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings)
+        routers = None if self.settings.router_replay == NO_REPLAY else self.routers
+        decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings, routers)
         num_rows = max(1, self.settings.generate_tokens // (lengths.prompt + lengths.response))
         calls = decoding.calls(num_rows)
         busy = next(calls, False)
@@ -99,7 +103,10 @@ class Passes:
         """Compute ``columns`` (n, ...) of every row in one pass, as ``Engine.forward``."""
         request = PassRequest(frozenset(map(quantity_of, columns)))
         with nullcontext() if adapters else starting_weights(self.model):
-            pieces = [(piece, self._compute(piece, request)) for piece in self._micro_batches(batch)]
+            pieces = []
+            for piece in self._micro_batches(batch):
+                with self._replaying(piece):
+                    pieces.append((piece, self._compute(piece, request)))
         return self.readout.columns(pieces, columns, batch.rows.device)
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]], backward: Callable[[Tensor, bool], None]) -> Moments:
@@ -110,13 +117,20 @@ class Passes:
         assert parts, "an optimizer step needs a loss"
         empty = torch.zeros(3, dtype=torch.float64, device=parts[0][0].rows.device)
         statistics: Moments = {name: empty for _, loss in parts for name in loss.statistics}
+        if self.routers is not None and any(EXPERTS in batch.columns for batch, _ in parts):
+            statistics[MISMATCH] = empty
         counted = [(loss, totals_of(batch, self.dp), self._micro_batches(batch)) for batch, loss in parts]
         work = [(loss, totals, piece) for loss, totals, pieces in counted for piece in pieces]
         for number, (loss, totals, piece) in enumerate(work):
-            computed = self._compute(piece, self.readout.request_for(loss))
-            value, part = self.readout.loss(loss, totals, piece, computed)
-            add_moments(statistics, part)
-            backward(value, number == len(work) - 1)
+            with self._training(piece):
+                computed = self._compute(piece, self.readout.request_for(loss))
+                value, part = self.readout.loss(loss, totals, piece, computed)
+                add_moments(statistics, part)
+                if self.routers is not None:
+                    add_moments(statistics, self.routers.mismatch(piece))
+                backward(value, number == len(work) - 1)
+        if self.routers is not None:
+            statistics |= self.routers.balance(self._over_all_rows, self.dp.is_first, empty.device)
         return statistics
 
     def idle_loss(self, loss: Loss) -> Tensor:
@@ -142,9 +156,21 @@ class Passes:
         for part, (batch, loss) in enumerate(parts):
             totals, request = totals_of(batch, self.dp), without_gradient(loss)
             for number, piece in enumerate(self._micro_batches(batch)):
-                computed = self._compute(piece, request)
+                with self._replaying(piece):
+                    computed = self._compute(piece, request)
                 if not piece.idle:
                     yield TrainingPass(part, number, piece.batch, outputs_of(computed, loss), totals)
+
+    def _replaying(self, piece: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext() if self.routers is None else self.routers.replaying(piece)
+
+    def _over_all_rows(self, counts: Tensor) -> Tensor:
+        """Sum ``counts`` over all ranks that have other tokens."""
+        split = self.pass_settings.split
+        return self.dp.sum(counts if split is None else split.ranks.sum(counts))
+
+    def _training(self, piece: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext() if self.routers is None else self.routers.training(piece)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Split ``batch``, with idle micro-batches up to the number of passes."""
@@ -235,4 +261,5 @@ def make_passes(
     settings = placed.settings
     laid_out = pass_settings(settings, config, context.lengths, context.device, split)
     together = context.same_part if lockstep else None
-    return Passes(model, call, readout, settings, laid_out, context.dp, together)
+    routers = make_routers(model, settings, placed.trained)
+    return Passes(model, call, readout, settings, laid_out, context.dp, together, routers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from flexrlhf.engines.decoding_graphs import DecodingGraphs
 from flexrlhf.engines.pass_settings import PassSettings
+from flexrlhf.engines.router_replay import Routers
 from flexrlhf.engines.waves import last_logits
 from flexrlhf.memory.packed_rows import TextGroup, packed
 
@@ -49,6 +51,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.size, self.columns = slots, columns
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._experts: Tensor | None = None
         self._slots: Tensor | None = None
         self._column: Tensor | None = None
         self._width = 0
@@ -77,6 +80,20 @@ class SlotCache(Cache):
         keys, values = (space[: len(self._column), :, : self._width] for space in pair)
         return keys, values
 
+    def write_experts(self, experts: Tensor) -> None:
+        """Write the experts (m, tokens, layers, k) of the tokens of the last pass."""
+        if self._experts is None:
+            self._experts = experts.new_zeros(self.size, self.columns, *experts.shape[2:])
+        if self._column is None:
+            self._experts[self._slots, : experts.shape[1]] = experts
+        else:
+            self._experts[self._slots, self._column] = experts[:, 0]
+
+    def experts(self, slots: Tensor) -> Tensor:
+        """Return the experts (m, columns, layers, k) of the tokens in ``slots`` (m,)."""
+        assert self._experts is not None, "passes have recorded them"
+        return self._experts[slots]
+
     def _space(self, like: Tensor) -> Tensor:
         # zeros, since a column of no weight must still be a number
         return like.new_zeros(self.size, like.shape[1], self.columns, like.shape[3])
@@ -85,19 +102,29 @@ class SlotCache(Cache):
         """Copy the first ``columns`` of the slots ``sources`` (m,) to ``targets`` (m,)."""
         for space in chain.from_iterable(self._layers):
             space[targets, :, :columns] = space[sources, :, :columns]
+        if self._experts is not None:
+            self._experts[targets, :columns] = self._experts[sources, :columns]
 
 
 class Slots:
     """Rows that are decoded together, at most ``size``, with at most ``columns`` tokens each.
 
     settings: by which passes are laid out.
+    routers:  of the model, whose experts are recorded; None: none are.
     lengths:  tokens in the cache of each live row, as the host counts them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, size: int, columns: int, settings: PassSettings, device: torch.device
+        self,
+        model: PreTrainedModel,
+        size: int,
+        columns: int,
+        settings: PassSettings,
+        device: torch.device,
+        routers: Routers | None = None,
     ) -> None:
         self._model, self._budget, self._dtype = model, settings.budget, settings.dtype
+        self._routers = routers
         self._device = device
         # kernels would copy a mask of any other width
         self._cache = SlotCache(size, -(-columns // 8) * 8)
@@ -168,6 +195,10 @@ class Slots:
         self._tokens, self._positions = tokens, self._positions + 1
         self.lengths = [length + 1 for length in self.lengths]
 
+    def experts(self, slots: Sequence[int]) -> Tensor:
+        """Return the experts (m, columns, layers, k) of the tokens of the rows in ``slots``."""
+        return self._cache.experts(self._indices(slots))
+
     def remove(self, ended: Sequence[bool]) -> list[int]:
         """Remove rows; return for each slot that is live from now on the one its row was in."""
         left = [slot for slot, has_ended in enumerate(ended) if not has_ended]
@@ -186,8 +217,13 @@ class Slots:
         return order
 
     def _call(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        call = partial(last_logits, self._model, tokens, positions, mask, self._cache)
         with _attention_over_slots(self._model):
-            return last_logits(self._model, tokens, positions, mask, self._cache)
+            if self._routers is None:
+                return call()
+            logits, experts = self._routers.recorded(call)
+            self._cache.write_experts(experts.unflatten(0, tokens.shape))
+            return logits
 
 
 @contextmanager

@@ -7,6 +7,7 @@ transformers' own layers concatenate: each token copies the keys and values of a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from flexrlhf.engines.router_replay import Routers
 from flexrlhf.memory.activations import CACHE_COLUMNS
 
 
@@ -23,12 +25,23 @@ class Wave:
     tokens, mask:  int64 (k, w), the prompts, left-padded.
     prompts:       int64 (m,), the prompt of each row; None: row i has prompt i.
     limit:         columns that the cache may grow to.
+    routers:       of the model, whose experts are recorded; None: none are.
+    experts:       of the tokens (m, tokens, layers, k) that were read last, with ``routers``.
     """
 
+    experts: Tensor
+
     def __init__(
-        self, model: PreTrainedModel, tokens: Tensor, mask: Tensor, prompts: Tensor | None, limit: int
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        mask: Tensor,
+        prompts: Tensor | None,
+        limit: int,
+        routers: Routers | None = None,
     ) -> None:
         self._model, self._tokens, self._mask, self._prompts = model, tokens, mask, prompts
+        self._routers = routers
         self._cache = growing_cache(model.config, limit)
 
     def read_prompts(self) -> Tensor:
@@ -37,6 +50,8 @@ class Wave:
         if self._prompts is None:
             return logits
         self.keep(self._prompts)
+        if self._routers is not None:
+            self.experts = self.experts[self._prompts]
         return logits[self._prompts]
 
     def read(self, tokens: Tensor) -> Tensor:
@@ -51,7 +66,12 @@ class Wave:
         self._cache.reorder_cache(rows)
 
     def _call(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return last_logits(self._model, tokens, positions, self._mask, self._cache)
+        call = partial(last_logits, self._model, tokens, positions, self._mask, self._cache)
+        if self._routers is None:
+            return call()
+        logits, experts = self._routers.recorded(call)
+        self.experts = experts.unflatten(0, tokens.shape)
+        return logits
 
 
 class GrowingLayer(DynamicLayer):

@@ -15,7 +15,7 @@ from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
 from flexrlhf.measure.profiled_models import LengthSample, MeasuredRows
 from flexrlhf.measure.stopwatch import Estimate, Stopwatch, TimedCall
 from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, reads_masks, shares_prompts
-from flexrlhf.operators.columns import Column, Width, column_of
+from flexrlhf.operators.columns import EXPERTS, Column, Width, column_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
@@ -124,6 +124,8 @@ class ProfileContext:
         self, operator: Operator, loaded: LoadedModel, rows: int, passes: int = 1
     ) -> tuple[OperatorRun, RowStore]:
         samples, dp = self.plan.batch.samples_per_prompt, loaded.placed.layout.dp
+        # random experts would compute other numbers of tokens than the routers' own
+        operator = replace(operator, reads=tuple(name for name in operator.reads if name != EXPERTS))
         shape = BatchShape(rows // samples * dp, samples, num_blocks=passes * dp)
         state = Controllers(self.plan).state(operator)
         run = OperatorRun(operator, loaded, loaded.placed.layout, shape, range(1), self.rank, state=state)

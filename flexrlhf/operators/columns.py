@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-Width = Literal["row", "prompt", "response", "response+1", "sequence"]
+Width = Literal["row", "prompt", "response", "response+1", "sequence", "experts"]
 DType = Literal["int32", "uint8", "float32"]
 Quantity = Literal["logprobs", "values", "scores", "token_scores"]
 
@@ -22,7 +22,7 @@ _ITEM_BYTES: dict[DType, int] = {"int32": 4, "uint8": 1, "float32": 4}
 class Column:
     """A named tensor with one row per sample.
 
-    width:     numbers per row; "row" is one number.
+    width:     numbers per row; "row" is one number, "experts" the bytes of the experts of all tokens.
     quantity:  output of the model in a forward that writes the column.
     """
 
@@ -66,6 +66,7 @@ COLUMNS = {
         Column("tool_calls", "row", "int32"),
         Column("failed_tool_calls", "row", "int32"),
         Column("data_position", "row", "int32"),
+        Column("experts", "experts", "uint8"),
     )
 }
 
@@ -94,6 +95,8 @@ TURN_ENDS = "turn_ends"
 """Column of the last tokens of the policy's turns: two turns follow one another where a reply has no tokens."""
 FINAL_OUTCOME = "outcome.final"
 """Outcome of a row after its training, in the store of the rank that trains it."""
+EXPERTS = "experts"
+"""Column of the experts that generation chose for the tokens of prompt and response, in every layer that has some."""
 LONGER = 2
 """How many times longer than a row of the policy's tokens a text may be in another tokenizer's, by default."""
 
@@ -114,6 +117,11 @@ def qualified(names: Iterable[str], qualifier: str) -> tuple[str, ...]:
     return tuple(f"{name}.{qualifier}" for name in names)
 
 
+def expert_item_bytes(number: int) -> int:
+    """Return the bytes in which one of ``number`` experts is recorded."""
+    return 1 if number <= 256 else 2
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Padded lengths in tokens.
@@ -121,11 +129,13 @@ class Lengths:
     prompt:    P, of prompts.
     response:  R, of responses.
     texts:     (role, length) of whole texts, for models with a tokenizer of their own.
+    experts:   bytes of the recorded experts of a token; 0: none are recorded.
     """
 
     prompt: int
     response: int
     texts: tuple[tuple[str, int], ...] = ()
+    experts: int = 0
 
     @property
     def total(self) -> int:
@@ -146,6 +156,7 @@ class Lengths:
             _, _, qualifiers = column.name.partition(".")
             return dict(self.texts).get(qualifiers.partition(".")[0], self.total)
         widths = {"prompt": self.prompt, "response": self.response, "response+1": self.response + 1}
+        widths["experts"] = self.total * self.experts
         return widths.get(column.width)
 
     def row_bytes(self, name: str) -> int:

@@ -12,7 +12,10 @@ from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import BatchShape, Layout
 
-_OF_MODULES = ("trust_remote_code", "attention", "liger", "tiled_mlp", "compile", "share_prompts", "cuda_graphs")
+_OF_MODULES = (
+    *("trust_remote_code", "attention", "liger", "tiled_mlp", "compile", "share_prompts", "cuda_graphs"),
+    "router_replay",
+)
 PREFILL_TOKENS = 8192
 """Most tokens of one step of vLLM, unless one prompt is longer or there are more rows."""
 MOST_ROWS = 1024

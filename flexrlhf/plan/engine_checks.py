@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, TORCH, EngineFacts
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.operators.columns import EXPERTS
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_settings import CONFIG_CHECKS, VLLM_ARGUMENTS
@@ -45,6 +46,7 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
     _check_idle_graphs(graph, placement, is_evaluated)
+    _check_recording(graph, placement)
 
 
 def _check_graphs(model: PlacedModel) -> None:
@@ -68,6 +70,19 @@ def _check_idle_graphs(graph: Graph, placement: Placement, is_evaluated: bool) -
                 f"{model.key('cuda_graphs')}: true is for roles that generate with engine torch, which {model.role} "
                 f"does not; {remedy}"
             )
+
+
+def _check_recording(graph: Graph, placement: Placement) -> None:
+    """Raise UserError if experts are to be replayed that the engine which generates does not return."""
+    for operator in graph.operators:
+        if operator.samples_responses and EXPERTS in operator.writes:
+            copy = placement.copy_for(operator)
+            if not copy.facts.routers:
+                key, value = placement[copy.role].key("router_replay"), placement[copy.role].settings.router_replay
+                raise UserError(
+                    f"{key}: {value} needs the experts that generation chose, which {copy.engine} does not return "
+                    f"here; use none, or rollout.engine: transformers"
+                )
 
 
 def _serves(model: PlacedModel, operator: Operator) -> bool:
@@ -98,6 +113,7 @@ def check_engine(key: str, name: str) -> None:
 def check_settings(model: PlacedModel) -> None:
     """Raise UserError for a setting that the engine of a model, its role or its dtype rules out."""
     _check_sharding(model)
+    _check_routers(model)
     _check_offload(model)
     _check_role(model)
     if model.settings.attention == "flash_attention_2" and model.settings.dtype == "float32":
@@ -181,6 +197,16 @@ def _check_sharding(model: PlacedModel) -> None:
                     f"{model.key('ep')}: how many tokens travel to a rank is read there, so it goes with {name} false, "
                     f"found true; use false, or ep 1"
                 )
+
+
+def _check_routers(model: PlacedModel) -> None:
+    """Raise UserError for an engine or a kernel whose experts are not recorded."""
+    value = model.settings.router_replay
+    if value != NO_REPLAY:
+        lacks = f"engine {model.engine} records no experts, found {value}; use none"
+        _require(model, "router_replay", lambda each: each.routers, lacks)
+        if model.settings.compile:
+            raise UserError(f"{model.key('router_replay')}: goes with compile false, found true; use false, or none")
 
 
 def _check_context_parallel(model: PlacedModel) -> None:

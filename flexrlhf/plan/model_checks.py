@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE, SERVED
-from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE, SERVED, SOFTMAX_ROUTED
+from flexrlhf.config.model_settings import NO_REPLAY, Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
 from flexrlhf.operators.columns import Lengths
@@ -55,6 +55,8 @@ def check_models(
             _check_mapped(model, shape, longest)
         if model.settings.cuda_graphs and lengths is not None:
             _check_graphs(model, shape, longest)
+        if model.settings.router_replay != NO_REPLAY:
+            _check_routers(model, shape)
         if shape is None:
             _check_unknown_shape(model)
         else:
@@ -256,6 +258,16 @@ def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) ->
         raise UserError(
             f"{model.key('cp')}: {settings.cp} does not divide its {sizes.heads // settings.tp} heads{each}, which "
             f"ulysses distributes; use {either(fits)}, or context_parallel ring"
+        )
+
+
+def _check_routers(model: PlacedModel, shape: ModelShape | None) -> None:
+    """Raise UserError for a model whose routers record no experts."""
+    sizes = None if shape is None else shape.sizes
+    if sizes is None or sizes.experts is None or sizes.family not in SOFTMAX_ROUTED:
+        raise UserError(
+            f"{model.key('router_replay')}: {model.settings.router_replay} is for {either(SOFTMAX_ROUTED)} models with "
+            f"experts, and models.{model.role} is another; use none"
         )
 
 

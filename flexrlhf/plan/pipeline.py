@@ -44,6 +44,7 @@ from flexrlhf.plan.models import (
 from flexrlhf.plan.operator_protocols import with_protocols
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.rollout_engine import with_rollout, with_rollout_engine
+from flexrlhf.plan.router_replay import run_lengths
 from flexrlhf.plan.segments import with_segments
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
@@ -141,7 +142,8 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     check_engines(graph, placement, is_evaluated=spec.eval is not None)
     if spec.cluster.device != "cpu":
         check_capabilities(placement, resolved.cluster)
-    check_models(placement, shapes, resolved.cluster, spec.lengths)
+    lengths = run_lengths(spec, graph, shapes)
+    check_models(placement, shapes, resolved.cluster, lengths)
     batch = BatchShape.of(spec)
     instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
     plan = Plan(
@@ -152,7 +154,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
         strategy=strategy,
         schedule=Schedule(instructions, max((i.lag for i in instructions), default=0)),
         batch=batch,
-        lengths=spec.lengths,
+        lengths=lengths,
         shapes=shapes,
         groups=tuple(_groups(placement, instructions)),
         choice=resolved.choice,

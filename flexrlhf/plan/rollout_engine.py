@@ -17,7 +17,7 @@ from pathlib import Path
 from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
 from flexrlhf.config.engines import VLLM, facts_of
 from flexrlhf.config.model_names import SERVED
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import ParitySpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
@@ -34,6 +34,7 @@ from flexrlhf.plan.old_logprobs import (
     logprob_source,
     recomputes_next_to_generation,
 )
+from flexrlhf.plan.router_replay import with_router_replay
 from flexrlhf.weights.shapes import read_config
 
 
@@ -74,6 +75,9 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
         f"vllm serves {either(SERVED)} models": family not in SERVED,
         f"models.{role}.cuda_graphs is for transformers": model is not None and model.cuda_graphs,
         f"the {role} also computes values": heads_of(graph)[role] == "both",
+        f"models.{role}.router_replay records experts, which vllm does not return here": (
+            model is not None and model.router_replay != NO_REPLAY
+        ),
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
         f"placement has {role}.{SHADOW}": ModelName.of(role, SHADOW) in entries,
         "an operator of placement.operators generates with an engine of its own": any(
@@ -128,7 +132,7 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     """
     check_rollout(graph, spec)
     if graph.generated is None:
-        return graph
+        return with_router_replay(graph, spec)
     algorithm, rollout = spec.algorithm, spec.rollout
     importance = algorithm.importance if isinstance(algorithm, SampledSpec) else None
     if importance is not None:
@@ -145,7 +149,7 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     rounds = is_remote and spec.sync.dtype is not None
     if rollout.parity is not None and (rollout.has_copy or rounds):
         graph = _with_parity(graph, rollout.parity, spec, of_copy=rounds and not rollout.has_copy)
-    return graph
+    return with_router_replay(graph, spec)
 
 
 def check_rollout(graph: Graph, spec: Spec) -> None:

@@ -226,15 +226,17 @@ SETTINGS |= {
 SETTINGS |= COMPLETIONS | ALGORITHMS
 SETTINGS |= {
     # of different families; the first one has a dense layer, too
-    "experts": {
+    name: {
         **_ppo(num_mini_batches=2),
         "models": {
-            **{role: {"path": "assets:models/experts-actor"} for role in ("actor", "ref")},
+            "actor": {"path": "assets:models/experts-actor", **replay},
+            "ref": {"path": "assets:models/experts-actor"},
             "critic": {"path": "assets:models/experts-critic"},
         },
-    },
+    }
+    for name, replay in {"experts": {}, "experts-replayed": {"router_replay": "rollout"}}.items()
 }
-WITH_EXPERTS = ("experts",)
+WITH_EXPERTS = ("experts", "experts-replayed")
 """Settings whose models have experts, which not every engine serves."""
 NOT_COMPARED = (
     "episodes-random",
@@ -799,7 +801,7 @@ DEFAULT = [
     KILLED,
     Case("grpo", "co-located", 2, "cp"),
     Case("episodes", "co-located", 2, "cp-ring"),
-    Case("experts", "six", 2),
+    Case("experts-replayed", "six", 2),
     Case("experts", "co-located", 2, "ep-3", "vllm-tp"),
     Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),

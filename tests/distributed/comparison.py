@@ -35,9 +35,12 @@ EXACT = (
 """Columns of whole numbers, without the qualifiers after their dots."""
 BEFORE = re.compile(r".*\.(opened|turn)")
 """Columns of episodes before their turns, and of responses before the last reply."""
-NOT_REFERENCED = ("attention_mask", "trainer_logprobs", "computed_logprobs")
-"""Columns that the reference lacks: masks follow from the tokens, the others are compared in the run."""
-UNREFERENCED_METRICS = re.compile("|".join(["step|rollout_engine|parity_.*|(pair|eval)_accuracy|.*_skipped", *TIMES]))
+NOT_REFERENCED = ("attention_mask", "experts", "trainer_logprobs", "computed_logprobs")
+"""Columns that the reference lacks: masks follow from the tokens, training from experts, the others are compared in the
+run."""
+UNREFERENCED_METRICS = re.compile(
+    "|".join(["step|rollout_engine|parity_.*|router_mismatch|(pair|eval)_accuracy|.*_skipped", *TIMES])
+)
 """Metrics that the reference may lack: times, the gate's, metrics decided by rounding, metrics of 16 bits."""
 COUNTED = (
     *(

@@ -301,6 +301,14 @@ class Reference:
                 self.episodes.play(self.old_actor, response, step, row, forced[row])
         for response in rows.values():
             response.versions = [self.version(step)] * len(response.tokens)
+            self._record_experts(response.prompt + response.text)
+
+    def _record_experts(self, text: list[int]) -> None:
+        """Keep the experts that the sampling weights choose for ``text``, if log-probs and training take them."""
+        if self.actor.routers.replays:
+            experts = self.old_actor.routers.experts(self.old_actor.model, text)
+            for routers in (self.old_actor.routers, self.actor.routers):
+                routers.of_texts[tuple(text)] = experts
 
     def _forced(self, step: int, column: str, place: int) -> Tensor | None:
         return None if self.forced is None else self.forced[step][column][place, self.spec.data.max_prompt_tokens :]
@@ -417,6 +425,8 @@ class Reference:
                         continue
                     trained = [responses[row] for row in rows if responses[row].is_trained]
                     trainee.update(self._loss(role, step, rows, trained, terms), terms)
+                    routers = self.actor.routers if role == "actor" else self.critics[role].routers
+                    terms.add(f"{role}_expert_load_max", routers.fullest())
 
     def _loss(self, role: str, step: int, rows: range, responses: list[Response], terms: Terms) -> Tensor:
         if role != "actor":

@@ -6,9 +6,11 @@ Low-rank adapters are peft's own models. Sampling alone takes several sequences 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,7 @@ class Policy:
     def __init__(self, spec: ModelSpec, seed: int, temperature: float, has_values: bool = False) -> None:
         self.model = load(AutoModelForCausalLM, spec, seed)
         self.inner, self.temperature = inner_of(self.model), temperature
+        self.routers = Routers(self.model, replays=spec.router_replay == "rollout")
         if has_values:
             self.inner.score = value_head(str(spec.path))
 
@@ -75,7 +78,8 @@ class Policy:
 
     def distributions(self, prompt: list[int], response: list[int], temperature: float | None = None) -> Tensor:
         """Log-probs (len(response), vocabulary) at every position of the response."""
-        logits = self.model(input_ids=torch.tensor([prompt + response])).logits[0]
+        with self.routers.replaying(prompt + response):
+            logits = self.model(input_ids=torch.tensor([prompt + response])).logits[0]
         # of no response there are none
         return (logits[len(prompt) - 1 : -1] / (temperature or self.temperature)).log_softmax(-1)
 
@@ -91,12 +95,60 @@ class Policy:
         return _judged(self.inner, prompt, response)
 
 
+class Routers:
+    """Experts that generation has chosen for each text, by layer, which a model may take for the same text again, and
+    the tokens of each expert in training."""
+
+    def __init__(self, model: torch.nn.Module, replays: bool = False) -> None:
+        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        self.replays = replays
+        self.load = [Counter[int]() for _ in routers]
+        self.number = routers[0].num_experts if routers else 0
+        self.of_texts: dict[tuple[int, ...], list[Tensor]] = {}
+        self.replayed: list[Tensor] | None = None
+        self.recorded: list[Tensor] | None = None
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._route, layer))
+
+    @torch.no_grad()
+    def experts(self, model: Any, text: list[int]) -> list[Tensor]:
+        """Experts (tokens, k) of each layer as ``model``, whose routers these are, chooses them."""
+        self.recorded = recorded = []
+        model(input_ids=torch.tensor([text]))
+        self.recorded = None
+        return recorded
+
+    @contextmanager
+    def replaying(self, text: list[int]) -> Iterator[None]:
+        self.replayed = self.of_texts.get(tuple(text))
+        yield
+        self.replayed = None
+
+    def _route(self, layer: int, _: Any, __: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits, weights, chosen = routed
+        if self.recorded is not None:
+            self.recorded.append(chosen)
+        if self.replayed is not None:
+            chosen = self.replayed[layer]
+            weights = logits.softmax(-1).gather(1, chosen)
+            weights = weights / weights.sum(-1, keepdim=True)
+        if torch.is_grad_enabled():
+            self.load[layer].update(chosen.flatten().tolist())
+        return logits, weights, chosen
+
+    def fullest(self) -> list[float]:
+        """Tokens of the fullest expert over the mean, of the layer where it is fullest; counts begin anew."""
+        found = [max(load.values()) * self.number / load.total() for load in self.load if load]
+        self.load = [Counter() for _ in self.load]
+        return [max(found)] if found else []
+
+
 class Scorer:
     """A language model with a scalar head, whose scores equal plain transformers'."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.model = load(AutoModelForSequenceClassification, spec, seed, num_labels=1)
-        self.inner = inner_of(self.model)
+        self.inner, self.routers = inner_of(self.model), Routers(self.model)
 
     def everywhere(self, prompt: list[int], response: list[int]) -> Tensor:
         """(len(response) + 1): before the response, and after each of its tokens."""

@@ -39,7 +39,7 @@ HEADS: dict[str, Head] = {"critic": "scalar", "reward": "scalar"}
 
 def placed(role: str = "actor", head: Head | None = None, **settings: Any) -> PlacedModel:
     """``settings`` as in the YAML; ``optimizer`` and ``lora`` as mappings. A critic or an actor is trained."""
-    source = {} if "path" in settings else {"init": TINY}
+    source = {} if {"path", "init"} & settings.keys() else {"init": TINY}
     for name, kind in (("optimizer", OptimizerSpec), ("lora", LoraSpec)):
         if name in settings:
             settings[name] = kind(**settings[name])

@@ -46,6 +46,7 @@ from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
 from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.router_replay import run_lengths
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.strategies.strategy import DISAGGREGATED
 from flexrlhf.weights.shapes import ModelShape
@@ -220,7 +221,7 @@ class Space:
         """Yield transfers of columns, and waits between models that must not share a device."""
         for reader in self.sketch.runs:
             for writer in self.sketch.writers(reader):
-                size = rows_bytes(self.batch, self.spec.lengths, writer, reader)
+                size = rows_bytes(self.batch, run_lengths(self.spec, self.graph, self.shapes), writer, reader)
                 seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
                 yield RowTransfer(name_of(writer), name_of(reader), seconds, _rows_side)
             for writer in self.sketch.separate(reader):

@@ -1,0 +1,153 @@
+"""Experts of tokens: counted in training, and replayed as generation has chosen them (R3; Ma et al. 2025).
+
+A router of transformers returns logits, the weights of the chosen experts and their numbers. In a replay the numbers
+are the recorded ones, and the weights follow from the router's own logits, so that gradients reach it as ever. Where
+the router chooses the same experts, every bit stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexrlhf.config.model_names import SOFTMAX_ROUTED
+from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
+from flexrlhf.engines.base import Moments
+from flexrlhf.engines.experts import has_experts
+from flexrlhf.engines.micro_batch import MicroBatch
+from flexrlhf.operators.columns import EXPERTS, expert_item_bytes
+
+MISMATCH = "router_mismatch"
+"""Statistic of the (token, layer) pairs for which generation and the trainer's router choose other experts."""
+FULLEST = "expert_load_max"
+"""Statistic of the tokens of the fullest expert of a layer over their mean."""
+_TYPES = {1: torch.uint8, 2: torch.int16}
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Recorded experts of the tokens of a pass.
+
+    experts:  (T, layers, k) numbers of experts.
+    known:    bool (T,), whether the token has them: padding and last tokens, which generation has not read, do not.
+    """
+
+    experts: Tensor
+    known: Tensor
+
+
+class Routers:
+    """Routers of a model by layer. ``replays``: whether recorded experts replace their choice."""
+
+    def __init__(self, routers: Sequence[Any], replays: bool) -> None:
+        self._replays = replays
+        self.layers, self.top = len(routers), int(routers[0].top_k)
+        self._experts = int(routers[0].num_experts)
+        self.dtype = _TYPES[expert_item_bytes(self._experts)]
+        self._chosen: list[Tensor] | None = None
+        self._recorded: _Recorded | None = None
+        self._counted: Tensor | None = None
+        self._load: Tensor | int = 0
+        self._loads = [torch.zeros(())] * self.layers
+        self._differing = [torch.zeros(())] * self.layers
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._route, layer))
+
+    def recorded(self, call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the result of ``call``, a pass of the model over T tokens, and their experts (T, layers, k)."""
+        self._chosen = []
+        try:
+            result = call()
+            return result, torch.stack(self._chosen, 1).to(self.dtype)
+        finally:
+            self._chosen = None
+
+    @contextmanager
+    def replaying(self, piece: MicroBatch) -> Iterator[None]:
+        """Compare, or replace, the experts of the tokens of ``piece`` in the passes inside, recomputed layers too."""
+        self._recorded = self._recorded_of(piece)
+        try:
+            yield
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def training(self, piece: MicroBatch) -> Iterator[None]:
+        """Count the tokens of ``piece`` by their experts in the passes inside, which are as in ``replaying``."""
+        counted = torch.zeros(piece.tokens.numel(), dtype=torch.int64, device=piece.tokens.device)
+        counted = counted.index_fill_(0, piece.places.flatten(), int(not piece.idle)).view_as(piece.tokens)
+        self._counted = (counted if piece.part is None else counted[:, piece.part.columns]).flatten()
+        try:
+            with self.replaying(piece):
+                yield
+            self._load = self._load + torch.stack(self._loads)
+        finally:
+            self._counted = None
+
+    def balance(self, over_ranks: Callable[[Tensor], Tensor], reports: bool, device: torch.device) -> Moments:
+        """Return the statistic of the tokens counted since the last call, of which one rank ``reports`` the whole.
+
+        over_ranks: sums a tensor over all ranks with other tokens.
+        """
+        none = torch.zeros(self.layers, self._experts, dtype=torch.int64, device=device)
+        counts, self._load = over_ranks(none + self._load).double(), 0
+        fullest = (counts.amax(1) / counts.mean(1).clamp(min=1e-9)).amax()
+        return {FULLEST: torch.stack([torch.ones_like(fullest), fullest, fullest * fullest]) * reports}
+
+    def mismatch(self, piece: MicroBatch) -> Moments:
+        """Return the statistic of the last pass, that of ``piece``, inside ``replaying``; alike on all of its ranks."""
+        if self._recorded is None:
+            return {}
+        known, differing = self._recorded.known.sum() * self.layers, torch.stack(self._differing).sum()
+        found = torch.stack([known, differing, differing]).double()
+        return {MISMATCH: found if piece.part is None else piece.part.ranks.sum(found)}
+
+    def _recorded_of(self, piece: MicroBatch) -> _Recorded | None:
+        places = piece.expert_places
+        if places is None:
+            return None
+        if piece.part is not None:
+            places = places[:, piece.part.columns]
+        places = places.flatten()
+        column = piece.batch[EXPERTS].view(self.dtype).view(-1, self.layers, self.top)
+        return _Recorded(column[places.clamp(min=0)], places >= 0)
+
+    def _route(
+        self, layer: int, router: Any, _: tuple[Any, ...], routed: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        logits, weights, chosen = routed
+        if self._chosen is not None:
+            self._chosen.append(chosen)
+        taken = chosen
+        if self._recorded is not None:
+            known, before = self._recorded.known, self._recorded.experts[:, layer].long()
+            # a recomputed layer finds the same once more, as below
+            self._differing[layer] = ((before.sort(1).values != chosen.sort(1).values).any(1) & known).sum()
+            taken = before.where(known[:, None], chosen) if self._replays else chosen
+        if self._counted is not None:
+            empty = self._counted.new_zeros(self._experts)
+            self._loads[layer] = empty.index_add_(0, taken.flatten(), self._counted.repeat_interleave(self.top))
+        return None if taken is chosen else (logits, _weights_of(taken, router, logits).to(weights.dtype), taken)
+
+
+def _weights_of(taken: Tensor, router: Any, logits: Tensor) -> Tensor:
+    """Return the weights (T, k) of the experts ``taken``, as ``router`` weighs the ones that it chooses."""
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, taken)
+    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+
+
+def make_routers(model: PreTrainedModel, settings: ModelSpec, is_trained: bool) -> Routers | None:
+    """Return the routers of ``model``, whose tokens are counted if it is trained; None if nobody reads their choice."""
+    blocks = [module for module in model.modules() if has_experts(getattr(module, "experts", None))]
+    is_read = is_trained or settings.router_replay != NO_REPLAY
+    # a compiled layer would be interrupted at each router
+    if not (blocks and is_read) or settings.compile or model.config.model_type not in SOFTMAX_ROUTED:
+        return None
+    return Routers([block.gate for block in blocks], replays=settings.router_replay == "rollout")

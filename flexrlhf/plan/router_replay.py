@@ -1,0 +1,69 @@
+"""Recording of experts in generation, and their replay (``models.actor.router_replay``): the graph rewritten for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flexrlhf.config.model_settings import NO_REPLAY
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import EXPERTS, Lengths, expert_item_bytes
+from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.plan.old_logprobs import also_writing
+from flexrlhf.weights.shapes import ModelShape
+
+
+def with_router_replay(graph: Graph, spec: Spec) -> Graph:
+    """Return ``graph`` with the experts that generation has chosen: passes of the policy over the same responses read
+    them, and training alone where they are compared. A reference has routers of its own.
+
+    Raises UserError for roles without generation, and for responses that are not generated whole.
+    """
+    roles = [role for role, model in spec.models if model is not None and model.router_replay != NO_REPLAY]
+    for role in roles:
+        _check(role, graph, spec)
+    if not roles:
+        return graph
+    kinds = ("train",) if _mode(roles[0], spec) == "compare" else ("forward", "train")
+
+    def reading(operator: Operator) -> Operator:
+        is_policy = operator.role == graph.generated and operator.adapters and operator.kind in kinds
+        reads = is_policy and "tokens" in operator.reads
+        return replace(operator, reads=(*operator.reads, EXPERTS)) if reads else operator
+
+    return replace(graph, operators=also_writing((reading(each) for each in graph.operators), EXPERTS))
+
+
+def _mode(role: str, spec: Spec) -> str:
+    model = spec.models.of(role)
+    assert model is not None, f"{role} is resolved"
+    return model.router_replay
+
+
+def _check(role: str, graph: Graph, spec: Spec) -> None:
+    key = f"models.{role}.router_replay: {_mode(role, spec)}"
+    if role != graph.generated:
+        who = f"the {graph.generated}" if graph.generated else "none here"
+        raise UserError(f"{key} is for the model that generates, which is {who}; use none")
+    if graph.data != "prompts":
+        raise UserError(f"{key} is for data without responses, and {spec.algorithm.name} has some; use none")
+    if spec.environment is not None:
+        raise UserError(f"{key} records responses of one turn, and the run has an environment; use none")
+    if spec.num_segments > 1:
+        raise UserError(
+            f"{key} records responses that are generated whole, found rollout.segment_tokens "
+            f"{spec.rollout.segment_tokens}; use none, or segment_tokens: null"
+        )
+
+
+def run_lengths(spec: Spec, graph: Graph, shapes: Mapping[str, ModelShape]) -> Lengths:
+    """Return the padded lengths of the run, with the bytes of the experts that are recorded of a token."""
+    lengths, role = spec.lengths, graph.generated
+    model, shape = spec.models.of(role or ""), shapes.get(role or "")
+    if model is None or model.router_replay == NO_REPLAY or shape is None or shape.sizes is None:
+        return lengths
+    experts = shape.sizes.experts
+    if experts is None:
+        return lengths
+    return replace(lengths, experts=shape.sizes.sparse_layers * experts.active * expert_item_bytes(experts.number))
