@@ -15,13 +15,17 @@ from flexrlhf.errors import UserError, nearest, shown
 Config = dict[str, Any]
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 """Dense families that are built as Llama is."""
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 """Families with experts whose attention is built as Llama's is."""
 SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose tensors are mapped to the ones in files and in a rollout engine."""
 SOFTMAX_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Those whose experts are the likeliest of a softmax, by which their outputs are weighted."""
-KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Families with experts whose keys and values are made from a latent (multi-head latent attention)."""
+PLANNED_ONLY = ("glm4_moe", "deepseek_v3")
+"""Families that are not run: biases of their routers are in files and are no parameters, so nothing here saves them."""
+KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS + LATENT
 """Families whose parameters follow from their sizes."""
 
 _KEYS = (
@@ -47,6 +51,13 @@ def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: boo
 def _experts(number: int, active: int, **sizes: int) -> dict[str, Any]:
     """Return the settings of ``number`` experts, of which ``active`` compute a token, under Qwen's names."""
     return {"num_experts": number, "num_experts_per_tok": active, **sizes}
+
+
+def _with_shared(number: int, active: int, shared: int, *, dense: int, **sizes: int | None) -> Config:
+    """Return the settings of experts of which ``shared`` ones compute every token, behind ``dense`` layers without any,
+    under DeepSeek's names."""
+    experts = {"n_routed_experts": number, "num_experts_per_tok": active, "n_shared_experts": shared}
+    return {**experts, "first_k_dense_replace": dense, **sizes}
 
 
 MODELS: dict[str, Config] = {
@@ -97,6 +108,12 @@ MODELS: dict[str, Config] = {
     ),
     "olmoe-1b-7b": _config("olmoe", 2048, 1024, 16, 16, 16, 50304, **_experts(64, 8)),
     "mixtral-8x7b": _config("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
+    "glm-4.5-air": _config("glm4_moe", 4096, 10944, 46, 96, 8, 151552, head_dim=128)
+    | _with_shared(128, 8, 1, dense=1, moe_intermediate_size=1408, attention_bias=True),
+    "deepseek-v2-lite": _config("deepseek_v2", 2048, 10944, 27, 16, 16, 102400)
+    | _with_shared(64, 6, 2, dense=1, moe_intermediate_size=1408, q_lora_rank=None, kv_lora_rank=512),
+    "deepseek-v3": _config("deepseek_v3", 7168, 18432, 61, 128, 128, 129280)
+    | _with_shared(256, 8, 1, dense=3, moe_intermediate_size=2048, q_lora_rank=1536, kv_lora_rank=512),
     "mixtral-8x22b": _config("mixtral", 6144, 16384, 56, 48, 8, 32768, num_local_experts=8, num_experts_per_tok=2),
 }
 
@@ -123,6 +140,9 @@ _NAMED_WITH_EXPERTS = (
     (r"qwen-?3-(?:coder-)?(30b-a3|235b-a22)b", "qwen3-{}b"),
     (r"qwen1\.5-moe-a2\.7b", "qwen1.5-moe-a2.7b"),
     (r"olmoe-1b-7b", "olmoe-1b-7b"),
+    (r"glm-4\.5-air", "glm-4.5-air"),
+    (r"deepseek-v2-lite", "deepseek-v2-lite"),
+    (r"deepseek-(?:v3|r1)", "deepseek-v3"),
 )
 """The same of models with experts."""
 _OTHER_SIZES = re.compile(r"-vl|vision|omni|audio|moe|-a\d+(\.\d+)?b|eagle|embedding|reranker|next|nemotron")
@@ -179,10 +199,10 @@ def _read_config(path: Path, option: str) -> Config:
         raise UserError(f"{option} {path}: not a JSON config ({error})") from None
     if not isinstance(config, dict) or not config.get("model_type"):
         raise UserError(f"{option} {path}: no Hugging Face config: it has no model_type")
-    if config["model_type"] not in LLAMA_LIKE:
+    if config["model_type"] not in KNOWN_FAMILIES:
         raise UserError(
             f"{option} {path}: sizes of {config['model_type']!r} cannot be read from its config; "
-            f"known families: {', '.join(LLAMA_LIKE)}"
+            f"known families: {', '.join(KNOWN_FAMILIES)}"
         )
     for key in dict.fromkeys((*_KEYS, *_OPTIONAL)):
         _check_size(config, key, f"{option} {path}")

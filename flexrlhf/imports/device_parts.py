@@ -174,7 +174,7 @@ def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: in
             share, "tokens of vLLM's cache (rollout.kv_tokens) follow from the model's sizes and the devices' class"
         )
         return
-    a_token = 4 * shape.sizes.layers * shape.sizes.kv_heads * shape.sizes.head_dim
+    a_token = 2 * shape.sizes.layers * shape.sizes.cached_features
     memory = share.value * DEVICE_CLASSES[device_class].memory_gb * 2**30
     fits = int((engines_tp * memory - 2 * shape.num_parameters) / a_token)
     if fits < tokens:

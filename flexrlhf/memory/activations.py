@@ -10,6 +10,7 @@ a row and b bytes per number, autograd keeps
     under a mask        4b * A + 4a + b * w       q, repeated k and v, output; log-sum-exp; the mask as numbers
     gated MLP           4b * f                    gate, its activation, up, product
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
+    latent attention    b * (2A + a * (n + 2v)) + 4a, norms; n features of a head without angles, v of values
 
 Megatron-Core has query, key and value in one tensor, of which attention keeps a view, cosines and sines in every layer,
 and adds 0 to a half of the MLP: b * (3A + 3K + 4 * head_dim) and 5b * f. Under sequence parallelism its ranks
@@ -25,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexrlhf.memory.attention_bytes import AttentionBytes
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.families import LatentSizes, Sizes
 
 CACHE = "KV cache"
 NOISE_BYTES = 35
@@ -42,8 +43,6 @@ CHOICE_BYTES = 44
 experts and back."""
 IMBALANCE = 1.25
 """Tokens on the fullest of ranks that share experts, over those in the mean."""
-HEAD_NORMS = ("qwen3", "qwen3_moe", "olmoe")
-"""Families with norms of queries and keys."""
 PLACE_BYTES = 48
 """Bytes per token of a packed row: its id, position, sequence and prompt, and the places at which it is read."""
 
@@ -111,7 +110,9 @@ class Blocks:
         sizes, item, tp = self.sizes, self.item, self.tp
         norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
         query, key = self._query, self._key
-        if masks or self.fused:
+        if sizes.latent is not None:
+            attention = self._saved_by_latent(sizes.latent) + item * width
+        elif masks or self.fused:
             projected = 3 * query + 3 * key if self.fused else 4 * query
             attention = (item * projected + 4 * sizes.heads) // tp + (item * width if masks else 0)
         else:
@@ -122,7 +123,14 @@ class Blocks:
         if sizes.family == "olmoe":  # one norm over all heads
             heads = (4 + item) * (query + key) + 8
         mlp = 0 if self.tiled else self._saved_by_mlp(largest)
-        return norms + attention + mlp + (heads if sizes.family in HEAD_NORMS else 0)
+        return norms + attention + mlp + (heads if sizes.head_norms else 0)
+
+    def _saved_by_latent(self, latent: LatentSizes) -> int:
+        """Return the bytes per token that autograd keeps of latent attention: norms of latents, queries and keys with
+        their rotary parts, keys and values as they are made, the output, log-sum-exp."""
+        sizes, norms = self.sizes, (4 + 2 * self.item) * (latent.query + latent.key) + 8
+        of_head = self.item * (2 * sizes.head_dim + latent.expanded + latent.value) + 4
+        return norms + sizes.heads * of_head
 
     def _saved_by_mlp(self, largest: bool) -> int:
         """Return the bytes per token that autograd keeps of the MLP of a layer, or of its router and experts."""
@@ -333,7 +341,7 @@ class Blocks:
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes per token of keys and values of all layers of a stage."""
-        return 2 * self.layers * self._key * self.item // self.tp
+        return self.layers * self.sizes.cached_features * self.item // self.tp
 
     def decode_bytes(
         self, rows: int, prompt: int, response: int, read: int | None, graphs: bool = False
@@ -350,6 +358,8 @@ class Blocks:
             prefill = self.forward_bytes(rows * prompt, prompt) - cache * max(0, response - CACHE_COLUMNS)
             # one token in one layer: keys and values repeated for all heads; without groups, the keys
             repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
+            if self.sizes.latent is not None:  # keys and values of all heads, made from latents, and keys once more
+                repeated = self._query + self.sizes.heads * self.sizes.latent.expanded
             attended = rows * width * self.item * repeated // self.tp
         else:
             prefill = self.forward_bytes(min(rows * prompt, max(read, prompt)), 0) + 16 * rows * prompt

@@ -20,12 +20,12 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import LLAMA_LIKE, WITH_EXPERTS
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
 
-PACKED_FAMILIES = frozenset(KNOWN_FAMILIES)
+PACKED_FAMILIES = frozenset(LLAMA_LIKE + WITH_EXPERTS)
 """Model types whose attention in transformers takes any mask, where no window restricts it."""
 BY_LENGTHS = ("auto", "flash_attention_2")
 """Values of ``attention`` that take the lengths of sequences in a row, in families that are packed."""

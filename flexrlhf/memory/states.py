@@ -187,7 +187,8 @@ def _stage(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
 
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     """Return units from a cache: they depend on few settings, and plans need them for many models that share these."""
-    layout = Layout(tuple(range(model.layout.tp)), model.layout.tp)
+    tp, ep = model.layout.tp, model.layout.ep
+    layout = Layout(tuple(range(tp * ep)), tp, ep=ep)
     bare = PlacedModel(
         ModelName(model.role),
         layout,

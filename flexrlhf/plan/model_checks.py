@@ -8,7 +8,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE, SERVED, SOFTMAX_ROUTED
+from flexrlhf.config.model_names import (
+    KNOWN_FAMILIES,
+    LLAMA_LIKE,
+    PLANNED_ONLY,
+    SERVED,
+    SOFTMAX_ROUTED,
+    WITH_EXPERTS,
+)
 from flexrlhf.config.model_settings import NO_REPLAY, Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
@@ -245,8 +252,9 @@ def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
 def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) -> None:
     """Raise UserError if context-parallel ranks cannot share the attention of a model."""
     settings, sizes = model.settings, shape.sizes
-    if sizes is None or sizes.family not in KNOWN_FAMILIES:
-        raise UserError(f"{model.key('cp')}: only {', '.join(KNOWN_FAMILIES)} models compute parts of a row; use 1")
+    if sizes is None or sizes.family not in PACKED_FAMILIES:
+        families = ", ".join(LLAMA_LIKE + WITH_EXPERTS)
+        raise UserError(f"{model.key('cp')}: only {families} models compute parts of a row; use 1")
     if shape.window is not None and shape.window < longest:
         raise UserError(
             f"{model.key('cp')}: sliding attention, of {shape.window} tokens in this model, is not shared by ranks, "
@@ -356,6 +364,18 @@ def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
             f"rollout.engine: {model.engine} on CPU ranks has no attention for head dimension {sizes.head_dim} "
             f"(models.{model.role}); use transformers, or a model with head dimension {either(heads)}"
         )
+
+
+def check_run_families(placement: Placement) -> None:
+    """Raise UserError for a model of a family that is planned and not run."""
+    for model in placement.models:
+        family = read_config(model.role, model.settings)["model_type"]
+        if family in PLANNED_ONLY:
+            runs = ", ".join(name for name in KNOWN_FAMILIES if name not in PLANNED_ONLY)
+            raise UserError(
+                f"models.{model.role}: {family} models are planned and not run, since biases of their routers are no "
+                f"parameters and would not be saved; use a model of {runs}"
+            )
 
 
 def check_packages(placement: Placement) -> None:

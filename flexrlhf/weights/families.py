@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT
 from flexrlhf.errors import shown
 
 MAX_LAYERS = 10_000
@@ -45,6 +45,35 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention: keys and values of all heads are made from one latent of a token, but for
+    the part of keys with rotary angles, which heads share.
+
+    query:  features of the latent of queries; 0: they have none.
+    key:    features of the latent of keys and values.
+    rotary: features of a head's query and key with rotary angles.
+    plain:  the other ones.
+    value:  features of a head's value.
+    """
+
+    query: int
+    key: int
+    rotary: int
+    plain: int
+    value: int
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token that a cache stores in a layer."""
+        return self.key + self.rotary
+
+    @property
+    def expanded(self) -> int:
+        """Numbers that are made from the latent for a token and head."""
+        return self.plain + self.value
+
+
+@dataclass(frozen=True)
 class DecoderSizes:
     """Sizes of a decoder, from which its parameters, activations, caches and costs follow.
 
@@ -53,9 +82,10 @@ class DecoderSizes:
     ffn:         inner size of the feed-forward block of a layer without experts.
     heads:       query heads.
     kv_heads:    key-value heads.
-    head_dim:    size of a head.
+    head_dim:    size of a head, of latent attention that of its queries and keys.
     vocabulary:  rows of the embedding.
     experts:     of the other layers; None: all layers are dense.
+    latent:      of latent attention; None: heads have keys and values of their own.
     """
 
     layers: int
@@ -66,11 +96,34 @@ class DecoderSizes:
     head_dim: int
     vocabulary: int
     experts: ExpertSizes | None = field(default=None, kw_only=True)
+    latent: LatentSizes | None = field(default=None, kw_only=True)
 
     @property
     def by_name(self) -> dict[str, Any]:
         """Sizes of this class alone, by name."""
         return {size.name: getattr(self, size.name) for size in fields(DecoderSizes)}
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the matrices of a layer's attention."""
+        latent, queries = self.latent, self.heads * self.head_dim
+        if latent is None:
+            return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        of_queries = latent.query * (self.hidden + queries) if latent.query else self.hidden * queries
+        of_keys = self.hidden * latent.cached + latent.key * self.heads * latent.expanded
+        return of_queries + of_keys + self.hidden * self.heads * latent.value
+
+    @property
+    def attention_features(self) -> float:
+        """Features over which attention multiplies each pair of tokens, in the mean of scores and outputs."""
+        if self.latent is None:
+            return self.heads * self.head_dim
+        return self.heads * (self.head_dim + self.latent.value) / 2
+
+    @property
+    def cached_features(self) -> int:
+        """Numbers of a token that a cache stores in a layer."""
+        return 2 * self.kv_heads * self.head_dim if self.latent is None else self.latent.cached
 
     @property
     def sparse_layers(self) -> int:
@@ -97,9 +150,13 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class Sizes(DecoderSizes):
-    """Sizes of a decoder of a known ``family``, the ``model_type`` of its config."""
+    """Sizes of a decoder of a known ``family``, the ``model_type`` of its config.
+
+    ``head_norms``: whether queries and keys have norms.
+    """
 
     family: str
+    head_norms: bool = False
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -116,6 +173,13 @@ _QWEN_EXPERTS: dict[str, Any] = {
     "num_hidden_layers": 24,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
 }
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -155,29 +219,69 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
     },
+    "glm4_moe": {
+        "vocab_size": 151552,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v2": _LATENT
+    | {
+        "vocab_size": 102400,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": _LATENT
+    | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+    },
 }
 _WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4096, "qwen3_moe": 4096}
 """Windows of transformers for configs that leave them out."""
 _SWITCHED_WINDOWS = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
 """Families with a window only where ``use_sliding_window`` is set."""
-_MAY_BE_BIASED = frozenset({"llama", "qwen3", "qwen3_moe", "olmoe"})
-"""Families whose attention has biases, also of its output, where ``attention_bias`` is set."""
+_MAY_BE_BIASED = frozenset({"llama", "qwen3", "qwen3_moe", "olmoe", "glm4_moe"})
+"""Families whose attention has biases where ``attention_bias`` is set, also of its output, but for ``glm4_moe``."""
+_WITH_HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "olmoe"})
 _EXPERT_KEYS = {
     "mixtral": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    **dict.fromkeys(("glm4_moe", *LATENT), ("n_routed_experts", "moe_intermediate_size")),
 }
 """Settings with the number of routed experts and the inner size of one, by family."""
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
+_OPTIONAL = (
+    *("num_key_value_heads", "head_dim", "num_experts_per_tok", "use_qk_norm"),
+    *("max_position_embeddings", "tie_word_embeddings"),
+)
+"""Settings that may follow from the others, or be left out."""
+_NUMBERS_OF_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Names that transformers reads alike, whichever of them a family has."""
-_SHARED_FFN = "shared_expert_intermediate_size"
+_SHARED_FFN, _SHARED_NUMBER = "shared_expert_intermediate_size", "n_shared_experts"
+_FIRST_DENSE = "first_k_dense_replace"
 
 
 def known_keys(family: str) -> tuple[str, ...]:
     """Return the settings of a config that the parameters of a known family follow from."""
-    others = (*_NUMBERS_OF_EXPERTS, "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
-    return (*_DEFAULTS, *_DEFAULTS_OF[family], *others)
+    return (*_DEFAULTS, *_DEFAULTS_OF[family], *_NUMBERS_OF_EXPERTS, *_OPTIONAL)
 
 
 def attention_window(config: Mapping[str, Any]) -> int | None:
@@ -209,10 +313,21 @@ def model_sizes(config: Mapping[str, Any]) -> Sizes | None:
     if _wrong_size(known) is not None:
         return None
     vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
-    kv_heads = int(known.get("num_key_value_heads") or heads)
-    head_dim = int(known.get("head_dim") or hidden // heads)
-    experts = _experts(kind, known, layers)
-    return Sizes(layers, hidden, ffn, heads, kv_heads, head_dim, vocabulary, family=kind, experts=experts)
+    latent = _latent(known) if kind in LATENT else None
+    kv_heads = heads if latent is not None else int(known.get("num_key_value_heads") or heads)
+    head_dim = latent.rotary + latent.plain if latent is not None else int(known.get("head_dim") or hidden // heads)
+    return Sizes(
+        *(layers, hidden, ffn, heads, kv_heads, head_dim, vocabulary),
+        family=kind,
+        experts=_experts(kind, known, layers),
+        latent=latent,
+        head_norms=kind in _WITH_HEAD_NORMS or (kind == "glm4_moe" and bool(known.get("use_qk_norm"))),
+    )
+
+
+def _latent(known: Mapping[str, Any]) -> LatentSizes:
+    query, *others = (int(known[key] or 0) for key in _LATENT)
+    return LatentSizes(query, *others)
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
@@ -238,17 +353,20 @@ def _experts(kind: str, known: Mapping[str, Any], layers: int) -> ExpertSizes | 
     number, ffn = (int(known[key]) for key in _EXPERT_KEYS[kind])
     step = known.get("decoder_sparse_step", 1)
     dense = {*(known.get("mlp_only_layers") or ()), *(i for i in range(layers) if (i + 1) % step)}
+    dense |= {*range(int(known.get(_FIRST_DENSE) or 0))}
     dense &= {*range(layers)}
     if len(dense) == layers:
         return None
-    return ExpertSizes(number, int(known["num_experts_per_tok"]), ffn, int(known.get(_SHARED_FFN, 0)), frozenset(dense))
+    shared = int(known.get(_SHARED_FFN) or int(known.get(_SHARED_NUMBER) or 0) * ffn)
+    return ExpertSizes(number, int(known["num_experts_per_tok"]), ffn, shared, frozenset(dense))
 
 
 def _wrong_size(config: Mapping[str, Any]) -> str | None:
     """Return which size of a model is invalid, and which values are valid; None if all are."""
     optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
     experts = _EXPERT_KEYS.get(str(config.get("model_type")), ())
-    keys = (*_DEFAULTS, *optional, *experts, *(("num_experts_per_tok",) if experts else ()))
+    latent = [key for key in _LATENT if config.get("model_type") in LATENT and config.get(key) is not None]
+    keys = (*_DEFAULTS, *optional, *experts, *(("num_experts_per_tok",) if experts else ()), *latent)
     most_of = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(experts[:1], MOST_EXPERTS)}
     for key in keys:
         value, most = config.get(key), most_of.get(key, MAX_SIZE)
@@ -281,9 +399,12 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         is_sparse = sizes.experts is not None and index not in sizes.experts.dense
         mlp = _expert_shapes(sizes, sizes.experts) if is_sparse and sizes.experts else _mlp_shapes(hidden, sizes.ffn)
         shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlp.items()}
-        if sizes.family == "llama" and config.get("mlp_bias"):
-            widths = {"gate": sizes.ffn, "up": sizes.ffn, "down": hidden}
-            shapes |= {f"{prefix}.mlp.{name}_proj.bias": (width,) for name, width in widths.items()}
+        if sizes.family in ("llama", "deepseek_v2") and config.get("mlp_bias"):
+            shapes |= {
+                f"{name.removesuffix('weight')}bias": (shape[0],)
+                for name, shape in [*shapes.items()]
+                if name.startswith(f"{prefix}.mlp.") and name.endswith("_proj.weight")
+            }
         shapes |= {f"{prefix}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     if not is_tied(config):
         shapes[LANGUAGE_HEAD] = (sizes.vocabulary, hidden)
@@ -293,14 +414,18 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _check_heads(sizes: Sizes) -> None:
     if sizes.heads % sizes.kv_heads:
         raise ValueError(f"num_attention_heads {sizes.heads} is no multiple of num_key_value_heads {sizes.kv_heads}")
-    if sizes.family == "llama" and sizes.hidden % sizes.heads:
+    if sizes.family in ("llama", "deepseek_v2") and sizes.hidden % sizes.heads:
         raise ValueError(f"hidden_size {sizes.hidden} is no multiple of num_attention_heads {sizes.heads}")
-    if sizes.head_dim % 2 or not sizes.head_dim:
+    if sizes.latent is not None and sizes.latent.rotary % 2:
+        raise ValueError(f"qk_rope_head_dim {sizes.latent.rotary}: expected an even number")
+    if sizes.latent is None and (sizes.head_dim % 2 or not sizes.head_dim):
         raise ValueError(f"head_dim {sizes.head_dim}, or hidden_size over num_attention_heads: expected an even number")
 
 
 def _attention_shapes(sizes: Sizes, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters of one layer's attention."""
+    if sizes.latent is not None:
+        return _latent_shapes(sizes, sizes.latent, bool(config.get("attention_bias")))
     kind, hidden = sizes.family, sizes.hidden
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     has_bias = bool(kind in _MAY_BE_BIASED and config.get("attention_bias"))
@@ -310,12 +435,36 @@ def _attention_shapes(sizes: Sizes, config: Mapping[str, Any]) -> dict[str, tupl
         shapes[f"{name}_proj.weight"] = (width, hidden)
         if reads_biased:
             shapes[f"{name}_proj.bias"] = (width,)
-    if has_bias:
+    if has_bias and kind != "glm4_moe":
         shapes["o_proj.bias"] = (hidden,)
-    if kind in ("qwen3", "qwen3_moe"):
-        shapes |= {f"{name}_norm.weight": (sizes.head_dim,) for name in ("q", "k")}
     if kind == "olmoe":
         shapes |= {"q_norm.weight": (hidden,), "k_norm.weight": (hidden // sizes.heads * sizes.kv_heads,)}
+    elif sizes.head_norms:
+        shapes |= {f"{name}_norm.weight": (sizes.head_dim,) for name in ("q", "k")}
+    return shapes
+
+
+def _latent_shapes(sizes: Sizes, latent: LatentSizes, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of one layer's latent attention. ``has_bias``: of the layers to latents, and
+    of the output."""
+    hidden, queries = sizes.hidden, sizes.heads * sizes.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (latent.cached, hidden),
+        "kv_a_layernorm.weight": (latent.key,),
+        "kv_b_proj.weight": (sizes.heads * latent.expanded, latent.key),
+        "o_proj.weight": (hidden, sizes.heads * latent.value),
+    }
+    if latent.query:
+        shapes |= {
+            "q_a_proj.weight": (latent.query, hidden),
+            "q_a_layernorm.weight": (latent.query,),
+            "q_b_proj.weight": (queries, latent.query),
+        }
+    else:
+        shapes["q_proj.weight"] = (queries, hidden)
+    if has_bias:
+        biased = ("kv_a_proj_with_mqa", "o_proj", *(("q_a_proj",) if latent.query else ()))
+        shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
     return shapes
 
 
@@ -331,7 +480,10 @@ def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, .
         "experts.gate_up_proj": (experts.number, 2 * experts.ffn, hidden),
         "experts.down_proj": (experts.number, hidden, experts.ffn),
     }
+    is_gated = sizes.family == "qwen2_moe"
     if experts.shared:
-        shapes |= {f"shared_expert.{name}": size for name, size in _mlp_shapes(hidden, experts.shared).items()}
+        name_of_shared = "shared_expert" if is_gated else "shared_experts"
+        shapes |= {f"{name_of_shared}.{name}": size for name, size in _mlp_shapes(hidden, experts.shared).items()}
+    if experts.shared and is_gated:
         shapes["shared_expert_gate.weight"] = (1, hidden)
     return shapes

@@ -121,6 +121,21 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
     _save(actor, path("experts-actor"))
     mixtral = AutoConfig.for_model("mixtral", **sizes, num_local_experts=4)
     _save(AutoModelForSequenceClassification.from_config(mixtral), path("experts-critic"))
+    latent = {
+        "num_key_value_heads": SIZES["num_attention_heads"],
+        "q_lora_rank": 10,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    }
+    config = AutoConfig.for_model("deepseek_v2", **sizes | latent)
+    for name, kind in (("actor", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)):
+        _save(kind.from_config(config), path(f"latent-{name}"))
 
 
 def build_letters(directory: Path) -> None:

@@ -236,7 +236,15 @@ SETTINGS |= {
     }
     for name, replay in {"experts": {}, "experts-replayed": {"router_replay": "rollout"}}.items()
 }
-WITH_EXPERTS = ("experts", "experts-replayed")
+# keys and values are made from a latent, and some experts compute every token
+SETTINGS["latent"] = {
+    **_ppo(num_mini_batches=2),
+    "models": {
+        **{role: {"path": "assets:models/latent-actor"} for role in ("actor", "ref")},
+        "critic": {"path": "assets:models/latent-critic"},
+    },
+}
+WITH_EXPERTS = ("experts", "experts-replayed", "latent")
 """Settings whose models have experts, which not every engine serves."""
 NOT_COMPARED = (
     "episodes-random",
@@ -884,6 +892,7 @@ def _every_split_of_experts() -> list[Case]:
         for way in ways
         # a half of two ranks is one
         if ranks == 4 or shape == "co-located" or way not in ("ep", "ep-3", "ep-recomputed", "cp")
+        if (setting, way) != ("latent", "cp")
     ]
 
 

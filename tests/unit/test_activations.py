@@ -148,6 +148,22 @@ def test_planned_activations_of_experts(kind: str, dtype: str) -> None:
         assert_close_above(planned, peak_bytes(train), 0.08)
 
 
+def test_planned_activations_of_latent_attention() -> None:
+    """In float32, with values as wide as keys: attention on CPUs keeps its weights otherwise."""
+    sizes = {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 12, "v_head_dim": 16},
+    }
+    config = config_of("deepseek_v2", 2, **sizes)
+    model, blocks = model_of(config, "float32"), blocks_of(config, "float32")
+    planned = 2 * blocks.saved_by_layer(20) + blocks.saved_outside_layers()
+    assert_close_above(3 * 20 * planned, saved_bytes(model, 3, 20), 0.02)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapters_keep_no_more(dtype: str) -> None:
     """Of frozen norms autograd keeps less, of adapters their narrow products: all in all not more than planned."""

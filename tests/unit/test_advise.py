@@ -138,6 +138,7 @@ WEIGHTED = (
     "batch_size: 2, seconds: 0.02}]"
 )
 IN_STAGES = "ppo, generated in stages"
+WITH_EXPERTS = "grpo with experts"
 """Of random meshes few have an even number of devices for the engine."""
 ALGORITHMS = {
     "ac-share": (),
@@ -163,6 +164,7 @@ ALGORITHMS = {
     ),
     IN_STAGES: ("rollout={engine: vllm, pp: 2}",),
     "grpo with separate adapters": ("models.actor.lora={rank: 8}", "rollout={engine: vllm, adapters: separate}"),
+    WITH_EXPERTS: ("models.actor.init=olmoe-1b-7b", "models.ref.init=olmoe-1b-7b"),
     "dpo": (),
     "kto": (),
     "simpo": (),
@@ -307,6 +309,14 @@ def test_context_parallel_ranks_are_a_choice_for_long_rows() -> None:
     assert tried(spec_for(8, "qwen2.5-7b", engine="deepspeed", **long), "actor", "cp") == {1}
     assert tried(spec_for(8, "qwen2.5-7b"), "actor", "cp") == {1}
     assert tried(spec_for(8, "qwen2.5-7b", ("models.actor.cp=2",)), "actor", "cp") == {2}
+
+
+def test_expert_parallel_ranks_are_a_choice_of_models_with_experts() -> None:
+    """Of 60 experts on eight devices, which 8 does not divide."""
+    assert tried(spec_for(8, "qwen1.5-moe-a2.7b"), "actor", "ep") == {1, 2, 4}
+    assert tried(spec_for(8, "qwen1.5-moe-a2.7b", ("models.actor.ep=2",)), "actor", "ep") == {2}
+    assert tried(spec_for(8, "qwen1.5-moe-a2.7b", ("models.actor.compile=true",)), "actor", "ep") == {1}
+    assert tried(spec_for(8, "qwen2.5-1.5b"), "actor", "ep") == {1}
 
 
 def test_activations_are_offloaded_where_nothing_else_fits() -> None:

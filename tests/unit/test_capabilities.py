@@ -16,10 +16,10 @@ from small_runs import plan_of
 
 import flexrlhf
 from flexrlhf.config.engines import ENGINES, EngineFacts
-from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
+from flexrlhf.memory.packed_rows import PACKED_FAMILIES
 from flexrlhf.placement.place import with_placed_dtypes
 from flexrlhf.plan import model_checks
 from flexrlhf.plan.model_checks import check_device, check_packages
@@ -491,7 +491,7 @@ def test_graphs_are_refused_where_passes_call_libraries_rows_go_in_waves_or_noth
     )
     assert refused(None, 2, "models.critic.cuda_graphs=true") == f"models.critic.cuda_graphs: {idle.format('critic')}"
     assert refused(None, 2, GPT2, graphs) == (
-        f"{key}: true is for {', '.join(sorted(KNOWN_FAMILIES))} models with attention auto, sdpa or eager and no "
+        f"{key}: true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, sdpa or eager and no "
         "window of less than 12 tokens, found another; use false"
     )
 

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.calibration import generation
 from benchmarks.systems.engines import DECODERS, TABLES
+from flexrlhf.config.model_names import MODELS
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.decode_phases import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
@@ -21,6 +22,7 @@ from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, ste
 from flexrlhf.guideline.costs.kernels import FIGURES
 from flexrlhf.guideline.costs.profiles import host_factor
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.weights.families import model_sizes
 
 SMALL = Transformer(24, 896, 4864, 14, 2, 64, 151936, tied=True)
 SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
@@ -218,6 +220,21 @@ def test_key_value_heads_are_copied_to_devices_beyond_their_number() -> None:
     call = call_of(model=QWEN_SEVEN)
     four, eight = (one_step(call, mesh_of(tp=tp), 8, 1000).parts["cache"] for tp in (4, 8))
     assert four == eight
+
+
+def test_latents_are_read_by_every_device_and_made_into_keys_by_transformers() -> None:
+    """A latent of 576 numbers a layer is whole on each of two devices; of its keys and values each makes half."""
+    sizes = model_sizes(MODELS["deepseek-v2-lite"])
+    assert sizes is not None
+    model = Transformer(**sizes.by_name)
+    assert model.kv_bytes() == 2 * 27 * 576
+
+    def cache(engine: str, tp: int) -> float:
+        return one_step(call_of(engine, model=model), mesh_of(tp=tp), 64, 4096).parts["cache"]
+
+    assert cache("vllm", 2) == pytest.approx(cache("vllm", 1))
+    assert 0.5 * cache("torch", 1) < cache("torch", 2) < 0.6 * cache("torch", 1)
+    assert cache("torch", 1) > 10 * cache("vllm", 1)
 
 
 def test_a_host_is_as_old_as_its_bus() -> None:

@@ -42,6 +42,9 @@ BILLIONS = {
     "qwen3-235b-a22b": 235.094,
     "qwen1.5-moe-a2.7b": 14.316,
     "olmoe-1b-7b": 6.919,
+    "glm-4.5-air": 106.852,
+    "deepseek-v2-lite": 15.706,
+    "deepseek-v3": 671.026,
     "mixtral-8x7b": 46.703,
     "mixtral-8x22b": 140.630,
 }
@@ -65,6 +68,7 @@ HUB = {
     "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-v0.1",
     "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "deepseek-ai/DeepSeek-R1-0528": "deepseek-v3",
     "Qwen/Qwen3-VL-30B-A3B-Instruct": None,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": None,
     "Qwen/Qwen2.5-VL-7B-Instruct": None,

@@ -148,7 +148,7 @@ def test_a_written_critic_keeps_its_own_weights() -> None:
             ("models.critic.init={model_type: llama, num_experts: 8}",),
             ("mixture-of-experts", "num_experts"),
         ),
-        (("models.critic.init={model_type: deepseek_v3, n_routed_experts: 64}",), ("deepseek_v3", "n_routed_experts")),
+        (("models.critic.init={model_type: gpt_oss, num_local_experts: 64}",), ("gpt_oss", "num_local_experts")),
     ],
 )
 def test_models_that_cannot_be_are_refused(overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -201,6 +201,14 @@ def test_parameter_counts_are_the_published_ones(config: dict[str, Any], paramet
 
 
 SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHARED = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 7,
+}
+LATENT_SIZES = {"kv_lora_rank": 3, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 5}
 FAMILIES = [SMALL | {"model_type": kind, "head_dim": 6} for kind in ("llama", "mistral", "qwen3")] + [
     SMALL | {"model_type": "qwen2"},
     SMALL | {"model_type": "llama", "attention_bias": True},
@@ -212,6 +220,12 @@ FAMILIES = [SMALL | {"model_type": kind, "head_dim": 6} for kind in ("llama", "m
     SMALL | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 6, "mlp_only_layers": [1]},
     SMALL | {"model_type": "qwen3_moe", "num_local_experts": 9, "moe_intermediate_size": 6, "decoder_sparse_step": 2},
     SMALL | {"model_type": "olmoe", "num_experts": 8, "attention_bias": True},
+    *(
+        SMALL | SHARED | {"model_type": "glm4_moe", "use_qk_norm": normed, "attention_bias": normed, "head_dim": 6}
+        for normed in (False, True)
+    ),
+    SMALL | SHARED | LATENT_SIZES | {"model_type": "deepseek_v2", "q_lora_rank": None, "mlp_bias": True},
+    SMALL | SHARED | LATENT_SIZES | {"model_type": "deepseek_v3", "q_lora_rank": 5, "attention_bias": True},
 ]
 
 
@@ -230,15 +244,16 @@ def test_shapes_equal_transformers(config: dict[str, Any], tied: bool) -> None:
 
 @pytest.mark.parametrize("kind", KNOWN_FAMILIES)
 def test_values_that_a_config_leaves_out_are_as_in_transformers(kind: str) -> None:
-    config = {"model_type": kind, "num_hidden_layers": 1}
+    config = {"model_type": kind, "num_hidden_layers": 1, "num_experts_per_tok": 2}
     assert decoder_shapes(config) == real_shapes(config, AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize("role", ["critic", "reward"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KNOWN_FAMILIES if kind != "olmoe"])
+@pytest.mark.parametrize("kind", [kind for kind in KNOWN_FAMILIES if kind not in ("olmoe", "glm4_moe")])
 def test_a_scalar_head_replaces_that_of_the_vocabulary(kind: str, tied: bool, role: str) -> None:
     config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
+    config |= {"num_experts_per_tok": 2} if kind == "deepseek_v2" else {}
     shape = model_shape(role, ModelSpec(init=config), "scalar")
     assert shape is not None
     assert dict(shape.parameters) == real_shapes(config, AutoModelForSequenceClassification, num_labels=1)

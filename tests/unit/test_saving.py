@@ -77,12 +77,13 @@ def test_a_tensor_larger_than_a_shard_is_alone() -> None:
     assert (first, second, third) == (["a"], ["b"], ["c", "d"])
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2"])
 def test_transformers_loads_shards(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # sizes of experts are not all of them read by each family
     experts = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    experts |= {"kv_lora_rank": 4, "qk_rope_head_dim": 2, "first_k_dense_replace": 1} if family == "deepseek_v2" else {}
     config = AutoConfig.for_model(**CONFIG | {"model_type": family} | (experts if family != "llama" else {}))
     plain = AutoModelForCausalLM.from_config(config)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}

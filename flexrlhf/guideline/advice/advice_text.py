@@ -151,13 +151,18 @@ def _vector(ratios: Sequence[Fraction]) -> str:
 def _settings(item: FeasibleCandidate) -> list[str]:
     models = item.plan.placement.models
     further = ["pp"] * any(facts_of(model.engine).pp for model in models if model.rollout is None)
-    further += ["cp"] * any(model.layout.cp > 1 for model in models)
+    further += _further_degrees(models)
     degrees = ("dp", "tp", *further, "zero")
     head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
     rows = [head, *(_settings_of(model, item, degrees[:-1]) for model in models)]
     schedule = item.plan.spec.schedule
     last = f"chunks {schedule.num_chunks}, lag {schedule.lag}"
     return [*table(rows, f"<<{'>' * len(degrees)}>><"), last, *_engines(item), *_in_host_memory(item)]
+
+
+def _further_degrees(models: Sequence[PlacedModel]) -> list[str]:
+    """Return the degrees that few plans have, of those that any of ``models`` has."""
+    return [name for name in ("cp", "ep") if any(getattr(model.layout, name) > 1 for model in models)]
 
 
 def _engines(item: FeasibleCandidate) -> Iterator[str]:
@@ -382,8 +387,7 @@ def _peak(advice: OperatorAdvice) -> int:
 
 
 def _operators(plan: Plan) -> list[str]:
-    further = ["cp"] * any(model.layout.cp > 1 for model in plan.placement.models)
-    degrees = ("dp", "tp", "pp", *further)
+    degrees = ("dp", "tp", "pp", *_further_degrees(plan.placement.models))
     rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", *degrees, "zero", "copy")]
     for run in plan.schedule.instructions:
         if isinstance(run, Run) and run.operator.name in plan.placement.operators:

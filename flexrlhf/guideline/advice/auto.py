@@ -79,8 +79,8 @@ def _is_on_cpu(spec: Spec) -> bool:
     measured."""
     cluster, models = make_cluster(spec.cluster), [model for _, model in spec.models if model is not None]
     plain = ModelSpec()
-    measured = (plain.engine, plain.tp, plain.pp, plain.cp, plain.zero)
-    is_plain = [(each.engine, each.tp, each.pp, each.cp, each.zero) == measured for each in models]
+    measured = (plain.engine, plain.tp, plain.pp, plain.cp, plain.ep, plain.zero)
+    is_plain = [(each.engine, each.tp, each.pp, each.cp, each.ep, each.zero) == measured for each in models]
     return (
         (spec.cluster.device == "cpu" or (spec.cluster.device == "auto" and not has_nvidia_driver()))
         and (spec.rollout.engine == "auto" or not spec.rollout.has_copy)

@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 CONTEXT_PARALLEL = (1, 2, 4, 8)
+EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
 NO_SYNC = SyncSpec()
@@ -149,7 +150,7 @@ class OptionEnumerator:
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
         """Option of a model with ``settings``, taken from an option with other calls."""
-        layout = _layout(mesh.size, settings.tp, settings.pp, settings.cp)
+        layout = _layout(mesh.size, settings.tp, settings.pp, settings.cp, settings.ep)
         rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
         return self._option(model, mesh, self._figures_of(model, mesh, _on(model, mesh, layout, settings, rollout)))
 
@@ -174,11 +175,11 @@ class OptionEnumerator:
         assert base is not None, f"{model.role} is resolved"
         if not mesh.device.bf16 and base.dtype == "bfloat16":
             base = base.model_copy(update={"dtype": base.fallback_dtype})
-        layouts = [(zero, _layout(mesh.size, tp, pp, cp)) for zero, tp, pp, cp in self._splits(model, mesh, base)]
+        layouts = [(zero, _layout(mesh.size, *degrees)) for zero, *degrees in self._splits(model, mesh, base)]
         # replicas without a row only where there is no other way
         most = max(self.batch.num_prompts, min((layout.dp for _, layout in layouts), default=0))
         for zero, layout in layouts:
-            tp, pp, cp = layout.tp, layout.pp, layout.cp
+            tp = layout.tp
             if layout.dp > most:
                 continue
             if model.is_rollout:
@@ -187,22 +188,37 @@ class OptionEnumerator:
                     yield PlacedModel(model.name, layout, False, settings, rollout)
             else:
                 own = base.of_shadow if model.is_shadow else base
-                settings = own.model_copy(update={"zero": zero, "tp": tp, "pp": pp, "cp": cp})
+                degrees = {"tp": tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
+                settings = own.model_copy(update={"zero": zero, **degrees})
                 for sharded in self._shards(model, mesh, layout, settings):
                     placed = _on(model, mesh, layout, sharded)
                     for change in self._offloads(model, base, zero):
                         yield from self._with_batch_sizes(model, mesh, _with(placed, change))
 
-    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int, int]]:
-        """(ZeRO stage, tp, pp, cp) of the ways to shard the model."""
+    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, ...]]:
+        """(ZeRO stage, tp, pp, cp, ep) of the ways to shard the model."""
         serves = self._facts(model, base)
         least = min(self._stages(model, base, serves.zero), default=0)
         for tp in self._tensor_parallel(model, mesh, base, serves.searches_tp):
             for pp in self._pipelines(model, mesh.size // tp, base, serves.pp):
                 for cp in self._parts_of_rows(model, mesh, base, tp * pp):
-                    for zero in self._stages(model, base, serves.zero):
-                        if zero == least or tp * pp < mesh.size:
-                            yield zero, tp, pp, cp
+                    for ep in self._parts_of_experts(model, mesh, base, tp, pp):
+                        for zero in self._stages(model, base, serves.zero):
+                            if zero == least or tp * pp < mesh.size:
+                                yield zero, tp, pp, cp, ep
+
+    def _parts_of_experts(
+        self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, tp: int, pp: int
+    ) -> Iterator[int]:
+        """Numbers of expert-parallel ranks that divide experts and copies of the weights; the one in the YAML alone, if
+        there is one."""
+        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "ep")
+        experts, own = None if sizes is None else sizes.experts, base.of_shadow if model.is_shadow else base
+        is_open = experts is not None and not model.is_rollout and self._facts(model, base).ep
+        is_open &= not (own.compile or own.cuda_graphs)
+        for ep in (EXPERT_PARALLEL if is_open else (1,)) if in_yaml is None else (in_yaml,):
+            if mesh.size // (tp * pp) % ep == 0 and (experts is None or experts.number % ep == 0):
+                yield ep
 
     def _parts_of_rows(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, split: int) -> Iterator[int]:
         """Numbers of context-parallel ranks that mesh and heads allow; the one in the YAML alone, if there is one, and
@@ -229,7 +245,8 @@ class OptionEnumerator:
         if written != "node":
             yield settings.model_copy(update={"shard": "all"}) if settings.shard == "node" else settings
         if facts_of(settings.engine).node and settings.zero and written != "all":
-            is_of_nodes = mesh.size % mesh.per_node == 0 and mesh.per_node > layout.tp
+            copies = mesh.per_node // layout.tp
+            is_of_nodes = mesh.size % mesh.per_node == 0 and copies > 1 and copies % layout.ep == 0
             if is_of_nodes if mesh.size > mesh.per_node else written == "node":
                 yield settings.model_copy(update={"shard": "node"})
 
@@ -266,16 +283,19 @@ class OptionEnumerator:
         """
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
         is_adapted = base.lora is not None and not model.is_rollout
-        tried = TENSOR_PARALLEL if can and not is_adapted and sizes is not None else (1,)
+        can &= sizes is not None and (model.is_rollout or sizes.family in LLAMA_LIKE)
+        tried = TENSOR_PARALLEL if can and not is_adapted else (1,)
         for tp in tried if in_yaml is None else (in_yaml,):
             if (sizes is None or self._divides(model, base, sizes, tp)) and mesh.size % tp == 0 and tp <= mesh.per_node:
                 yield tp
 
     @staticmethod
     def _divides(model: SearchModel, base: ModelSpec, sizes: Sizes, tp: int) -> bool:
-        """Whether ``tp`` ranks have equal parts of heads and features, and of the vocabulary where it is not padded."""
+        """Whether ``tp`` ranks have equal parts of heads, features and experts, and of the vocabulary where it is not
+        padded."""
         vocabulary = sizes.vocabulary if not model.is_rollout and facts_of(base.engine).vocabulary_multiple == 1 else 0
-        return not any(size % tp for size in (sizes.heads, sizes.kv_heads, sizes.ffn, vocabulary))
+        experts = () if sizes.experts is None else (sizes.experts.number, sizes.experts.shared)
+        return not any(size % tp for size in (sizes.heads, sizes.kv_heads, sizes.ffn, vocabulary, *experts))
 
     def _stages(self, model: SearchModel, base: ModelSpec, stages: Sequence[int]) -> tuple[int, ...]:
         """ZeRO stages to try, of the ``stages`` of the engine."""
@@ -423,7 +443,7 @@ class OptionEnumerator:
         where, layout = (mesh.size, mesh.per_node, mesh.device.name), placed.layout
         # a rollout engine's cache is allocated all the time
         cache = None if placed.rollout is None else placed.settings.generate_tokens
-        return placed.role, placed.trained, where, layout.tp, layout.pp, layout.cp, cache, settings
+        return placed.role, placed.trained, where, layout.tp, layout.pp, layout.cp, layout.ep, cache, settings
 
     def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
         """Key of all that the bytes of the model's state depend on."""
@@ -481,7 +501,8 @@ class OptionEnumerator:
         # the stages of a rollout engine work in turn
         split = layout.dp, layout.tp, 1 if placed.rollout is not None else layout.pp
         over, parts = placed.sharded_over, (layout.cp, is_ring(placed, shape))
-        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, placed.settings.zero, True, over, *parts)
+        zero, ep = placed.settings.zero, layout.ep
+        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts, ep)
         priced = self.maker.call(kind, placed, shape, used, call.texts, call.compares)
         # each turn of an episode has a part of a response
         return self.costs.call(priced, priced_mesh).seconds / call.turns
@@ -554,9 +575,9 @@ def _fastest_within(figures: Mapping[tuple[int, int], tuple[float, int]], room: 
 
 
 @lru_cache(maxsize=1024)
-def _layout(size: int, tp: int, pp: int, cp: int) -> Layout:
+def _layout(size: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
     """Layout on the first ``size`` devices."""
-    return Layout(tuple(range(size)), tp, pp, cp=cp)
+    return Layout(tuple(range(size)), tp, pp, cp=cp, ep=ep)
 
 
 def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:

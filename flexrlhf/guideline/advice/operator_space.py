@@ -253,6 +253,7 @@ class OperatorSpace(Space):
             tp=settings.tp,
             pp=settings.pp if facts_of(settings.engine).pp else None,
             cp=None if settings.cp == model.cp else settings.cp,
+            ep=None if settings.ep == model.ep else settings.ep,
             shadow=is_kept,
         )
 

@@ -42,7 +42,7 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
             models[name.role] = settings
     for role, shadow in shadows.items():
         own = models[role]
-        inherited = {name: None for name in ("shard", "cp") if getattr(shadow, name) == getattr(own, name)}
+        inherited = {name: None for name in ("shard", "cp", "ep") if getattr(shadow, name) == getattr(own, name)}
         models[role] = own.model_copy(update={"shadow": shadow.model_copy(update=inherited)})
     changes: dict[str, object] = {"rollout": rollout, "placement": None}
     if space.has_less_memory:
@@ -66,7 +66,7 @@ def usable_cluster(cluster: ClusterSpec, share: float) -> ClusterSpec:
 def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
     """Chosen settings of a shadow, in addition to those in the YAML (its engine, its type)."""
     stages = ("pp",) if facts_of(settings.engine).pp else ()
-    names = ("zero", "shard", "tp", *stages, "cp", "micro_batch_tokens", "generate_tokens")
+    names = ("zero", "shard", "tp", *stages, "cp", "ep", "micro_batch_tokens", "generate_tokens")
     in_yaml = base.shadow if base is not None and base.shadow is not None else ShadowSpec()
     return in_yaml.model_copy(update={name: getattr(settings, name) for name in names})
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from flexrlhf.config.engines import VLLM
-from flexrlhf.config.model_names import Config, find_model, is_model_directory
+from flexrlhf.config.model_names import SERVED, Config, find_model, is_model_directory
 from flexrlhf.config.placement_settings import NodeSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
@@ -92,7 +92,8 @@ class AdviceRequest:
     def _usual_rollout(self) -> str:
         classes = [DEVICE_CLASSES[node["class"]] for node in self.nodes]
         serves = any(each.capability >= VLLM.least_capability for each in classes)
-        return VLLM.name if serves else "transformers"
+        _, config = self._source("actor")
+        return VLLM.name if serves and config["model_type"] in SERVED else "transformers"
 
     def _model(self, role: str, trained: bool) -> dict[str, Any]:
         source, config = self._source(role)

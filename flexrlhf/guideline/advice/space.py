@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
-from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import MAX_PLANNED, Spec
 from flexrlhf.errors import UserError, either
@@ -253,7 +253,7 @@ class Space:
         """Return the weights that a sync sends to ``follower``."""
         side = side_of(to)
         if (follower.name, side) not in self._weights_cache:
-            layout = Layout(tuple(range(side.size)), side.tp, side.pp)
+            layout = Layout(tuple(range(side.size)), side.tp, side.pp, ep=side.ep)
             settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
             over = side.shards // side.parts
             kind = follower.rollout, follower.head
@@ -305,7 +305,7 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
 
 def _rows_side(end: LinkEnd) -> Hashable:
     """Return what a transfer of rows depends on of one end: how many ranks have which rows, on which devices."""
-    return end.shape, replace(side_of(end), zero=0, shards=1)
+    return end.shape, replace(side_of(end), zero=0, shards=1, ep=1)
 
 
 def side_of(end: LinkEnd) -> MeshSide:
@@ -416,5 +416,5 @@ def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[
         if role not in shapes or shapes[role].sizes is None:
             raise UserError(
                 f"models.{role}: seconds follow from the sizes of a model, which the config of this family does not "
-                f"give; known families: {', '.join(LLAMA_LIKE)}"
+                f"give; known families: {', '.join(KNOWN_FAMILIES)}"
             )

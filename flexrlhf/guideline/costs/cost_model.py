@@ -50,9 +50,8 @@ class Transformer(DecoderSizes):
         return self._matrices(self.mean_ffn(self.experts.taken(tokens))) + 2 * self.hidden
 
     def _matrices(self, ffn: float) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         routers = 0 if self.experts is None else self.sparse_layers * self.experts.number * self.hidden // self.layers
-        return attention + int(self.hidden * ffn * (3 if self.gated else 2)) + routers
+        return self.attention_parameters + int(self.hidden * ffn * (3 if self.gated else 2)) + routers
 
     @property
     def layer_parameters(self) -> int:
@@ -89,7 +88,7 @@ class Transformer(DecoderSizes):
 
     def kv_bytes(self, item: int = 2) -> int:
         """Return the bytes of one token's keys and values in all layers; ``item``: bytes of one number."""
-        return 2 * item * self.layers * self.kv_heads * self.head_dim
+        return item * self.layers * self.cached_features
 
     def as_scorer(self) -> Transformer:
         """Return the model with a scalar head instead of the vocabulary's."""

@@ -85,7 +85,7 @@ class _Step:
     untaken:   share of them that a token does not take
     exchange:  time in which so many tokens travel to experts of other ranks and back; None: there are none
     row:       time of one row's arithmetic
-    token:     time of reading one token's keys and values
+    token:     time of reading one token's keys and values, and of making them from a latent where the engine does
     layers:    time of the small kernels of all layers
     launch:    time of launching kernels on the host
     host:      time of the host's scheduler
@@ -126,7 +126,13 @@ class _Step:
         active = model.layers * (model.active_parameters + 2 * model.hidden) + model.head_parameters
         weights = slower * call.weight_share * call.item / (FIGURES.weights * bandwidth)
         heads = 1 + profile.reread * (model.heads / model.kv_heads - 1)
-        shared = min(mesh.tp, model.kv_heads)
+        # a latent is on every rank
+        shared = min(mesh.tp, model.kv_heads) if model.latent is None else 1
+        speed = mesh.tp * device.matmul * device.tflops * 1e12
+        expanding = 0.0
+        if model.latent is not None and profile.expands:
+            features = model.latent.key * model.heads * model.latent.expanded
+            expanding = slower * 2 * model.layers * features / speed
         launch = profile.launch_seconds
         if launch and mesh.tp > 1:
             launch += profile.launch_tp_seconds
@@ -135,8 +141,9 @@ class _Step:
             experts=weights * experts / mesh.ep,
             untaken=0.0 if model.experts is None else 1 - model.experts.active / model.experts.number,
             exchange=(lambda tokens: expert_seconds(call, mesh, tokens)) if mesh.ep > 1 else None,
-            row=slower * 2 * active / (mesh.tp * device.matmul * device.tflops * 1e12),
-            token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp),
+            row=slower * 2 * active / speed,
+            token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp)
+            + expanding,
             layers=_layers_seconds(call, mesh, profile),
             launch=slower * host * model.layers * launch,
             host=slower * host * profile.step_seconds,

@@ -103,7 +103,7 @@ class SlicedModel:
         """Return the operations of a token in a forward pass of ``part`` over all ranks."""
         model = self.model
         if part == "block":
-            return 2 * (model.active_parameters + 2 * model.hidden) + 2 * model.heads * model.head_dim * self.width
+            return 2 * (model.active_parameters + 2 * model.hidden) + 2 * model.attention_features * self.width
         return 2 * (model.hidden + (model.head_parameters if part == "head" else 0))
 
     def num_bytes(self, part: Part) -> float:

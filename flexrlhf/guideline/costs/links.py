@@ -125,6 +125,7 @@ class MeshSide:
     shards:    ranks that together store all weights; 1: each has them whole
     pp:        pipeline stages of a replica; the ranks of a stage are next to each other
     cp:        context-parallel ranks of a replica
+    ep:        expert-parallel ranks, which have different experts
     """
 
     size: int
@@ -135,6 +136,7 @@ class MeshSide:
     shards: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def replica(self) -> int:

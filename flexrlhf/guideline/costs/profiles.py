@@ -116,6 +116,8 @@ class DecodeProfile:
     entry_seconds:     a row that enters, on the host
     one_shot_seconds:  latency of the engine's own all-reduce kernel for small messages; 0: it has none
     passes:            profile of its forward passes over prompts
+    expands:           whether a step makes keys and values of all cached tokens from their latents, where attention is
+                       latent; else queries are mapped to the latents' space
     reached:           share of all these speeds that generation reaches, but for collectives
     tensor_reached:    share of the speed of tensor-parallel collectives that it reaches
     """
@@ -133,6 +135,7 @@ class DecodeProfile:
     entry_seconds: float
     one_shot_seconds: float
     passes: EngineProfile
+    expands: bool = False
     reached: float = 1.0
     tensor_reached: float = 1.0
 

@@ -253,7 +253,7 @@ def _parts_seconds(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassSh
     traffic, moved = parts_traffic(call, mesh, shape.tokens, backward)
     hidden = 0.0
     if mesh.is_ring:
-        channels = call.model.heads * call.model.head_dim / mesh.tp
+        channels = call.model.attention_features / mesh.tp
         attention = attention_seconds(shape.rows, shape.width, channels, mesh.device, profile.attention)
         hidden = (ATTENTION_BACKWARD if backward else 1) * attention * (mesh.cp - 1) / mesh.cp
     exposed = max(0.0, travel_seconds(traffic, mesh.links) - hidden)
@@ -373,7 +373,7 @@ def layer_forward(
 ) -> LayerSeconds:
     """Return the time of one layer's forward pass on one of ``tp`` devices."""
     products = sum(each.seconds(device, shape.item) for each in layer_products(model, tp, shape.tokens, shape.ep))
-    channels = model.heads * model.head_dim / tp
+    channels = model.attention_features / tp
     attention = attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
     elements = elements_seconds(element_bytes(model, profile, shape, tp), device)
     elements += _adapter_seconds(model, device, profile, shape, tp)
@@ -388,7 +388,7 @@ def layer_backward(
     products = sum(each.of_inputs.seconds(device, shape.item) for each in forward)
     if not model.adapters:
         products += sum(each.of_weights.seconds(device, shape.item) for each in forward)
-    channels = model.heads * model.head_dim / tp
+    channels = model.attention_features / tp
     attention = ATTENTION_BACKWARD * attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
     moved = ELEMENTS_BACKWARD * element_bytes(model, profile, shape, tp)
     elements = elements_seconds(moved, device) + ELEMENTS_BACKWARD * _adapter_seconds(model, device, profile, shape, tp)
@@ -431,9 +431,7 @@ def layer_products(model: Transformer, tp: int, tokens: float, ep: int = 1) -> t
     Tokens are spread evenly over experts, of which each of ``ep`` ranks with as many tokens has a part. A router's
     product is not counted.
     """
-    queries = model.heads * model.head_dim / tp
-    keys = max(model.kv_heads / tp, 1) * model.head_dim
-    attention = (Product(tokens, model.hidden, queries + 2 * keys), Product(tokens, queries, model.hidden))
+    attention = _attention_products(model, tp, tokens)
     if model.experts is None:
         return attention + _mlp_products(model, tokens, model.ffn / tp)
     experts, share = model.experts, model.sparse_layers / model.layers
@@ -442,6 +440,24 @@ def layer_products(model: Transformer, tp: int, tokens: float, ep: int = 1) -> t
     dense = _mlp_products(model, tokens, model.ffn / tp, share=1 - share) if share < 1 else ()
     routed = _mlp_products(model, tokens * experts.active / taken, experts.ffn / tp, taken, share)
     return attention + dense + shared + routed
+
+
+def _attention_products(model: Transformer, tp: int, tokens: float) -> tuple[Product, ...]:
+    """Return the matrix products of a layer's attention; of latent attention to latents first, which are not split,
+    and from these to queries, and to keys and values."""
+    queries, latent = model.heads * model.head_dim / tp, model.latent
+    if latent is None:
+        keys = max(model.kv_heads / tp, 1) * model.head_dim
+        return Product(tokens, model.hidden, queries + 2 * keys), Product(tokens, queries, model.hidden)
+    to_latents = latent.cached + (latent.query or queries)
+    from_query = (Product(tokens, latent.query, queries),) if latent.query else ()
+    heads = model.heads / tp
+    return (
+        Product(tokens, model.hidden, to_latents),
+        *from_query,
+        Product(tokens, latent.key, heads * latent.expanded),
+        Product(tokens, heads * latent.value, model.hidden),
+    )
 
 
 def _mlp_products(

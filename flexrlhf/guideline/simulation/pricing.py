@@ -272,7 +272,7 @@ def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """Return the layout of ``model`` as one end of an exchange."""
     shards = max(map(len, model.gather_sets))
     layout = model.layout
-    degrees = layout.pp, layout.cp
+    degrees = layout.pp, layout.cp, layout.ep
     return MeshSide(len(model.ranks), per_node, layout.dp, layout.tp, model.settings.zero, shards, *degrees)
 
 
