@@ -7,6 +7,7 @@ bytes rank by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
 from __future__ import annotations
 
 from benchmarks.systems.engines import PROFILES
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.guideline.costs.cost_model import Call, Mesh, Transformer
 from flexrlhf.guideline.costs.training import layer_products
 from flexrlhf.memory.activations import Blocks
@@ -53,7 +54,7 @@ def capacity_bytes(device: DeviceClass) -> float:
 
 
 def blocks_of(model: Transformer, item: int, tp: int) -> Blocks:
-    return Blocks(Sizes(**model.by_name, family="llama"), item, tp, model.adapters > 0)
+    return Blocks(Sizes(**model.by_name, family="llama"), item, tp, LoraSpec() if model.adapters else None)
 
 
 def frozen_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:

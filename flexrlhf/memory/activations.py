@@ -11,10 +11,12 @@ a row and b bytes per number, autograd keeps
     gated MLP           4b * f                    gate, its activation, up, product
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
     latent attention    b * (2A + a * (n + 2v)) + 4a, norms; n features of a head without angles, v of values
+    adapters            b * rank for each; norms are counted as if they were trained
 
 Megatron-Core has query, key and value in one tensor, of which attention keeps a view, cosines and sines in every layer,
 and adds 0 to a half of the MLP: b * (3A + 3K + 4 * head_dim) and 5b * f. Under sequence parallelism its ranks
-share the norms. A stage of a pipeline has its layers alone, the last one the last norm and the head.
+share the norms. A stage of a pipeline has its layers alone, the last one the last norm and the head. Adapters of a
+fused layer have their matrices B in one with zeros, which autograd keeps, too.
 
 Rows of several sequences under a mask come with one of numbers, b * w bytes a token, which layers do not copy.
 
@@ -25,8 +27,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.attention_bytes import AttentionBytes
 from flexrlhf.weights.families import LatentSizes, Sizes
+from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
 
 CACHE = "KV cache"
 NOISE_BYTES = 35
@@ -58,7 +62,7 @@ class Blocks:
     """Layers of one model on one tensor-parallel rank of a pipeline stage.
 
     item:      bytes of a number.
-    adapters:  whether linear layers have low-rank adapters.
+    lora:      low-rank adapters of linear layers.
     fused:     whether query, key and value are one linear layer, gate and up another, as Megatron-Core has them.
     sharers:   ranks that share the hidden states between layers (sequence parallelism).
     pp:        pipeline stages.
@@ -73,7 +77,7 @@ class Blocks:
     sizes: Sizes
     item: int
     tp: int = 1
-    adapters: bool = False
+    lora: LoraSpec | None = None
     fused: bool = False
     sharers: int = 1
     pp: int = 1
@@ -93,6 +97,27 @@ class Blocks:
     def is_last(self) -> bool:
         """Whether the stage has the last norm and the head."""
         return self.stage == self.pp - 1
+
+    @property
+    def _adapted(self) -> tuple[str, ...]:
+        return () if self.lora is None else self.lora.targets or (*COLUMNWISE, *ROWWISE)
+
+    @property
+    def _narrow(self) -> int:
+        """Features between the matrices of a layer's adapters."""
+        return 0 if self.lora is None else self.lora.rank * len(self._adapted)
+
+    @property
+    def _joined(self) -> int:
+        """Bytes of the matrices B of a layer's adapters, with zeros where parts of a fused layer share one."""
+        if self.lora is None or not self.fused:
+            return 0
+        groups = (
+            (("q_proj", "k_proj", "v_proj"), self._query + 2 * self._key),
+            (("gate_proj", "up_proj"), 2 * self.sizes.ffn),
+        )
+        entries = sum(outputs * len({*names} & {*self._adapted}) for names, outputs in groups)
+        return self.item * self.lora.rank * entries // self.tp
 
     @property
     def _query(self) -> int:
@@ -123,7 +148,7 @@ class Blocks:
         if sizes.family == "olmoe":  # one norm over all heads
             heads = (4 + item) * (query + key) + 8
         mlp = 0 if self.tiled else self._saved_by_mlp(largest)
-        return norms + attention + mlp + (heads if sizes.head_norms else 0)
+        return norms + attention + mlp + (heads if sizes.head_norms else 0) + item * self._narrow
 
     def _saved_by_latent(self, latent: LatentSizes) -> int:
         """Return the bytes per token that autograd keeps of latent attention: norms of latents, queries and keys with
@@ -157,7 +182,7 @@ class Blocks:
         An adapter's output exists in addition to that of its linear layer.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
-        features = (3 + self.adapters + 2 * self.fused) * sizes.ffn // tp
+        features = (3 + (self.lora is not None) + 2 * self.fused) * sizes.ffn // tp
         mlp = item * (features * self._mlp_tokens(tokens) + 4 * sizes.hidden * tokens)
         mlp = max(mlp if self._has_dense else 0, tokens * (self._expert_features + 4 * item * sizes.hidden))
         heads = (6 * self._query + 3 * self._key if self.fused else 4 * self._query + 2 * self._key) // tp
@@ -231,7 +256,9 @@ class Blocks:
             kept = self.layers * self.saved_by_layer(made, masks)
         given = self._given_mask(width) if masks and packed else 0 if masks else self._places
         kept_in_all = (in_flight or tokens) * (kept + self.saved_outside_layers() + given)
-        return kept_in_all + self.backward_bytes(tokens, made, recompute, masks)
+        # a matrix of adapters' B is made in each pass; one more is the gradient
+        matrices = 1 + (1 if recompute else self.layers * -(-(in_flight or tokens) // tokens))
+        return kept_in_all + self.backward_bytes(tokens, made, recompute, masks) + matrices * self._joined
 
     def backward_bytes(self, tokens: int, width: int, recompute: bool, masks: bool = True) -> int:
         """Return the bytes that the backward pass of one layer needs in addition. ``width``: of a mask of its own."""

@@ -364,7 +364,7 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         sizes,
         item_bytes(model),
         settings.tp,
-        settings.lora is not None,
+        settings.lora,
         fused=model.facts.fused_layers,
         sharers=settings.tp if model.facts.sequence_parallel and settings.sequence_parallel else 1,
         pp=layout.pp,

@@ -146,7 +146,7 @@ def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """
     assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
     settings, block = model.settings, model.facts.cache_block
-    blocks_of_stage = Blocks(shape.sizes, DTYPE_BYTES[settings.dtype], settings.tp, False, pp=settings.pp)
+    blocks_of_stage = Blocks(shape.sizes, DTYPE_BYTES[settings.dtype], settings.tp, pp=settings.pp)
     per_token = blocks_of_stage.kv_bytes_per_token()
     return (-(-settings.generate_tokens // block) + 1) * block * per_token
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_runs import HEADS, plan_of
 
-from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, layers_on_rank
@@ -219,6 +219,23 @@ def test_tensor_parallel_ranks_share_the_norms() -> None:
     assert whole - shared == 8 * HIDDEN + 4  # half of two norms of 4 + 2b bytes a feature
     models = placed(1, 2, 1), placed(1, 2, 1, sequence_parallel=False), placed(1, 1, 1)
     assert [layers_on_rank(each, sizes, 0).sharers for each in models] == [2, 1, 1]
+
+
+def test_adapters_of_fused_layers_share_matrices() -> None:
+    """B of queries (128 outputs), keys and values (64 each) is 256 x 3 ranks, that of gate and up 768 x 2 ranks; one
+    of each layer is kept in a pass, with checkpointing of one layer in all."""
+    sizes, tokens = shape_of().sizes, 200
+    assert sizes is not None
+    for tp, recompute in ((1, False), (2, False), (1, True)):
+        plain = Blocks(sizes, 2, tp=tp, fused=True)
+        adapted, part = (
+            replace(plain, lora=LoraSpec(rank=8)),
+            replace(plain, lora=LoraSpec(rank=8, targets=("v_proj",))),
+        )
+        layers = 1 if recompute else LAYERS
+        for blocks, targets, entries in ((adapted, 7, 256 * 3 + 768 * 2), (part, 1, 256)):
+            more = blocks.train_bytes(tokens, 8, recompute) - plain.train_bytes(tokens, 8, recompute)
+            assert more == 2 * 8 * (tokens * layers * targets + (layers + 1) * entries // tp)
 
 
 def test_passes_in_flight_are_no_more_than_all_texts() -> None:
