@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.rms_norm import use_own_norms
+from flexrlhf.engines.rotary_positions import use_own_rotation
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.engines.weight_files import PartReader
@@ -304,6 +305,7 @@ def use_kernels(model: PreTrainedModel, settings: ModelSpec) -> None:
         _use_liger(model)
     elif not settings.compile:
         use_own_norms(model)
+        use_own_rotation(model)
     if settings.tiled_mlp:
         tile_mlps(model)
     if settings.compile:

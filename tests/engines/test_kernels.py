@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -50,20 +51,39 @@ def test_compiled_layers_keep_their_names_and_results() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_norms_of_ours_give_the_same_results_and_gradients(kind: str) -> None:
+def test_norms_and_rotations_of_ours_give_the_same_results_and_gradients(kind: str) -> None:
     """All weights random, since a norm of ones has half of its gradients by chance."""
     settings = ModelSpec(init={**TINY, "model_type": kind, "head_dim": 4})
     plain, ours = (load_model(replace(placed(), settings=settings), 3) for _ in range(2))
     use_kernels(ours, settings)
+    used = []
     for model in (plain, ours):
         torch.manual_seed(1)
         for parameter in model.parameters():
             parameter.data.normal_(std=0.5)
-        logits_of(model).square().mean().backward()
+        loss = logits_of(model).square().mean()
+        used.append(functions_of(loss))
+        loss.backward()
+    assert not {"_NormBackward", "_RotationBackward"} & used[0].keys()
+    layers, norms = TINY["num_hidden_layers"], sum("norm" in name for name, _ in ours.named_parameters())
+    assert (used[1]["_NormBackward"], used[1]["_RotationBackward"]) == (norms, 2 * layers)
     assert torch.equal(logits_of(ours), logits_of(plain))
     for (name, one), two in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert one.grad is not None and two.grad is not None
         assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-5 * float(one.grad.abs().max())), name
+
+
+def functions_of(result: Tensor) -> Counter[str]:
+    """Count the functions that autograd computes ``result`` by, by name."""
+    found, seen = Counter[str](), {result.grad_fn}
+    waiting = [result.grad_fn]
+    while waiting:
+        function = waiting.pop()
+        found[function.name()] += 1
+        more = {each for each, _ in function.next_functions if each is not None} - seen
+        seen |= more
+        waiting += more
+    return found
 
 
 def test_liger_changes_the_models_that_ask_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
