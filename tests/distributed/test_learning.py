@@ -33,6 +33,8 @@ SIX = {f"{role}{copy}": 0.5 for role in ("actor", "critic", "cost_critic") for c
 COPYING: Mapping[str, Mapping[str, tuple[Raw, object]]] = {
     "co-located": {
         "grpo": ({"name": "grpo", **GROUPS}, [1]),
+        # of a policy with experts, which the ranks share
+        "experts": ({"name": "grpo", **GROUPS}, [1]),
         "reinforce": ({"name": "reinforce++", **ALONE, "num_mini_batches": 2}, [1]),
         "raft": ({"name": "raft", **GROUPS}, [1]),
         "ac-share": ({"name": "ac-share", **ALONE, **BESIDE_REF}, [1, 1]),

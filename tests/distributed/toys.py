@@ -30,6 +30,11 @@ SHAPE = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
+EXPERTS = {
+    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"norm_topk_prob": True, "head_dim": 8, "num_key_value_heads": 4},
+}
+"""In which a policy with experts differs."""
 COST_LIMIT = 0.5
 
 
@@ -75,6 +80,9 @@ def copying(directory: Path, name: str, algorithm: Raw, placement: object, steps
     raw = _run(directory, name, algorithm, placement, steps)
     # a prompt of which all responses are alike teaches a group nothing: it must not come to that too soon
     raw["models"]["actor"] = trained(3e-3 if "samples_per_prompt" in algorithm else 5e-3)
+    if name == "experts":
+        raw["models"]["actor"] |= {"ep": 2, "zero": 3}
+        raw["models"]["actor"]["init"] |= EXPERTS
     if algorithm["name"] == "ppo":
         raw["models"]["critic"] = trained(5e-3)
     raw["reward"] = {"function": f"{SCORES}:copied", "batch_size": 512}
