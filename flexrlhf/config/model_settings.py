@@ -59,7 +59,9 @@ class LoraSpec(StrictModel):
     rank: int = Field(8, ge=1, le=2**16, description="rows of A and columns of B")
     alpha: int = Field(16, ge=1, description="scale of the adapters, over rank")
     targets: tuple[str, ...] | None = Field(
-        None, description="linear layers with adapters, by the last part of their names; null: every linear layer"
+        None,
+        description="linear layers with adapters, by the last part of their names; null: every linear layer, and in "
+        "models with experts those of attention",
     )
     new: bool | None = Field(
         None,

@@ -46,7 +46,7 @@ from flexrlhf.weights.adapter_files import (
     stored_adapters,
 )
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
-from flexrlhf.weights.lora import START
+from flexrlhf.weights.lora import START, is_mixture, lora_candidates
 from flexrlhf.weights.model_files import (
     SCALAR_HEAD,
     lacking,
@@ -238,7 +238,10 @@ def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Add adapters inside the model, which keeps its class and forward; a scalar head stays trained in full."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = list(lora.targets) if lora.targets is not None else "all-linear"
+    parameters = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+    # of layers with experts "all-linear" of peft would adapt router and experts, which it has as parameters
+    every = lora_candidates(parameters) if is_mixture(parameters) else "all-linear"
+    targets = list(lora.targets) if lora.targets is not None else every
     # "all-linear" excludes a scalar head only for this task type
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type=kind)

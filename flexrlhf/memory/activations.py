@@ -163,8 +163,10 @@ class Blocks:
         dense = (4 + self.fused) * self.item * sizes.ffn // self.tp
         if experts is None:
             return dense
-        routed = self._on_fullest(self.item * experts.active * (2 * sizes.hidden + 4 * experts.ffn))
-        shared = self.item * (4 * experts.shared + sizes.hidden + 1) if experts.shared else 0
+        # frozen matrices need neither of their inputs
+        inputs, features = (2, 4) if self.lora is None else (1, 3)
+        routed = self._on_fullest(self.item * experts.active * (inputs * sizes.hidden + features * experts.ffn))
+        shared = self.item * (features * experts.shared + sizes.hidden + 1) if experts.shared else 0
         sparse = routed + shared + 4 * experts.number + CHOICE_BYTES * (1 + experts.active)
         if largest:
             return max(sparse, dense if experts.dense else 0)

@@ -167,7 +167,7 @@ def _new_or_stored(role: str, model: ModelSpec, head: Head, pending: Mapping[Pat
         return lora
     stored = before.lora if before is not None else adapters_in(role, str(path))
     shape = None if before is not None or stored is None else model_shape(role, model, head)
-    if stored is not None and shape is not None and {*lora_candidates(shape)} == {*(stored.targets or ())}:
+    if stored is not None and shape is not None and {*lora_candidates(shape.parameters)} == {*(stored.targets or ())}:
         # as a run writes that has saved them
         stored = stored.model_copy(update={"targets": None})
     if stored is None and lora.new is False:

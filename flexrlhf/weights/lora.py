@@ -13,8 +13,9 @@ from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import ADAPTER, MATRICES, NOT_ADAPTED
+from flexrlhf.weights.expert_files import FUSED
 from flexrlhf.weights.model_files import SCALAR_HEAD
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shapes import ModelShape, Parameters
 
 START = "start"
 """Name of a frozen copy of adapters that a run goes on training: the policy that its reference is."""
@@ -22,12 +23,22 @@ BASE = ".base_layer."
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM 0.32 has memory for."""
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ATTENTION = ".self_attn."
 
 
-def lora_candidates(shape: ModelShape) -> list[str]:
-    """Return the last names of modules that can have adapters: linear layers other than embeddings and heads."""
-    names = {name.split(".")[-2]: None for name, size in shape.parameters if len(size) == 2}
+def lora_candidates(parameters: Parameters) -> list[str]:
+    """Return the last names of modules that can have adapters: linear layers other than embeddings and heads.
+
+    If layers have experts these are the ones of attention: peft takes the name of any layer of an MLP for experts'.
+    """
+    within = _ATTENTION if is_mixture(parameters) else ""
+    names = {name.split(".")[-2]: None for name, size in parameters if len(size) == 2 and within in name}
     return [name for name in names if name not in NOT_ADAPTED]
+
+
+def is_mixture(parameters: Parameters) -> bool:
+    """Whether layers of a model with these parameters have experts."""
+    return any(name.endswith(FUSED) for name, _ in parameters)
 
 
 def with_adapters(role: str, shape: ModelShape, lora: LoraSpec, keeps_start: bool = False) -> ModelShape:
@@ -35,13 +46,14 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec, keeps_start: boo
 
     ``keeps_start``: whether there is a frozen copy of them. Raises UserError for targets that the model does not have.
     """
-    candidates = lora_candidates(shape)
+    candidates = lora_candidates(shape.parameters)
+    where = " in attention, which alone has adapters in a model with experts" if is_mixture(shape.parameters) else ""
     if lora.targets == ():
         raise UserError(f"models.{role}.lora.targets: names no module; candidates: {', '.join(candidates)}")
     for target in lora.targets or ():
         if target not in candidates:
             raise UserError(
-                f"models.{role}.lora.targets: no module {target!r}{nearest(target, candidates)}; "
+                f"models.{role}.lora.targets: no module {target!r}{where}{nearest(target, candidates)}; "
                 f"candidates: {', '.join(candidates)}"
             )
     parameters: dict[str, tuple[int, ...]] = {}

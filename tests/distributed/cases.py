@@ -244,7 +244,17 @@ SETTINGS["latent"] = {
         "critic": {"path": "assets:models/latent-critic"},
     },
 }
-WITH_EXPERTS = ("experts", "experts-replayed", "latent")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SETTINGS["experts-adapters"] = {
+    **_ppo(num_mini_batches=2),
+    "models": {
+        # peft by itself would adapt experts, too
+        "actor": {"path": "assets:models/experts-actor", "lora": {"rank": 4, "targets": ATTENTION}, "optimizer": FAST},
+        "ref": {"path": "assets:models/experts-actor"},
+        "critic": {"path": "assets:models/experts-critic", "lora": {"targets": ["v_proj"]}, "optimizer": FAST},
+    },
+}
+WITH_EXPERTS = ("experts", "experts-replayed", "experts-adapters", "latent")
 """Settings whose models have experts, which not every engine serves."""
 NOT_COMPARED = (
     "episodes-random",
@@ -538,6 +548,9 @@ COMPUTE: dict[str, Raw] = {
     "ep": _on_experts(ep=2),
     "ep-3": _on_experts(ep=2, zero=3),
     "ep-recomputed": _on_experts(ep=2) | {"actor": {"ep": 2, "activation_checkpointing": True}},
+    # weights go to and from shards of all experts
+    "ep-apart": {"actor": {"engine": "deepspeed", "zero": 3}, "critic": {"ep": 2}, "ref": {"zero": 3}},
+    **{f"experts-deepspeed-{stage}": _on_experts(engine="deepspeed", zero=stage) for stage in range(4)},
     "cp": _everywhere(cp=2),
     "cp-3": _everywhere(cp=2, zero=3),
     "cp-ring": _everywhere(cp=2, context_parallel="ring"),
@@ -811,6 +824,7 @@ DEFAULT = [
     Case("episodes", "co-located", 2, "cp-ring"),
     Case("experts-replayed", "six", 2),
     Case("experts", "co-located", 2, "ep-3", "vllm-tp"),
+    Case("experts-adapters", "co-located", 2, "ep-apart"),
     Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
@@ -875,7 +889,8 @@ def _every_part_of_rows() -> list[Case]:
 
 def _every_split_of_experts() -> list[Case]:
     """Models with experts in every shape without tensor-parallel copies, their experts on one rank or on several."""
-    ways = ("replicas", "torch-2", "torch-3", "unpacked", "ep", "ep-3", "ep-recomputed", "cp")
+    ways = ("replicas", "torch-2", "torch-3", "unpacked", "ep", "ep-3", "ep-recomputed", "ep-apart", "cp")
+    ways += tuple(f"experts-deepspeed-{stage}" for stage in range(4))
     shapes = ("co-located", "halves", "six", "lag-chunks", "six-overlap")
     rollouts = [("co-located", "vllm-tp-pp"), ("halves", "vllm-tp"), ("six", "vllm-child"), ("six", "vllm-pp")]
     sampled = [
@@ -891,7 +906,7 @@ def _every_split_of_experts() -> list[Case]:
         for ranks in (2, 4)
         for way in ways
         # a half of two ranks is one
-        if ranks == 4 or shape == "co-located" or way not in ("ep", "ep-3", "ep-recomputed", "cp")
+        if ranks == 4 or shape == "co-located" or way not in ("ep", "ep-3", "ep-recomputed", "ep-apart", "cp")
         if (setting, way) != ("latent", "cp")
     ]
 

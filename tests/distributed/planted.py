@@ -16,7 +16,7 @@ import torch
 
 from flexrlhf.comm.move import RowPacking
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.engines import passes
+from flexrlhf.engines import experts, passes
 from flexrlhf.engines.base import Totals
 from flexrlhf.launch import worker
 from flexrlhf.objectives import advantages
@@ -94,6 +94,16 @@ def another_token() -> Planted:
     return patch.object(run_operator, "_generate", changing)
 
 
+def experts_swapped() -> Planted:
+    """Tokens of the first expert of each rank are computed by the second one, and the other way round."""
+    own = experts._own_experts
+
+    def swapping(module: Any, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return own(module, rows, torch.where(chosen < 2, 1 - chosen, chosen))
+
+    return patch.object(experts, "_own_experts", swapping)
+
+
 BUGS: dict[str, Callable[[], Planted]] = {
     "whitening-per-rank": whitening_per_rank,
     "denominator-per-rank": denominator_per_rank,
@@ -101,6 +111,7 @@ BUGS: dict[str, Callable[[], Planted]] = {
     "rows-swapped": rows_swapped,
     "another-token": another_token,
     "another-token-replayed": another_token,
+    "experts-swapped": experts_swapped,
 }
 
 

@@ -30,6 +30,7 @@ from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.runs.export import find_trained_model
 from flexrlhf.runs.manifest import checkpoint_directory, read_manifest
 from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import read_lines
@@ -120,6 +121,11 @@ CHANGED = [
     same("four", "co-located", 2, rollout="vllm"),
     same("grpo-shared", "six", 2, rollout="vllm"),
     same("two", "co-located", 2, "torch-3", rollout="torch-tp"),
+    # experts from half of them a rank to shards of all, to other halves and back
+    Pair(Case("experts", "co-located", 2, "ep"), Case("experts", "co-located", 2, "ep-apart")),
+    Pair(Case("experts", "co-located", 2, "ep-apart"), Case("experts", "co-located", 4, "ep-3")),
+    Pair(Case("experts", "co-located", 4, "ep-3"), Case("experts", "six", 2)),
+    Pair(Case("experts-adapters", "co-located", 2, "ep"), Case("experts-adapters", "co-located", 2, "torch-3")),
 ]
 DRAINED = [
     Pair(Case("corrected", "lag-2", 2), Case("corrected", "lag", 2)),
@@ -143,6 +149,7 @@ DEFAULT = [
         for pair in CHANGED
         if pair.first.setting in ("grpo-dynamic", "gspo", "sft")
         or pair.first == Case("grpo", "lag-2-alone", 2)
+        or pair.first == Case("experts", "co-located", 2, "ep")
         or pair.second.rollout == "torch-tp"
     ),
     RANDOM,
@@ -301,7 +308,13 @@ def _without_times(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name not in TIMES}
 
 
-@pytest.mark.parametrize("case", [pytest.param(Case("two", "co-located", 2), id="whole")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("two", "co-located", 2), id="whole"),
+        pytest.param(Case("experts", "co-located", 2, "ep"), id="experts"),
+    ],
+)
 def test_an_export_is_the_model_that_the_run_saved(resumptions: Resumptions, case: Case, tmp_path: Path) -> None:
     whole = resumptions.whole(case)
     for role in whole.plan.graph.trained:
@@ -311,8 +324,10 @@ def test_an_export_is_the_model_that_the_run_saved(resumptions: Resumptions, cas
         assert exported.exit_code == 0, exported.output
         expected, found = whole.weights(role), load_file(tmp_path / role / "model.safetensors")
         assert expected.keys() == found.keys() and all(torch.equal(expected[n], found[n]) for n in expected), role
-    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
-    assert torch.equal(actor.state_dict()["lm_head.weight"], whole.weights("actor")["lm_head.weight"])
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
+    trained = find_trained_model(whole.directory, "actor")
+    assert actor.keys() == {*trained.names}
+    assert all(torch.equal(actor[name], trained.tensor(name)) for name in trained.names)
 
 
 @pytest.mark.full

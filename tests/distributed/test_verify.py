@@ -44,6 +44,9 @@ SIDES = {
 }
 """Runs on two ranks and their shapes; those that ``planted`` has a bug for have it."""
 
+EXPERTS = ("experts", "experts-swapped")
+"""Runs of models whose experts are split over two ranks."""
+
 
 @dataclass
 class Sides:
@@ -68,6 +71,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
     again = make_plan(named(first.spec, "first-again"))
     replay = {"another-token-replayed": str(first.spec.directory)}
     specs = [named(assets.spec(Case("two", shape, 2)), name, replay.get(name)) for name, shape in SIDES.items()]
+    specs += [named(assets.spec(Case("experts", "co-located", 2, "ep")), name) for name in EXPERTS]
     plans = [make_plan(spec) for spec in specs]
     run([first, again], directory)
     run(plans, directory)
@@ -120,6 +124,11 @@ def test_a_planted_bug_is_named(
     verdict = sides.verdict(name)
     assert [part for part in words if part not in verdict] == [], verdict
     assert first_tie((sides.first, sides.others[name]), FLOAT32) is None
+
+
+def test_swapped_experts_are_found_in_the_first_column_that_a_policy_writes(sides: Sides) -> None:
+    first = first_beyond(list(compare_runs(tuple(sides.others[name] for name in EXPERTS), FLOAT32)))
+    assert first is not None and (first.kind, first.step, first.name) == ("column", 0, "tokens")
 
 
 def test_a_run_is_repeated_to_the_last_bit(sides: Sides) -> None:

@@ -32,7 +32,16 @@ from symbolic import (
 )
 
 from flexrlhf.operators.columns import FINAL_OUTCOME
-from flexrlhf.placement.groups import COPIES, SHARD, WEIGHTS, Group, is_sharded_in_nodes, pipeline_ends
+from flexrlhf.placement.groups import (
+    COPIES,
+    EXPERTS,
+    SAME_EXPERTS,
+    SHARD,
+    WEIGHTS,
+    Group,
+    is_sharded_in_nodes,
+    pipeline_ends,
+)
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.plan.plan import Plan
@@ -51,7 +60,7 @@ from flexrlhf.strategies.instructions import (
 )
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.shards import position_of, trained_parts
 from flexrlhf.weights.sync_plan import SyncPlan, sync_on_rank, transfers_of
 
 Position = object
@@ -564,6 +573,11 @@ class Rank:
         if model.split != "whole" or (layout.cp > 1 and instruction.operator.kind == "train"):
             purpose, ranks = WEIGHTS if layout.cp > 1 else "compute", layout.of_weights.dp_set(self.number)
             self._agree((*key, "dp"), f"{purpose} {model.name}", ranks, instruction, weights)
+        if layout.ep > 1:
+            self._agree((*key, "ep"), f"{EXPERTS} {model.name}", layout.ep_set(self.number), instruction, weights)
+            same = model.expert_copy_set(self.number)
+            if instruction.operator.kind == "train":
+                self._agree((*key, "same"), f"{SAME_EXPERTS} {model.name}", same, instruction, weights)
         if is_sharded_in_nodes(model):
             sets = {SHARD: model.shard_set(self.number), COPIES: model.copy_set(self.number)}
             for purpose in (SHARD, COPIES) if instruction.operator.kind == "train" else (SHARD,):
@@ -657,6 +671,5 @@ class EvaluationRank(Rank):
 
 
 def shard_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
-    """Part of the weights on a rank: stage, tensor-parallel index, and shard if ZeRO leaves it only a part."""
-    layout = model.layout
-    return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % model.num_shards
+    """Part of the weights on a rank: stage, tensor-parallel index, and shard or experts if it has only a part."""
+    return position_of(model, rank)

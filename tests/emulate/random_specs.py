@@ -31,6 +31,7 @@ INIT = {
     "num_attention_heads": 4,
     "vocab_size": 16,
 }
+EXPERTS = {**INIT, "model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
 TRAINED = ("actor", "critic")
 SHADOWS = ("actor.shadow", "critic.shadow")
 BESIDE_ROLLOUT = ("actor.rollout", "critic.shadow")
@@ -66,7 +67,8 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
             plan = make_plan(parse_spec(raw))
             if chance(rng, 0.7) and add_tensor_parallel(rng, raw, plan):
                 plan = make_plan(parse_spec(raw))
-            raw, plan = with_rollout_stages(*with_stages(*with_shards_in_nodes(*with_parts_of_rows(raw, plan))))
+            raw, plan = with_shards_in_nodes(*with_parts_of_experts(*with_parts_of_rows(raw, plan)))
+            raw, plan = with_rollout_stages(*with_stages(raw, plan))
             if chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
                 plan = make_plan(parse_spec(raw))
@@ -220,6 +222,25 @@ def with_parts_of_rows(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         if model.facts.cp and model.rollout is None and not model.follows and chance(rng, 0.7):
             parts = {"cp": rng.choice((2, 2, 4)), "context_parallel": rng.choice(("auto", "ring"))}
             changed["models"].setdefault(model.role, {}).update(parts)
+    try:
+        return changed, make_plan(parse_spec(changed))
+    except UserError:
+        return raw, plan
+
+
+def with_parts_of_experts(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Give all models experts in some specs, split over ranks for some models, by a separate generator; unchanged if
+    that is not valid."""
+    rng = Random(f"experts {raw!r}")
+    if not chance(rng, 0.4):
+        return raw, plan
+    changed = deepcopy(raw)
+    for settings in changed["models"].values():
+        settings |= {"init": EXPERTS} if "init" in settings else {}
+    for model in plan.placement.models:
+        sizes = [number for number in (2, 4) if model.layout.of_weights.dp % number == 0]
+        if sizes and model.facts.ep and model.rollout is None and not model.follows and chance(rng, 0.7):
+            changed["models"].setdefault(model.role, {})["ep"] = rng.choice(sizes)
     try:
         return changed, make_plan(parse_spec(changed))
     except UserError:
@@ -479,6 +500,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "sharded in nodes": [m.split for m in placement.models if is_sharded_in_nodes(m)],
         "tensor parallel": [str(m.layout.tp) for m in placement.models],
         "context parallel": [str(m.layout.cp) for m in placement.models],
+        "expert parallel": [str(m.layout.ep) for m in placement.models],
         "pipeline stages": [f"{m.layout.pp} of {'a copy' if m.is_shadow else 'a role'}" for m in placement.models],
         "adapters": _adapters(plan),
         "syncs": [_reshards(plan, x) for x in plan.schedule.instructions if isinstance(x, Sync)],

@@ -196,6 +196,7 @@ def test_random_specs_cover_the_settings(count: int, share: float) -> None:
         "weights": (5, ["whole of one", "whole of tp", "rows of one", "rows of tp", "flat of one"]),
         "tensor parallel": (5, ["1", "2", "4"]),
         "context parallel": (3, ["1", "2", "4"]),
+        "expert parallel": (3, ["1", "2", "4"]),
         "pipeline stages": (5, ["2 of a role", "4 of a role"]),
         "adapters": (30, ["none", "some", "shared"]),
         "syncs": (10, ["whole to whole", "whole to parts", "parts to whole", "parts to parts"]),

@@ -33,6 +33,7 @@ INIT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+EXPERTS = {**INIT, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -40,11 +41,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tiles": {"activation_checkpointing": True, "tiled_mlp": True},
     "lora": {"lora": LoraSpec(rank=4)},
     "sgd": {"optimizer": {"name": "sgd"}},
+    "experts": {"init": EXPERTS},
+    "experts in bfloat16": {"init": EXPERTS, "dtype": "bfloat16"},
+    "experts, lora": {"init": EXPERTS, "lora": LoraSpec(rank=4)},
 }
 
 
 def placed(role: str, settings: dict[str, Any], head: Head) -> tuple[PlacedModel, ModelShape]:
-    spec = ModelSpec(init=INIT, micro_batch_tokens=256, logits_mb=0.5, **settings)
+    spec = ModelSpec(**{"init": INIT, "micro_batch_tokens": 256, "logits_mb": 0.5, **settings})
     shape = model_shape(role, spec, head)
     assert shape is not None
     if spec.lora is not None:

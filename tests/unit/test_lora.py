@@ -66,6 +66,21 @@ def test_names_shapes_and_what_is_trained_are_those_of_peft(
     assert dict(shape.trained) == trained
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_of_a_model_with_experts_attention_alone_has_adapters(kind: str, role: str) -> None:
+    """peft itself would adapt router and experts, and takes the names of a dense or shared MLP for theirs."""
+    config = SMALL | {"model_type": kind, "num_experts": 4} | ({"mlp_only_layers": [0]} if kind == "qwen2_moe" else {})
+    model, shape = real_model(role, config), adapted(role, config)
+    assert dict(shape.parameters) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name, _ in shape.trained} == trained
+    assert all(".self_attn." in name for name in trained - {"score.weight"}) and len(trained) >= 2 * 4 * 2
+    for target in ("gate_proj", "gate", "experts"):
+        with pytest.raises(UserError, match=f"no module '{target}' in attention, which alone has adapters"):
+            adapted(role, config, targets=(target,))
+
+
 def test_a_copy_that_is_not_trained_has_the_same_parameters() -> None:
     shape = adapted("actor", SMALL)
     pytest.importorskip("peft")
@@ -116,7 +131,7 @@ def test_the_number_of_trained_parameters(rank: int, role: str, head: int) -> No
 
 def test_candidates_are_the_linear_layers_without_embeddings_and_heads() -> None:
     for role in ("actor", "critic"):
-        assert sorted(lora_candidates(plain(role, SMALL))) == sorted(LINEAR)
+        assert sorted(lora_candidates(plain(role, SMALL).parameters)) == sorted(LINEAR)
 
 
 @pytest.mark.parametrize(

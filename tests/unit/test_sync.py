@@ -28,10 +28,15 @@ from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import Parts, parts_on, trained_parts
 from flexrlhf.weights.sync_plan import SyncPlan, is_in_place, plan_sync, sent_dtype, sync_bytes, transfers_of
 
-TRAINED, SHADOW = (0, 1, 2, 3), (4, 5, 6)
+TRAINED, SHADOW, LARGER = (0, 1, 2, 3), (4, 5, 6), (4, 5, 6, 7)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
 CUT: list[dict[str, Any]] = [{"tp": 2}, {"tp": 2, "zero": 2}]
 STAGED: list[dict[str, Any]] = [{"engine": "megatron", "tp": 2}, {"engine": "megatron", "pp": 2, "zero": 1}]
+SPLIT: list[dict[str, Any]] = [{"ep": 2}, {"ep": 4}, {"ep": 2, "zero": 3}]
+EXPERTS = {
+    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 6, "mlp_only_layers": [0]},
+}
 SETTINGS: list[dict[str, Any]] = [{"bucket_mb": 0.001}, {"overlap": True, "bucket_mb": 0.002}, {"checksum": False}]
 A_GROUP = cast(dist.ProcessGroup, "a group")
 SECONDS = 20
@@ -237,15 +242,18 @@ def assert_arrived(case: Case, moved: Moved) -> None:
             assert torch.equal(stored[name], expected), f"{name} on rank {rank}"
 
 
-def case_of(source: dict[str, Any], shadow: dict[str, Any], num_sources: int = 4, **settings: Any) -> Case:
-    shape = model_shape(
-        "critic",
-        ModelSpec(init=TINY | {"model_type": "qwen2", "num_hidden_layers": 2, "num_key_value_heads": 2}),
-        "scalar",
-    )
+def case_of(
+    source: dict[str, Any],
+    shadow: dict[str, Any],
+    num_sources: int = 4,
+    family: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Case:
+    init = TINY | {"model_type": "qwen2", "num_hidden_layers": 2, "num_key_value_heads": 2} | (family or {})
+    shape = model_shape("critic", ModelSpec(init=init), "scalar")
     assert shape is not None
     draw = torch.Generator().manual_seed(0)
-    ranks = SHADOW[: len(SHADOW) // 2 * 2] if {"tp", "pp"} & set(shadow) else SHADOW
+    ranks = SHADOW[: len(SHADOW) // 2 * 2] if {"tp", "pp"} & set(shadow) else SHADOW if family is None else LARGER
     return Case(
         placed_model("critic", TRAINED[:num_sources], **source),
         placed_model("critic.shadow", ranks, **shadow),
@@ -287,6 +295,17 @@ def test_every_rank_of_the_shadow_gets_its_part(
         sums = 8 if case.settings.checksum else 0
         assert all(size > links[link] if sums else size == links[link] for link, size in wires.num_bytes.items())
         assert all((size - links[link]) % 8 == 0 for link, size in wires.num_bytes.items())
+
+
+@pytest.mark.parametrize("shadow", LAYOUTS + SPLIT, ids=str)
+@pytest.mark.parametrize("source", LAYOUTS + SPLIT, ids=str)
+def test_experts_go_from_any_split_to_any_other(source: dict[str, Any], shadow: dict[str, Any], wires: Wires) -> None:
+    """Each rank gets the elements of its experts once: no byte more than it lacks travels."""
+    case = case_of(source, shadow, family=EXPERTS, bucket_mb=0.002)
+    moved = move(case, wires)
+    assert_arrived(case, moved)
+    lacked = sum(part.num_elements for rank in LARGER for part in trained_parts(case.shadow, case.shape, rank).values())
+    assert moved.num_bytes == case.planned_bytes() == 4 * lacked
 
 
 @pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.full), 2, 3])
