@@ -82,6 +82,14 @@ def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
             f"rollout.adapters: separate is for models without experts, and models.{model.role} has "
             f"{shape.sizes.experts.number}; use merged"
         )
+    layers, pp = shape.sizes.layers, model.settings.pp
+    if shape.sizes.experts is not None:
+        stages = {layer * pp // layers for layer in range(layers) if layer not in shape.sizes.experts.dense}
+        if len(stages) < min(pp, layers):
+            raise UserError(
+                f"rollout.pp: {model.engine} needs a layer with experts in each stage, and of {pp} stages of "
+                f"models.{model.role} only {len(stages)} would have one; use fewer"
+            )
     multiple = model.facts.vocabulary_multiple
     padded = -(-shape.sizes.vocabulary // multiple) * multiple
     if padded % model.settings.tp:

@@ -892,7 +892,8 @@ def _every_split_of_experts() -> list[Case]:
     ways = ("replicas", "torch-2", "torch-3", "unpacked", "ep", "ep-3", "ep-recomputed", "ep-apart", "cp")
     ways += tuple(f"experts-deepspeed-{stage}" for stage in range(4))
     shapes = ("co-located", "halves", "six", "lag-chunks", "six-overlap")
-    rollouts = [("co-located", "vllm-tp-pp"), ("halves", "vllm-tp"), ("six", "vllm-child"), ("six", "vllm-pp")]
+    # no stages: the only layer without experts would be one of two
+    rollouts = [("co-located", "vllm-tp"), ("halves", "vllm-tp"), ("six", "vllm-child")]
     sampled = [
         Case(setting, shape, 4, way, rollout)
         for setting in WITH_EXPERTS

@@ -743,6 +743,15 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         ),
         (
             None,
+            (
+                "models.actor.init={model_type: qwen3_moe, num_hidden_layers: 4, mlp_only_layers: [0, 1]}",
+                "rollout.pp=2",
+            ),
+            "rollout.pp: vllm needs a layer with experts in each stage, and of 2 stages of models.actor only 1 would "
+            "have one; use fewer",
+        ),
+        (
+            None,
             (V100, "rollout.engine=torch", "rollout.dtype=bfloat16"),
             "rollout.dtype: V100-32G (rank 0) has no bfloat16; use float16 or float32, there alone with "
             "models.actor.fallback_dtype, or place actor on another class with `on:`",
