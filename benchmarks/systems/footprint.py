@@ -13,7 +13,7 @@ from flexrlhf.guideline.costs.training import layer_products
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.states import PerParameter, zero_split
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 
 MIXED = PerParameter(weights=2, gradients=2, optimizer=12)
 """16-bit weights and gradients, float32 master weights and two moments (ZeRO, sec. 3.1)."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.attention_bytes import AttentionBytes
-from flexrlhf.weights.families import LatentSizes, Sizes
+from flexrlhf.weights.decoder_sizes import LatentSizes, Sizes
 from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
 
 CACHE = "KV cache"

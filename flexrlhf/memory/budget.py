@@ -33,7 +33,7 @@ from flexrlhf.memory.transfer_bytes import (
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.reuse import Reuse, bytes_of, obstacle, reuse_on
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import part_elements, position_of

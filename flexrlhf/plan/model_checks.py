@@ -25,7 +25,7 @@ from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import engines_with
 from flexrlhf.weights.adapter_files import has_adapters
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import ModelShape, read_config
 
 FLASH = Package("flash_attn", "flash", "flash-attn")

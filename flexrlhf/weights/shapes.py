@@ -19,10 +19,10 @@ from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.weights.adapter_files import base_model, has_adapters
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.expert_files import file_shapes
 from flexrlhf.weights.families import (
     LANGUAGE_HEAD,
-    Sizes,
     attention_window,
     decoder_shapes,
     hidden_size,

@@ -26,7 +26,7 @@ from flexrlhf.engines.sampling import sample_tokens
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.memory.activations import NOISE_BYTES, Blocks
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import model_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -24,7 +24,7 @@ from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_models
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.lora import shape_of, with_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD
 from flexrlhf.weights.shapes import ModelShape, model_shape

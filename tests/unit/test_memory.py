@@ -38,7 +38,7 @@ from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
 from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.workload import workload, works_of
 from flexrlhf.text import bytes_text
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape
 

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 
 KERNELS = {
     "bias_activation_fusion": False,

@@ -33,7 +33,8 @@ from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.megatron.adapters import Adapter
 from flexrlhf.weights.adapter_files import ADAPTER
-from flexrlhf.weights.families import LANGUAGE_HEAD, Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
+from flexrlhf.weights.families import LANGUAGE_HEAD
 from flexrlhf.weights.lora import BASE, START
 from flexrlhf.weights.shards import EMBEDDING
 

@@ -34,7 +34,7 @@ from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.changes import LONG_ROW
 from flexrlhf.plan.model_checks import lacks_of
 from flexrlhf.plan.plan import own_texts
-from flexrlhf.weights.families import Sizes
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 from flexrlhf.weights.shards import part_elements, trained_parts
 from flexrlhf.weights.sync_plan import sent_dtype
