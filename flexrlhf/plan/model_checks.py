@@ -374,14 +374,14 @@ def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
         )
 
 
-def check_run_families(placement: Placement) -> None:
-    """Raise UserError for a model of a family that is planned and not run."""
-    for model in placement.models:
-        family = read_config(model.role, model.settings)["model_type"]
+def check_run_families(shapes: Mapping[str, ModelShape]) -> None:
+    """Raise UserError for a role's model of a family that is planned and not run."""
+    for role, shape in shapes.items():
+        family = None if shape.sizes is None else shape.sizes.family
         if family in PLANNED_ONLY:
             runs = ", ".join(name for name in KNOWN_FAMILIES if name not in PLANNED_ONLY)
             raise UserError(
-                f"models.{model.role}: {family} models are planned and not run, since biases of their routers are no "
+                f"models.{role}: {family} models are planned and not run, since biases of their routers are no "
                 f"parameters and would not be saved; use a model of {runs}"
             )
 
