@@ -18,7 +18,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 
 OF_RUN = frozenset({"algorithm", "data", "reward", "cost", "environment", "eval", "seed"})
-OF_MODELS = frozenset({"path", "init", "share", "lora", "optimizer", "retokenize", "max_text_tokens"})
+OF_MODELS = frozenset({"path", "init", "share", "lora", "optimizer", "retokenize", "max_text_tokens", "router_replay"})
 """Settings of each model."""
 HOW_SCORED = frozenset(
     {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
