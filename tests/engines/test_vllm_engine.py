@@ -21,6 +21,8 @@ import torch.distributed as dist
 from forked import run_ranks
 from small_models import in_segments, peak_bytes
 from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm")
 
@@ -52,6 +54,7 @@ from flexrlhf.engines.host_offload import storage_bytes  # noqa: E402
 from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
 from flexrlhf.engines.vllm.engine import VllmEngine  # noqa: E402
+from flexrlhf.engines.vllm.instance import model_directory  # noqa: E402
 from flexrlhf.engines.vllm.restarts import RolloutProcessError  # noqa: E402
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing  # noqa: E402
 from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
@@ -214,6 +217,20 @@ def test_files_with_a_value_head_are_read_as_a_policy(tmp_path: Path) -> None:
     check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED + 1), batch, sampling()))
     assert "score.weight" not in made.weights()
     made.close()
+
+
+def test_every_rank_writes_the_initial_weights() -> None:
+    """Transformers' own ``save_pretrained`` writes on rank 0 of the world alone."""
+    context = engine_context(placed(MIXTRAL, ranks=(1,)))
+    expected = load_model(context.placed, SEED)
+    dist.init_process_group("fake", rank=1, world_size=2, store=dist.HashStore())
+    try:
+        with model_directory(context) as directory:
+            found = AutoModelForCausalLM.from_pretrained(directory)
+    finally:
+        dist.destroy_process_group()
+    weights = dict(found.named_parameters())
+    assert all(torch.equal(weight, weights[name]) for name, weight in expected.named_parameters())
 
 
 @pytest.mark.parametrize("noise", ["engine", "exact"])

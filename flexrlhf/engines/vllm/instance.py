@@ -6,12 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import load_model
@@ -65,7 +68,7 @@ class VllmInstance:
             if self._groups is None:
                 environment |= starting.enter_context(child_environment(context.timeout_seconds))
             self._isolation = ProcessIsolation(environment, self._groups, context.device)
-            directory = starting.enter_context(_model_directory(context))
+            directory = starting.enter_context(model_directory(context))
             self.config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             starting.enter_context(self._isolation.active())
             self.engine = self._start(directory)
@@ -220,7 +223,7 @@ def _one_sentence_errors(context: EngineContext, has_child: bool) -> Iterator[No
 
 
 @contextmanager
-def _model_directory(context: EngineContext) -> Iterator[str]:
+def model_directory(context: EngineContext) -> Iterator[str]:
     """Directory that vLLM loads from: the model's own, or one with the initial weights of all copies."""
     placed: PlacedModel = context.placed
     settings = frozen_model(placed.role, placed.settings)
@@ -232,5 +235,10 @@ def _model_directory(context: EngineContext) -> Iterator[str]:
     with TemporaryDirectory() as directory:
         # new adapters add nothing before the first sync: vLLM's own are 0
         settings = settings.model_copy(update={"lora": None})
-        load_model(replace(placed, settings=settings), context.seed).save_pretrained(directory)
+        model = load_model(replace(placed, settings=settings), context.seed)
+        # by hand: transformers' save_pretrained writes on rank 0 of the world alone
+        model.config.save_pretrained(directory)
+        own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, own).items()}
+        save_file(stored, Path(directory) / "model.safetensors", {"format": "pt"})
         yield directory
