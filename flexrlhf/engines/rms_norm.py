@@ -24,14 +24,15 @@ def use_own_norms(model: PreTrainedModel) -> None:
 
 
 class _Forward:
-    """Forward of a norm. ``other``: that of other types and devices."""
+    """Forward of a norm. ``other``: that of other types and devices, and of passes without gradients, such as decoding."""
 
     def __init__(self, norm: nn.Module, other: Any) -> None:
         self._norm, self._other = norm, other
 
     def __call__(self, values: Tensor) -> Tensor:
         weight = self._norm.weight
-        if values.is_cuda or (values.dtype, weight.dtype) != (torch.float32, torch.float32):
+        trains = torch.is_grad_enabled() and not values.is_cuda
+        if not trains or (values.dtype, weight.dtype) != (torch.float32, torch.float32):
             result: Tensor = self._other(values)
         else:
             result = _Norm.apply(values, weight, self._norm.variance_epsilon)
