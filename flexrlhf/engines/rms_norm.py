@@ -24,7 +24,7 @@ def use_own_norms(model: PreTrainedModel) -> None:
 
 
 class _Forward:
-    """Forward of a norm. ``other``: that of other types and devices, and of passes without gradients, such as decoding."""
+    """Forward of a norm. ``other``: that of other types and devices, and of passes without gradients."""
 
     def __init__(self, norm: nn.Module, other: Any) -> None:
         self._norm, self._other = norm, other
