@@ -108,6 +108,7 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "intermediate_size": 18432,
         "num_hidden_layers": 61,
         "num_attention_heads": 128,
+        "num_key_value_heads": 128,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
@@ -122,7 +123,7 @@ _SWITCHED_WINDOWS = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
 _MAY_BE_BIASED = frozenset({"llama", "qwen3", "qwen3_moe", "olmoe", "glm4_moe"})
 """Families whose attention has biases where ``attention_bias`` is set, also of its output, but for ``glm4_moe``."""
 _WITH_HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "olmoe"})
-_EXPERT_KEYS = {
+_EXPERT_KEYS: dict[str, tuple[str, str]] = {
     "mixtral": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
@@ -130,20 +131,26 @@ _EXPERT_KEYS = {
     **dict.fromkeys(("glm4_moe", *LATENT), ("n_routed_experts", "moe_intermediate_size")),
 }
 """Settings with the number of routed experts and the inner size of one, by family."""
+_OTHER_NUMBER = {
+    **dict.fromkeys(("mixtral", "deepseek_v2"), "num_experts"),
+    **dict.fromkeys(("olmoe", "qwen3_moe", "glm4_moe", "deepseek_v3"), "num_local_experts"),
+}
+"""Second name of the number of routed experts that transformers reads, by family."""
 _OPTIONAL = (
     *("num_key_value_heads", "head_dim", "num_experts_per_tok", "use_qk_norm"),
     *("max_position_embeddings", "tie_word_embeddings"),
 )
 """Settings that may follow from the others, or be left out."""
-_NUMBERS_OF_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-"""Names that transformers reads alike, whichever of them a family has."""
 _SHARED_FFN, _SHARED_NUMBER = "shared_expert_intermediate_size", "n_shared_experts"
 _FIRST_DENSE = "first_k_dense_replace"
 
 
 def known_keys(family: str) -> tuple[str, ...]:
     """Return the settings of a config that the parameters of a known family follow from."""
-    return (*_DEFAULTS, *_DEFAULTS_OF[family], *_NUMBERS_OF_EXPERTS, *_OPTIONAL)
+    # a dense family with experts is refused as one
+    is_dense = family not in _EXPERT_KEYS
+    numbers = [key for key, _ in _EXPERT_KEYS.values()] if is_dense else _OTHER_NUMBER.get(family, "").split()
+    return (*_DEFAULTS, *_DEFAULTS_OF[family], *numbers, *_OPTIONAL)
 
 
 def attention_window(config: Mapping[str, Any]) -> int | None:
@@ -202,9 +209,9 @@ def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in KNOWN_FAMILIES:
         return dict(config)
     known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config}
-    if kind in _EXPERT_KEYS:
-        given = next((name for name in _NUMBERS_OF_EXPERTS if name in config), None)
-        known[_EXPERT_KEYS[kind][0]] = known[given or _EXPERT_KEYS[kind][0]]
+    other = _OTHER_NUMBER.get(kind)
+    if other is not None and other in config:
+        known[_EXPERT_KEYS[kind][0]] = config[other]
     return known
 
 
@@ -249,7 +256,7 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     sizes = model_sizes(config)
     if sizes is None:
         raise ValueError(_wrong_size(_with_defaults(config)))
-    _check_heads(sizes)
+    _check_heads(sizes, _with_defaults(config))
     hidden = sizes.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (sizes.vocabulary, hidden),
@@ -273,7 +280,12 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_heads(sizes: Sizes) -> None:
+def _check_heads(sizes: Sizes, known: Mapping[str, Any]) -> None:
+    if sizes.latent is not None and known.get("num_key_value_heads") not in (None, sizes.heads):
+        raise ValueError(
+            f"num_key_value_heads {known['num_key_value_heads']}: latent attention has as many as num_attention_heads, "
+            f"{sizes.heads}"
+        )
     if sizes.heads % sizes.kv_heads:
         raise ValueError(f"num_attention_heads {sizes.heads} is no multiple of num_key_value_heads {sizes.kv_heads}")
     if sizes.family in ("llama", "deepseek_v2") and sizes.hidden % sizes.heads:

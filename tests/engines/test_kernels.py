@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
+from flexrlhf.config.model_names import KNOWN_FAMILIES, SERVED
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.models import compile_layers, load_model, use_kernels
@@ -50,10 +51,32 @@ def test_compiled_layers_keep_their_names_and_results() -> None:
         assert one.grad is not None and two.grad is not None and torch.allclose(one.grad, two.grad, atol=1e-5), name
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+SHARED = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 6,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen3"), {"head_dim": 4}),
+    "qwen2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), {**EXPERTS, "num_experts": 4}),
+    "glm4_moe": {**SHARED, "head_dim": 4, "use_qk_norm": True},
+    "deepseek_v2": {**SHARED, **LATENT},
+    "deepseek_v3": {**SHARED, **LATENT},
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN_FAMILIES)
 def test_norms_and_rotations_of_ours_give_the_same_results_and_gradients(kind: str) -> None:
     """All weights random, since a norm of ones has half of its gradients by chance."""
-    settings = ModelSpec(init={**TINY, "model_type": kind, "head_dim": 4})
+    settings = ModelSpec(init={**TINY, "model_type": kind, **FAMILIES[kind]})
     plain, ours = (load_model(replace(placed(), settings=settings), 3) for _ in range(2))
     use_kernels(ours, settings)
     used = []
@@ -65,8 +88,9 @@ def test_norms_and_rotations_of_ours_give_the_same_results_and_gradients(kind: s
         used.append(functions_of(loss))
         loss.backward()
     assert not {"_NormBackward", "_RotationBackward"} & used[0].keys()
-    layers, norms = TINY["num_hidden_layers"], sum("norm" in name for name, _ in ours.named_parameters())
-    assert (used[1]["_NormBackward"], used[1]["_RotationBackward"]) == (norms, 2 * layers)
+    norms = sum("norm" in name for name, _ in ours.named_parameters())
+    turned = 2 * TINY["num_hidden_layers"] if kind in SERVED else 0
+    assert (used[1]["_NormBackward"], used[1]["_RotationBackward"]) == (norms, turned)
     assert torch.equal(logits_of(ours), logits_of(plain))
     for (name, one), two in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert one.grad is not None and two.grad is not None

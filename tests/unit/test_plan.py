@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from small_runs import TINY, placed_model, plan_of, spec_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.engine_bytes import model_state
@@ -148,6 +148,13 @@ def test_a_written_critic_keeps_its_own_weights() -> None:
             ("models.critic.init={model_type: llama, num_experts: 8}",),
             ("mixture-of-experts", "num_experts"),
         ),
+        # transformers reads the second name in some families alone
+        (("models.critic.init={model_type: qwen2_moe, num_local_experts: 8}",), ("num_local_experts", "num_experts")),
+        # transformers would end at the first layer
+        (
+            ("models.critic.init={model_type: deepseek_v2, num_key_value_heads: 2, num_experts_per_tok: 2}",),
+            ("num_key_value_heads 2", "num_attention_heads, 32"),
+        ),
         (("models.critic.init={model_type: gpt_oss, num_local_experts: 64}",), ("gpt_oss", "num_local_experts")),
     ],
 )
@@ -202,6 +209,7 @@ def test_parameter_counts_are_the_published_ones(config: dict[str, Any], paramet
 
 SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHARED = {
+    "num_key_value_heads": 4,
     "n_routed_experts": 6,
     "n_shared_experts": 2,
     "num_experts_per_tok": 2,
@@ -253,7 +261,7 @@ def test_values_that_a_config_leaves_out_are_as_in_transformers(kind: str) -> No
 @pytest.mark.parametrize("kind", [kind for kind in KNOWN_FAMILIES if kind not in ("olmoe", "glm4_moe")])
 def test_a_scalar_head_replaces_that_of_the_vocabulary(kind: str, tied: bool, role: str) -> None:
     config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
-    config |= {"num_experts_per_tok": 2} if kind == "deepseek_v2" else {}
+    config |= {"num_experts_per_tok": 2, "num_key_value_heads": 4} if kind in LATENT else {}
     shape = model_shape(role, ModelSpec(init=config), "scalar")
     assert shape is not None
     assert dict(shape.parameters) == real_shapes(config, AutoModelForSequenceClassification, num_labels=1)
