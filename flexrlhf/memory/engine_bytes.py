@@ -121,7 +121,8 @@ class EngineBytes:
         cast = model.num_shards if model.trained and item < 4 else 0
         at_first = 2 * units.root + 2 * units.layer + (units.root // cast if cast else 0)
         later = units.root + 3 * units.layer if model.settings.zero == 3 else units.total + 2 * units.layer
-        return max(item * (later + (units.layer // cast if cast else 0)), item * at_first - activations)
+        later += units.turned + (units.layer // cast if cast else 0)
+        return max(item * later, item * (at_first + units.turned) - activations)
 
     def new_gradients(self, model: PlacedModel, trained: Units) -> int:
         # the head sums its gradient in float32 and casts it; other tensors' are computed in their type, and then cast

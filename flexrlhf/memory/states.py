@@ -15,7 +15,15 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.families import LANGUAGE_HEAD
 from flexrlhf.weights.shapes import DTYPE_BYTES, HashedParameters, ModelShape, Parameters
-from flexrlhf.weights.shards import elements_on_rank, fused_name, last_words, shape_of_stage
+from flexrlhf.weights.shards import (
+    elements_on_rank,
+    fsdp_dim,
+    fused_name,
+    is_of_experts,
+    last_words,
+    parts_of,
+    shape_of_stage,
+)
 
 
 def zero_split(stage: int, num_ranks: int) -> tuple[int, int, int]:
@@ -127,10 +135,14 @@ def item_bytes(model: PlacedModel) -> int:
     return DTYPE_BYTES[model.settings.dtype]
 
 
+def as_gathered(model: PlacedModel) -> PlacedModel:
+    """Return ``model`` as it is once shards are gathered."""
+    return replace(model, settings=model.settings.model_copy(update={"zero": 0}))
+
+
 def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:
-    """Return the elements of ``parameters`` that ``rank`` computes with once shards are gathered."""
-    gathered = replace(model, settings=model.settings.model_copy(update={"zero": 0}))
-    return elements_on_rank(gathered, parameters, rank)
+    """Return the elements of ``parameters`` that ``rank`` computes with."""
+    return elements_on_rank(as_gathered(model), parameters, rank)
 
 
 @lru_cache(maxsize=256)
@@ -161,6 +173,8 @@ class Units:
     largest:  of the largest tensor.
     head:     of the language head.
     mlp:      of the MLP of that layer.
+    turned:   of that layer's experts, if FSDP2 splits them along another dim than the first: it puts their shards in
+              order once more.
     """
 
     total: int
@@ -169,11 +183,13 @@ class Units:
     largest: int
     head: int
     mlp: int
+    turned: int = 0
 
 
 def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
     """Return the units of all parameters of the stage on ``rank``."""
-    return _units(model, _stage(model, shape, rank).parameters, rank)
+    parameters = _stage(model, shape, rank).parameters
+    return replace(_units(model, parameters, rank), turned=_turned(model, parameters, rank))
 
 
 def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
@@ -200,6 +216,17 @@ def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     if model.facts.fused_layers:
         parameters = with_fused_layers(parameters)
     return _units_of(bare, parameters, model.layout.tp_index(rank))
+
+
+def _turned(model: PlacedModel, parameters: Parameters, rank: int) -> int:
+    """Return the elements of ``Units.turned``."""
+    shards = model.num_shards // model.layout.ep
+    if model.split != "rows" or shards == 1:
+        return 0
+    experts = tuple(item for item in _root_and_layer(parameters)[1] if is_of_experts(item[0]))
+    gathered = parts_of(as_gathered(model), experts, rank)
+    sizes = {name: tuple(map(len, part.box)) for name, part in gathered.items()}
+    return sum(math.prod(size) for name, size in sizes.items() if fsdp_dim(name, size, shards))
 
 
 _PLAIN_SETTINGS = {name: ModelSpec(engine=name) for name in ENGINES}

@@ -113,6 +113,16 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     return 1 if module in ROWWISE and kind == "weight" and matrix != "lora_B" else None
 
 
+def fsdp_dim(name: str, size: tuple[int, ...], num_shards: int) -> int:
+    """Return the dim of parameter ``name`` that FSDP2 splits: the first one, whose last shards may be empty.
+
+    A shard that has one expert of a few may be a large part of the model: experts are split along the first dim, if
+    any, that gives each rank equally much of it.
+    """
+    even = (dim for dim, length in enumerate(size) if length % num_shards == 0)
+    return next(even, 0) if is_of_experts(name) else 0
+
+
 @dataclass(frozen=True)
 class _Position:
     """Position of a rank in a pipeline stage: ``shard`` of ``num_shards`` replicas, ``tp_index`` of ``tp``, and
@@ -138,8 +148,9 @@ class _Position:
             shards, shard = max(1, shards // self.ep), shard // self.ep
         match self.split:
             case "rows":
-                inner = _share(len(box[0]), shards, shard)
-                box[0] = box[0][inner.start : inner.stop]
+                dim = fsdp_dim(name, tuple(map(len, box)), shards)
+                inner = _share(len(box[dim]), shards, shard)
+                box[dim] = box[dim][inner.start : inner.stop]
             case "flat":
                 return Part(size, tuple(box), _share(math.prod(map(len, box)), shards, shard))
         return Part(size, tuple(box))

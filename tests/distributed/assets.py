@@ -119,7 +119,7 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
     with torch.no_grad():
         actor.lm_head.weight[:2] *= torch.tensor([[2.0], [2.5]])
     _save(actor, path("experts-actor"))
-    mixtral = AutoConfig.for_model("mixtral", **sizes, num_local_experts=4)
+    mixtral = AutoConfig.for_model("mixtral", **sizes, num_local_experts=6)
     _save(AutoModelForSequenceClassification.from_config(mixtral), path("experts-critic"))
     latent = {
         "num_key_value_heads": SIZES["num_attention_heads"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +17,7 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import Part, parts_on, tensor_parallel_dim, whole
+from flexrlhf.weights.shards import Part, elements_on_rank, fsdp_dim, parts_on, tensor_parallel_dim, whole
 
 LAYOUTS = [
     ("torch", 0, 1),
@@ -185,6 +186,25 @@ def test_tensor_parallel_comes_before_shards() -> None:
 )
 def test_the_dim_that_tensor_parallelism_cuts(name: str, size: tuple[int, ...], dim: int | None) -> None:
     assert tensor_parallel_dim(name, size, 2) == dim
+
+
+@pytest.mark.parametrize(
+    ("name", "num_shards", "dim"),
+    # as many experts for each rank; a part of each expert, by outputs or by inputs; neither divides
+    [("experts.gate_up_proj", shards, dim) for shards, dim in ((2, 0), (8, 0), (16, 1), (48, 1), (9, 2), (5, 0))]
+    + [("gate_up_proj.weight", 16, 0)],
+)
+def test_the_dim_that_fsdp_splits(name: str, num_shards: int, dim: int) -> None:
+    assert fsdp_dim(f"model.layers.0.mlp.{name}", (8, 96, 36), num_shards) == dim
+
+
+def test_mixtral_on_more_ranks_than_experts_has_equal_parts() -> None:
+    shape = model_shape("actor", ModelSpec(init="mixtral-8x7b"))
+    assert shape is not None
+    model = placed("torch", 3, 1, 64)
+    parameters = sum(math.prod(size) for _, size in shape.parameters)
+    for rank in (model.ranks[0], model.ranks[-1]):
+        assert elements_on_rank(model, shape.parameters, rank) == pytest.approx(parameters / 64, rel=1e-3)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,14 +11,12 @@ different heads do not.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -26,6 +24,7 @@ from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.experts import has_experts
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.skeletons import Skeleton, swap_values
+from flexrlhf.weights.shards import fsdp_dim
 
 
 def shard_mesh(context: EngineContext) -> DeviceMesh | None:
@@ -59,14 +58,24 @@ def apply_fsdp(
     """Shard every layer, and the parameters outside layers, over ``mesh``; experts over ``experts``, if any. Gradients
     are summed, in float32."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": zero == 3}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=zero == 3,
+            mp_policy=policy,
+            shard_placement_fn=lambda each: Shard(fsdp_dim(names[each], tuple(each.shape), mesh.size())),
+        )
+
     for module in model.modules():
         if experts is not None and has_experts(module):
-            fully_shard(module, **settings | {"mesh": experts})
+            shard(module, experts)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, **settings)
-    fully_shard(model, **settings)
+            shard(module, mesh)
+    shard(model, mesh)
     for unit in _units(model):
         # contributions of ranks add up to the loss, so their gradients are summed and not averaged
         unit.set_gradient_divide_factor(1.0)
