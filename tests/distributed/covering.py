@@ -1,4 +1,5 @@
-"""Pairs of choices in cases of the equality suite: which pairs of the whole product the default cases cover.
+"""Choices in cases of the equality suite: which pairs of the whole product the default cases cover, and a covering
+array of triples (Cohen et al. 1997), which `make test-all` runs.
 
 A bug of one choice, or of two together, is seen by a default case; of three by `make test-all`.
 ``python tests/distributed/covering.py`` prints the pairs with the number of default cases of each.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 
 from cases import COMPUTE, DEFAULT, PREFERENCES, SETTINGS, SHAPES, SUPERVISED, Case, algorithm_of, every_case
@@ -80,6 +82,32 @@ def _may_interact(one: Pair, other: Pair) -> bool:
     if ("rollout", "vllm") not in (one, other):
         return True
     return not {one[0], other[0]}.isdisjoint({"placement", "lag", "weights"})
+
+
+def covering(cases: Iterable[Case], others: Iterable[Case]) -> list[Case]:
+    """Few of ``cases`` that have, together with ``others``, what all of them have; always the one that adds most."""
+    covered = set().union(*map(_combinations, others))
+    found = {case: _combinations(case) for case in cases}
+    heap = [(-len(each), number, case) for number, (case, each) in enumerate(found.items())]
+    heapify(heap)
+    chosen = []
+    while heap:
+        count, number, case = heappop(heap)
+        left = found[case] - covered
+        if left and len(left) == -count:
+            chosen.append(case)
+            covered |= left
+        elif left:
+            heappush(heap, (-len(left), number, case))
+    return chosen
+
+
+def _combinations(case: Case) -> set[tuple[Pair, ...]]:
+    """Triples of choices; the setting with each placement and engine; pairs of shape, engine's settings and rollout."""
+    made = list({**choices(case), "ranks": str(case.ranks)}.items())
+    named = [("shape", case.shape), ("compute", case.compute), ("rollout settings", case.rollout)]
+    of_setting = [(("setting", case.setting), each) for each in made if each[0] in ("placement", "engine")]
+    return {*combinations(made, 3), *combinations(named, 2), *of_setting}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import DEFAULT, Case, every_case
 from comparison import RELATIVE, deviations
+from covering import covering
 from launcher import Launches, Outcome, params
 from peft import PeftModel, get_peft_model_state_dict
 from reference_models import distance
@@ -25,12 +26,15 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize ``each_case`` by the default cases, and by all others where they are selected: every process would
-    make 20,000 tests and deselect them."""
+    """Parametrize ``each_case`` by the default cases, and by others where they are selected: every process would make
+    20,000 tests and deselect them."""
     if "each_case" in metafunc.fixturenames:
-        is_default = "not full" in metafunc.config.option.markexpr
-        others = [] if is_default else [case for case in every_case() if case not in DEFAULT]
-        metafunc.parametrize("each_case", [*params(DEFAULT), *params(others, in_full_alone=set(others))])
+        selected = metafunc.config.option.markexpr
+        others = [] if "not full" in selected else [case for case in every_case() if case not in DEFAULT]
+        full = covering(others, DEFAULT)
+        product = [] if "not product" in selected else [case for case in others if case not in full]
+        cases = [*params(DEFAULT), *params(full, pytest.mark.full), *params(product, pytest.mark.product)]
+        metafunc.parametrize("each_case", cases)
 
 
 def chosen(*settings: str) -> list[object]:
