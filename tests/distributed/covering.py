@@ -85,7 +85,7 @@ def _may_interact(one: Pair, other: Pair) -> bool:
 
 
 def covering(cases: Iterable[Case], others: Iterable[Case]) -> list[Case]:
-    """Few of ``cases`` that have, together with ``others``, what all of them have; always the one that adds most."""
+    """Few of ``cases`` that have, with ``others``, all combinations of theirs; always the one that adds most."""
     covered = set().union(*map(_combinations, others))
     found = {case: _combinations(case) for case in cases}
     heap = [(-len(each), number, case) for number, (case, each) in enumerate(found.items())]
