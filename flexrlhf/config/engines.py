@@ -69,6 +69,7 @@ class EngineFacts:
     vocabulary_multiple:   tensor-parallel ranks split the vocabulary, padded to a multiple of so many rows; 0: all have
                            the whole embedding.
     loads_whole:           whether every rank loads all of a model, in float32, before it is sharded.
+    copies_keys:           whether several tensor-parallel ranks have the same key-value head, where there are fewer.
     exposes_masters:       whether it exposes the float32 master weights of a model in 16 bits.
     averages_gradients:    whether its library takes the mean over ranks, which is multiplied back and so rounds more.
 
@@ -115,6 +116,7 @@ class EngineFacts:
     splits: Mapping[int, Split] = field(default_factory=lambda: MappingProxyType({}))
     vocabulary_multiple: int = 0
     loads_whole: bool = False
+    copies_keys: bool = False
     exposes_masters: bool = True
     averages_gradients: bool = False
 
@@ -197,6 +199,7 @@ VLLM = EngineFacts(
         *("tp", "dtype", "kv_tokens", "sleep", "parity"),
         *("pp", "process", "max_restarts", "noise", "adapters", "prefix_caching", "cuda_graphs", "config"),
     ),
+    copies_keys=True,
     # a size that its attention supports on CPUs and on GPUs
     cache_block=32,
     one_in_process=True,

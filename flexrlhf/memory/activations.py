@@ -125,7 +125,7 @@ class Blocks:
 
     @property
     def _key(self) -> int:
-        return self.sizes.kv_heads * self.sizes.head_dim
+        return max(self.sizes.kv_heads, self.tp) * self.sizes.head_dim
 
     def saved_by_layer(self, width: int, masks: bool = True, largest: bool = False) -> int:
         """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens under a mask; of an
@@ -370,7 +370,7 @@ class Blocks:
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes per token of keys and values of all layers of a stage."""
-        return self.layers * self.sizes.cached_features * self.item // self.tp
+        return self.layers * self.sizes.cached_features * self.item // self.sizes.cache_parts(self.tp)
 
     def decode_bytes(
         self, rows: int, prompt: int, response: int, read: int | None, graphs: bool = False

@@ -102,7 +102,7 @@ class EngineBytes:
         return PerParameter(item, 4, moments + 4 * (item < 4))
 
     def frozen_weights(self, model: PlacedModel, shape: ModelShape, rank: int) -> int:
-        return item_bytes(model) * elements_on_rank(model, shape.parameters, rank)
+        return item_bytes(model) * elements_on_rank(model, shape.parameters, rank, shape.sizes)
 
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         per = self.per_parameter(model)

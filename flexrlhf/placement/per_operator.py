@@ -121,7 +121,7 @@ def _way(
     model, section = _model_of(operator.role, spec), f"placement.operators.{operator.name}"
     if _is_of_rollout(operator, roles):
         rollout = spec.rollout.model_copy(update={"tp": entry.tp or spec.rollout.tp, "pp": entry.pp or spec.rollout.pp})
-        layout = make_layout(operator.name, section, entry, ranks, Degrees(rollout.tp, rollout.pp), cluster)
+        layout = make_layout(operator.name, section, entry, ranks, Degrees.of_rollout(rollout), cluster)
         settings = rollout_settings(model, layout, spec.model_copy(update={"rollout": rollout}))
         return _Way(layout, settings, rollout, entry.shadow)
     model = model.of_shadow if entry.shadow else model

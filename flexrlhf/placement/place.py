@@ -10,7 +10,7 @@ from typing import Self
 
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
-from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.by_class import on_classes
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
@@ -116,7 +116,7 @@ def _placed(
 ) -> PlacedModel:
     model = spec.models.of(name.role) or ModelSpec()
     if name.is_rollout:
-        layout = make_layout(name, "rollout", entry, ranks, Degrees(spec.rollout.tp, spec.rollout.pp), cluster)
+        layout = make_layout(name, "rollout", entry, ranks, Degrees.of_rollout(spec.rollout), cluster)
         settings = on_devices(rollout_settings(model, layout, spec), model.fallback_dtype, ranks, cluster)
         return PlacedModel(name, layout, False, settings, spec.rollout)
     settings = on_devices(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks, cluster)
@@ -157,11 +157,12 @@ def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
 class Degrees:
     """Degrees of a replica.
 
-    tp:       tensor-parallel ranks.
-    pp:       pipeline stages.
-    cp:       context-parallel ranks.
-    ep:       expert-parallel ranks, which are replicas or context-parallel.
-    crosses:  whether context-parallel ranks may be on several nodes.
+    tp:           tensor-parallel ranks.
+    pp:           pipeline stages.
+    cp:           context-parallel ranks.
+    ep:           expert-parallel ranks, which are replicas or context-parallel.
+    crosses:      whether context-parallel ranks may be on several nodes.
+    whole_nodes:  whether tensor-parallel ranks may be all ranks of several nodes.
     """
 
     tp: int
@@ -169,6 +170,12 @@ class Degrees:
     cp: int = 1
     crosses: bool = False
     ep: int = 1
+    whole_nodes: bool = False
+
+    @classmethod
+    def of_rollout(cls, rollout: RolloutSpec) -> Self:
+        """Return the degrees of a rollout engine."""
+        return cls(rollout.tp, rollout.pp, whole_nodes=True)
 
     @classmethod
     def of(cls, settings: ModelSpec) -> Self:
@@ -204,18 +211,18 @@ def _check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Deg
     """Raise UserError for degrees that do not divide the ranks, and for ranks of a replica that would exchange
     activations between nodes, whose links are slow.
     """
-    size, tp, pp, cp = len(ranks), degrees.tp, degrees.pp, degrees.cp
+    size, tp, pp, cp, whole = len(ranks), degrees.tp, degrees.pp, degrees.cp, degrees.whole_nodes
     if size % pp:
         stages = either(n for n in range(1, size + 1) if size % n == 0)
         raise UserError(f"{section}.pp: {pp} does not divide the {size} devices of {name}; use {stages}")
-    if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster):
+    if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster, whole):
         fits = [n for n in range(1, size + 1) if size % (n * tp * pp) == 0]
         if cp not in fits:
             raise UserError(
                 f"{section}.cp: {cp} does not divide the {size // (tp * pp)} copies of {name} on its {size} devices; "
                 f"use {either(fits)}"
             )
-        if not degrees.crosses and not _stays_on_node(ranks, cp * tp, cluster):
+        if cp > 1 and not degrees.crosses and not _stays_on_node(ranks, cp * tp, cluster):
             stay = [n for n in fits if _stays_on_node(ranks, n * tp, cluster)]
             raise UserError(
                 f"{section}.cp: {cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel "
@@ -229,16 +236,20 @@ def _check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Deg
                 f"use {either(divisors)}"
             )
         return
-    works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster)]
+    works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster, whole)]
     if size % (tp * pp):
         stages = f" in {pp} pipeline stages" if pp > 1 else ""
         raise UserError(f"{section}.tp: {tp} does not divide the {size} devices of {name}{stages}; use {either(works)}")
     raise UserError(f"{section}.tp: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
 
 
-def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster) -> bool:
-    sets = (ranks[i : i + tp] for i in range(0, len(ranks), tp))
-    return all(len({cluster.devices[rank].node for rank in members}) == 1 for members in sets)
+def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster, whole_nodes: bool = False) -> bool:
+    """Whether neighbours are on one node; or, with ``whole_nodes``, on nodes that have no other ranks."""
+    nodes = [{cluster.node_of(rank) for rank in ranks[i : i + tp]} for i in range(0, len(ranks), tp)]
+    return all(
+        len(each) == 1 or (whole_nodes and sum(len(cluster.ranks_on_node(node)) for node in each) == tp)
+        for each in nodes
+    )
 
 
 def on_devices(settings: ModelSpec, fallback: Dtype | None, ranks: Iterable[int], cluster: Cluster) -> ModelSpec:

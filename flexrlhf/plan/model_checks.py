@@ -35,6 +35,7 @@ LIGER = Package("liger_kernel", "liger", "liger-kernel")
 ON_GPUS = ("flash_attention_2", "flex_attention")
 """Kernels of attention that have a backward pass on GPUs alone."""
 MAPPED_ROPES = ("default", "linear", "llama3")
+KEY_HEADS = "key-value heads"
 HOST_ROPES = ("dynamic", "longrope")
 """Rotary embeddings for which transformers reads the longest position on the host in each pass."""
 MAPPED_ACTIVATION = "silu"
@@ -305,8 +306,8 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     families = LLAMA_LIKE if model.rollout is None or model.facts.transformers_modules else SERVED
     if sizes is None or sizes.family not in families:
         raise UserError(f"{model.key('tp')}: only {', '.join(families)} models have a tensor-parallel plan; use 1")
-    split = _split_sizes(sizes)
-    fits = [n for n in range(1, sizes.heads + 1) if not any(size % n for size in split.values())]
+    split = split_sizes(sizes)
+    fits = [n for n in range(1, sizes.heads + 1) if splits_evenly(split, n, model.facts)]
     if tp not in fits:
         *others, last = (f"{size} {name}" for name, size in split.items())
         found = f"{', '.join(others)} and {last}"
@@ -319,9 +320,15 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
         )
 
 
-def _split_sizes(sizes: Sizes) -> dict[str, int]:
+def splits_evenly(split: Mapping[str, int], tp: int, facts: EngineFacts) -> bool:
+    """Whether ``tp`` ranks of an engine have equal parts of all of ``split``, or each a copy of one key-value head."""
+    copies = facts.copies_keys and tp % split[KEY_HEADS] == 0
+    return not any(size % tp for name, size in split.items() if not (copies and name == KEY_HEADS))
+
+
+def split_sizes(sizes: Sizes) -> dict[str, int]:
     """Return the sizes that tensor parallelism splits, by name; a rank has whole experts."""
-    split, experts = {"heads": sizes.heads, "key-value heads": sizes.kv_heads}, sizes.experts
+    split, experts = {"heads": sizes.heads, KEY_HEADS: sizes.kv_heads}, sizes.experts
     if experts is None or experts.dense:
         split["MLP features"] = sizes.ffn
     if experts is not None:

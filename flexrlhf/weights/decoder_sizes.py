@@ -110,6 +110,11 @@ class DecoderSizes:
         """Numbers of a token that a cache stores in a layer."""
         return 2 * self.kv_heads * self.head_dim if self.latent is None else self.latent.cached
 
+    def cache_parts(self, tp: int) -> int:
+        """Return the number of parts that ``tp`` ranks have of a cache: a latent is on all of them, a key-value head on
+        several where there are fewer."""
+        return min(tp, self.kv_heads) if self.latent is None else 1
+
     @property
     def sparse_layers(self) -> int:
         """Layers with experts."""

@@ -17,12 +17,14 @@ from typing import TypeVar
 
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.expert_files import DOWN as DOWN_EXPERTS
 from flexrlhf.weights.expert_files import FUSED as FUSED_EXPERTS
 from flexrlhf.weights.lora import BASE, shape_of, without_adapter
 from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
 
-COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+OF_KEYS = ("k_proj", "v_proj")
+COLUMNWISE = ("q_proj", *OF_KEYS, "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
 """Linear layers that tensor parallelism splits along their outputs, and along their inputs (Shoeybi et al. 2019)."""
 EMBEDDING = ".embed_tokens.weight"
@@ -129,6 +131,7 @@ class _Position:
     ``ep_index`` of ``ep`` neighbours with different experts.
 
     ``vocabulary_multiple``: embeddings are split along the vocabulary, padded to a multiple of so many rows; 0: whole.
+    ``alike``: neighbours of ``tp`` with the same key-value head, where there are fewer heads than ranks.
     """
 
     split: Split
@@ -139,6 +142,7 @@ class _Position:
     vocabulary_multiple: int
     ep: int = 1
     ep_index: int = 0
+    alike: int = 1
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
@@ -163,7 +167,8 @@ class _Position:
             padded = -(-size[0] // self.vocabulary_multiple) * self.vocabulary_multiple
             box[0] = _at(size[0], padded // self.tp, self.tp_index)
         elif dim is not None:
-            box[dim] = _share(size[dim], self.tp, self.tp_index)
+            alike = self.alike if _is_of_keys(name) else 1
+            box[dim] = _share(size[dim], self.tp // alike, self.tp_index // alike)
         return box
 
 
@@ -172,7 +177,7 @@ def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> Mapping[str, P
 
     Ranks at the same position share the result.
     """
-    return parts_of(model, shape_on(model, shape, rank).parameters, rank)
+    return parts_of(model, shape_on(model, shape, rank).parameters, rank, shape.sizes)
 
 
 def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
@@ -181,16 +186,19 @@ def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
     return shape_of_stage(shape_of(model, shape), layout.stage(rank), layout.pp)
 
 
-def parts_of(model: PlacedModel, parameters: Parameters, rank: int) -> Parts:
-    """Return the part on ``rank`` of each of ``parameters``, which are in the pipeline stage of the rank, by name."""
-    return _parts(_position_on(model, rank), parameters)
+def parts_of(model: PlacedModel, parameters: Parameters, rank: int, sizes: Sizes | None = None) -> Parts:
+    """Return the part on ``rank`` of each of ``parameters``, which are in the pipeline stage of the rank, by name.
 
-
-def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int) -> int:
-    """Return the elements of ``parameters``, of the stage of ``rank``, on it: its shards of its tensor-parallel
-    slices.
+    ``sizes``: of a model that may have fewer key-value heads than tensor-parallel ranks.
     """
-    return _elements(_position_on(model, rank), parameters)
+    return _parts(_position_on(model, rank, sizes), parameters)
+
+
+def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int, sizes: Sizes | None = None) -> int:
+    """Return the elements of ``parameters``, of the stage of ``rank``, on it: its shards of its tensor-parallel
+    slices. ``sizes``: as of ``parts_of``.
+    """
+    return _elements(_position_on(model, rank, sizes), parameters)
 
 
 def position_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
@@ -230,10 +238,11 @@ def last_words(name: str) -> str:
     return name[len(plain.rpartition(".")[0].rpartition(".")[0]) :].removeprefix(".")
 
 
-def _position_on(model: PlacedModel, rank: int) -> _Position:
+def _position_on(model: PlacedModel, rank: int, sizes: Sizes | None) -> _Position:
     _, tp_index, shard = position_of(model, rank)
-    number, multiple, ep = model.num_shards, model.facts.vocabulary_multiple, model.layout.ep
-    return _Position(model.split, number, model.layout.tp, shard % number, tp_index, multiple, ep, shard % ep)
+    number, multiple, ep, tp = model.num_shards, model.facts.vocabulary_multiple, model.layout.ep, model.layout.tp
+    alike = 1 if sizes is None else max(1, tp // sizes.kv_heads)
+    return _Position(model.split, number, tp, shard % number, tp_index, multiple, ep, shard % ep, alike)
 
 
 @lru_cache(maxsize=1024)
@@ -260,6 +269,12 @@ def _part_keys(parameters: Parameters) -> tuple[dict[str, PartKey], dict[PartKey
 def is_of_experts(name: str) -> bool:
     """Whether parameter ``name`` has the experts of a layer as its first dim."""
     return name.endswith((FUSED_EXPERTS, DOWN_EXPERTS))
+
+
+def _is_of_keys(name: str) -> bool:
+    """Whether parameter ``name``, split along its outputs, is one of keys or values."""
+    *_, module, _ = ("", *without_adapter(name)[0].split("."))
+    return module in OF_KEYS
 
 
 def _part_key(name: str, size: tuple[int, ...]) -> PartKey:

@@ -236,7 +236,7 @@ def volumes(
 ) -> Volumes:
     """Return the volumes to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work.
 
-    It packs its part of a tensor once, and for each tensor-parallel rank where they store all of it; and once more
+    It packs its part of a tensor for each tensor-parallel rank that stores the same; and once more
     where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
     """
     own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
@@ -244,8 +244,8 @@ def volumes(
     received = _lacking(own, needed)
     if is_in_place(source, destination):
         return Volumes(0, received, received, 0)
-    width, alike = len(destination.layout.of_weights.replica_sets[0]), _stored_whole(destination, shape)
-    packed = sum(part.num_elements * (width if name in alike else 1) for name, part in own.items())
+    copies = _copies_in_replica(destination, shape)
+    packed = sum(part.num_elements * copies.get(name, 1) for name, part in own.items())
     common = set(source.ranks) & set(destination.ranks)
     packed *= 1 + bool(common and common != set(destination.ranks))
     if node_of is None:
@@ -300,11 +300,16 @@ def _crossing(
 
 
 @lru_cache(maxsize=64)
-def _stored_whole(model: PlacedModel, shape: ModelShape) -> frozenset[str]:
-    """Return the trained parameters of which all ranks of one replica that store some store the same part."""
+def _copies_in_replica(model: PlacedModel, shape: ModelShape) -> Mapping[str, int]:
+    """Return how many ranks of one replica store the same part of a trained parameter, by name; of one that is not
+    split all of them."""
     replica = [trained_parts(model, shape, rank) for rank in model.layout.of_weights.replica_sets[0]]
-    names = {name for parts in replica for name in parts}
-    return frozenset(name for name in names if len({parts[name] for parts in replica if name in parts}) == 1)
+    found: dict[str, list[Part]] = defaultdict(list)
+    for parts in replica:
+        for name, part in parts.items():
+            found[name].append(part)
+    kinds = {name: len({*parts}) for name, parts in found.items()}
+    return {name: len(replica) if kinds[name] == 1 else len(parts) // kinds[name] for name, parts in found.items()}
 
 
 def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:

@@ -34,6 +34,7 @@ from vllm_models import (  # noqa: E402
     MISTRAL,
     MIXTRAL,
     OLMOE,
+    ONE_KEY_HEAD,
     QWEN2,
     QWEN2_MOE,
     QWEN3,
@@ -584,16 +585,19 @@ def test_a_child_ends_with_its_rank() -> None:
 # the equality suite runs engines of two ranks by default
 @pytest.mark.full
 def test_ranks_of_a_job_generate_as_one(tmp_path: Path) -> None:
-    """Ranks 0 and 1 have a stage each, 2 and 3 a part of every layer; then all four have both."""
+    """Ranks 0 and 1 have a stage each, 2 and 3 a part of every layer, but for its one key-value head; then all four
+    have both."""
     run_ranks("vllm_ranks", tmp_path, number=4)
     found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(4)]
-    model, batch = load_model(placed(CUT), SEED), prompts(8)
-    expected = [reference(model, batch, sampling(step=step)) for step in range(2)]
-    expected.append(reference(other_weights(placed(CUT)), batch, sampling()))
-    for pair, together in found:
-        for responses, is_as_planned in (pair, together):
+    batch, expected = prompts(8), []
+    for init in (CUT, ONE_KEY_HEAD):
+        model = load_model(placed(init), SEED)
+        of_steps = [reference(model, batch, sampling(step=step)) for step in range(2)]
+        expected.append([*of_steps, reference(other_weights(placed(init)), batch, sampling())])
+    for rank, (pair, together) in enumerate(found):
+        for (responses, is_as_planned), rows in ((pair, expected[rank // 2]), (together, expected[0])):
             assert is_as_planned
-            for response, tokens in zip(responses, expected, strict=True):
+            for response, tokens in zip(responses, rows, strict=True):
                 check(response, batch, tokens)
     for first, second, part in ((0, 1, 0), (2, 3, 0), (0, 1, 1), (0, 2, 1), (0, 3, 1)):
         assert_equal(found[first][part][0], found[second][part][0])

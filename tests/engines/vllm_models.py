@@ -35,6 +35,8 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "hidden_size": 128, "tie_word_embedding
 QWEN3 = {**LLAMA, "model_type": "qwen3", "tie_word_embeddings": True}
 CUT = {**QWEN2, "vocab_size": 130}
 """With biases and a tied head; the vocabulary, as vLLM pads it, has 96 rows on one of two ranks and 34 on the other."""
+ONE_KEY_HEAD = {**CUT, "num_key_value_heads": 1}
+"""Of which two ranks have the same key-value head."""
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
 OLMOE = {**LLAMA, "model_type": "olmoe", "hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ SECONDS = 200
 
 def run_rank(directory: Path, world: World) -> None:
     """Ranks 2 and 3 split layers, while 0 and 1 sum a tensor; then these have a stage each; then all have both."""
+    from vllm_models import CUT, ONE_KEY_HEAD
+
     pairs, everyone = ((0, 1), (2, 3)), (0, 1, 2, 3)
     groups_of_plan = [*(Group("tp actor.rollout", pair) for pair in pairs), Group("replica actor.rollout", everyone)]
     groups = world.make_groups(groups_of_plan, SECONDS)
@@ -28,12 +31,12 @@ def run_rank(directory: Path, world: World) -> None:
     pair = RankGroup(group, mine, wait)
     if mine == (0, 1):
         add(group, 500)
-        found = generate(world, pair, pp=2)
+        found = generate(world, CUT, pair, pp=2)
     else:
-        found = generate(world, pair)
+        found = generate(world, ONE_KEY_HEAD, pair)
         add(group, 500)
     replica = RankGroup(groups.get("replica actor.rollout", everyone), everyone, wait)
-    torch.save((found, generate(world, replica, pp=2)), directory / f"rank-{world.rank}.pt")
+    torch.save((found, generate(world, CUT, replica, pp=2)), directory / f"rank-{world.rank}.pt")
     # the job's groups are as they were
     add(group, 3)
     groups.close()
@@ -52,16 +55,18 @@ def add(group: dist.ProcessGroup | None, times: int) -> None:
         assert number == 2
 
 
-def generate(world: World, replica: RankGroup, pp: int = 1) -> tuple[list[dict[str, Tensor]], bool]:
+def generate(
+    world: World, init: dict[str, Any], replica: RankGroup, pp: int = 1
+) -> tuple[list[dict[str, Tensor]], bool]:
     """Responses of two steps and of other weights; whether each tensor is as large as planned."""
-    from vllm_models import CUT, engine_context, other_weights, placed, prompts, sampling
+    from vllm_models import engine_context, other_weights, placed, prompts, sampling
 
     from flexrlhf.comm.weights import cut
     from flexrlhf.engines.vllm.engine import VllmEngine
     from flexrlhf.weights.shapes import model_shape
     from flexrlhf.weights.shards import parts_on
 
-    model = placed(CUT, ranks=replica.ranks, kv_tokens=256, pp=pp)
+    model = placed(init, ranks=replica.ranks, kv_tokens=256, pp=pp)
     store = dist.PrefixStore(f"rollout/{replica.ranks}", world.store)
     engine = VllmEngine(engine_context(model, replica, store))
     shape = model_shape("actor", model.settings)

@@ -163,6 +163,15 @@ def test_tensor_parallel_ranks_of_an_engine_lie_side_by_side(placement: Any, ran
     assert {g.ranks for g in plan.groups if g.purpose == "tp actor.rollout"} == set(layout.tp_sets)
 
 
+def test_tensor_parallel_ranks_of_an_engine_may_be_all_of_several_nodes() -> None:
+    nodes = "cluster={nodes: [{count: 4, devices: 2}]}"
+    heads = ("models.actor.init.num_attention_heads=4", "models.actor.init.num_key_value_heads=2")
+    plan = plan_of(None, 8, VLLM, nodes, *heads, "rollout.tp=4")
+    assert plan.placement["actor.rollout"].layout.tp_sets == ((0, 1, 2, 3), (4, 5, 6, 7))
+    with pytest.raises(UserError, match="4 ranks of actor would lie on two nodes; use 1 or 2"):
+        plan_of(None, 8, nodes, *heads[:1], "models.actor.tp=4")
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -179,7 +188,7 @@ def test_tensor_parallel_ranks_of_an_engine_lie_side_by_side(placement: Any, ran
         ),
         (
             ("rollout.tp=2", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),
-            "rollout.tp: 2 ranks of actor.rollout would lie on two nodes; use 1",
+            "rollout.tp: 2 ranks of actor.rollout would lie on two nodes; use 1 or 4",
         ),
         (("rollout.pp=3",), "rollout.pp: 3 does not divide the 4 devices of actor.rollout; use 1, 2 or 4"),
         (

@@ -15,6 +15,7 @@ from small_runs import TINY, placed_model
 from flexrlhf.config.engines import Split
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
+from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import Part, elements_on_rank, fsdp_dim, parts_on, tensor_parallel_dim, whole
@@ -264,6 +265,21 @@ def test_a_rollout_engine_cuts_layers_as_other_engines_do() -> None:
     assert {name for name in own if own[name] != others[name]} == {"lm_head.weight", "model.embed_tokens.weight"}
     bias = "model.layers.0.self_attn.k_proj.bias"
     assert own[bias].num_elements == dict(shape.parameters)[bias][0] // 2
+
+
+def test_ranks_of_a_rollout_engine_share_a_key_value_head() -> None:
+    """Of two heads four ranks have one each, neighbours the same."""
+    shape = model_shape("actor", ModelSpec(init=QWEN2))
+    assert shape is not None
+    model = rollout(4, dp=2)
+    for ranks in model.layout.tp_sets:
+        parts = [parts_on(model, shape, rank) for rank in ranks]
+        for name in ("k_proj.weight", "v_proj.bias"):
+            full = f"model.layers.0.self_attn.{name}"
+            assert [part[full].box[0] for part in parts] == [range(2), range(2), range(2, 4), range(2, 4)]
+        queries = [part["model.layers.0.self_attn.q_proj.weight"].box[0] for part in parts]
+        assert queries == [range(2 * i, 2 * i + 2) for i in range(4)]
+    assert kv_cache_bytes(model, shape) == kv_cache_bytes(rollout(2), shape)
 
 
 # --- how a placed model is split

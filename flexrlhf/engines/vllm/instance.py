@@ -138,7 +138,8 @@ class VllmInstance:
         placed, reader = self._context.placed, PartReader()
         stored = stored_adapters(placed.role, str(placed.settings.path))
         sizes = tuple((name, each.shape) for name, each in stored.items() if name in self.views)
-        for name, part in parts_of(placed, sizes, rank_in_run(self._context)).items():
+        of_heads = model_sizes(self.config.to_dict())
+        for name, part in parts_of(placed, sizes, rank_in_run(self._context), of_heads).items():
             values = torch.empty(part.num_elements)
             reader.read(stored[name], part, values)
             self.views[name].copy_(values.view(self.views[name].shape))

@@ -32,7 +32,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.changes import LONG_ROW
-from flexrlhf.plan.model_checks import lacks_of
+from flexrlhf.plan.model_checks import lacks_of, split_sizes, splits_evenly
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
@@ -42,6 +42,8 @@ from flexrlhf.weights.sync_plan import sent_dtype
 T = TypeVar("T")
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
+WHOLE_NODES = (16, 32)
+"""Tensor-parallel ranks on several nodes that are tried for rollout engines of models with experts."""
 CONTEXT_PARALLEL = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 4, 8, 16)
@@ -284,18 +286,19 @@ class OptionEnumerator:
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
         is_adapted = base.lora is not None and not model.is_rollout
         can &= sizes is not None and (model.is_rollout or sizes.family in LLAMA_LIKE)
-        tried = TENSOR_PARALLEL if can and not is_adapted else (1,)
+        tried: tuple[int, ...] = TENSOR_PARALLEL if can and not is_adapted else (1,)
+        if model.is_rollout and sizes is not None and sizes.experts is not None:
+            tried += WHOLE_NODES
         for tp in tried if in_yaml is None else (in_yaml,):
-            if (sizes is None or self._divides(model, base, sizes, tp)) and mesh.size % tp == 0 and tp <= mesh.per_node:
+            is_near = tp <= mesh.per_node or (model.is_rollout and tp % mesh.per_node == 0)
+            if is_near and mesh.size % tp == 0 and (sizes is None or self._divides(model, base, sizes, tp)):
                 yield tp
 
-    @staticmethod
-    def _divides(model: SearchModel, base: ModelSpec, sizes: Sizes, tp: int) -> bool:
+    def _divides(self, model: SearchModel, base: ModelSpec, sizes: Sizes, tp: int) -> bool:
         """Whether ``tp`` ranks have equal parts of heads, features and experts, and of the vocabulary where it is not
         padded."""
         vocabulary = sizes.vocabulary if not model.is_rollout and facts_of(base.engine).vocabulary_multiple == 1 else 0
-        experts = () if sizes.experts is None else (sizes.experts.number, sizes.experts.shared)
-        return not any(size % tp for size in (sizes.heads, sizes.kv_heads, sizes.ffn, vocabulary, *experts))
+        return vocabulary % tp == 0 and splits_evenly(split_sizes(sizes), tp, self._facts(model, base))
 
     def _stages(self, model: SearchModel, base: ModelSpec, stages: Sequence[int]) -> tuple[int, ...]:
         """ZeRO stages to try, of the ``stages`` of the engine."""

@@ -126,8 +126,7 @@ class _Step:
         active = model.layers * (model.active_parameters + 2 * model.hidden) + model.head_parameters
         weights = slower * call.weight_share * call.item / (FIGURES.weights * bandwidth)
         heads = 1 + profile.reread * (model.heads / model.kv_heads - 1)
-        # a latent is on every rank
-        shared = min(mesh.tp, model.kv_heads) if model.latent is None else 1
+        shared = model.cache_parts(mesh.tp)
         speed = mesh.tp * device.matmul * device.tflops * 1e12
         expanding = 0.0
         if model.latent is not None and profile.expands:

@@ -299,6 +299,6 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, over
     firsts = destination.layout.pp_set(destination.ranks[0])
     stages = ((rank, shape_on(destination, shape, rank).trained) for rank in firsts)
     item = DTYPE_BYTES[sent_dtype(destination, spec.sync.dtype)]
-    part = item * max(elements_on_rank(destination, stage, rank) for rank, stage in stages)
+    part = item * max(elements_on_rank(destination, stage, rank, shape.sizes) for rank, stage in stages)
     adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
     return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)
