@@ -79,6 +79,11 @@ EPISODE_FAILURES = {
 }
 """Kinds of failures of an environment, and their definitions."""
 STALENESS = "batches trained on since the weights that sampled a token"
+ROUTER_LOSSES = {
+    "router_aux_loss": "number of experts * sum over experts of (share of tokens that take it * its mean probability)",
+    "router_z_loss": "square of the log-sum-exp of a router's logits, mean over tokens and layers",
+}
+"""Losses of routers, and their definitions."""
 MOST_STALE = 16
 """Staleness from which on the histogram of a step's tokens has one share."""
 SHARE_OF_TIME = "share of the time of all ranks since the row before, in"
@@ -254,6 +259,11 @@ METRICS = (
             f"train_{role}/expert_load_max",
             "tokens of the fullest expert of any layer / tokens of an expert in the mean, mean over optimizer steps",
         )
+        for role in ("actor", "critic", "reward")
+    ),
+    *(
+        Metric(f"{role}_{name}", f"train_{role}/{name}", f"{text}, before its coefficient, mean over optimizer steps")
+        for name, text in ROUTER_LOSSES.items()
         for role in ("actor", "critic", "reward")
     ),
     Metric(

@@ -77,6 +77,8 @@ Shard = Literal["all", "node"]
 ContextParallel = Literal["auto", "ulysses", "ring"]
 RouterReplay = Literal["none", "compare", "rollout"]
 NO_REPLAY: RouterReplay = "none"
+ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")
+"""Settings of losses of the routers of a model with experts."""
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
 
@@ -168,6 +170,15 @@ class ModelSpec(StrictModel):
         NO_REPLAY,
         description="of an actor with experts: rollout: log-probs and training use the experts that generation chose "
         "for a token (R3); compare: they are recorded, to report how often training chooses others (torch)",
+    )
+    router_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="of the auxiliary loss that balances the experts of a mini-batch (Switch Transformer; Fedus et al. "
+        "2021), which a pass without gradients counts first; 0: none",
+    )
+    router_z_loss_coef: float = Field(
+        0.0, ge=0, description="of the loss that keeps routers' logits small (ST-MoE; Zoph et al. 2022); 0: none"
     )
     context_parallel: ContextParallel = Field(
         "auto",
@@ -290,7 +301,10 @@ class ModelSpec(StrictModel):
         return self.model_copy(update={**own, **dropped})
 
 
-OF_TRAINING = ("optimizer", "lora", "activation_checkpointing", "offload_activations", "offload_optimizer", "shadow")
+OF_TRAINING = (
+    *("optimizer", "lora", "activation_checkpointing", "offload_activations", "offload_optimizer", "shadow"),
+    *ROUTER_LOSSES,
+)
 """Settings of ``models.all`` that a role which is not trained does not take."""
 PASS_SETTINGS = ("micro_batch_tokens", "pack_texts", "share_prompts", "tiled_mlp")
 """Settings by which passes are composed; of a reference that has none, the actor's."""

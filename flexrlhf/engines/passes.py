@@ -31,6 +31,7 @@ from flexrlhf.engines.readout import (
     totals_of,
     without_gradient,
 )
+from flexrlhf.engines.router_losses import RouterTotals
 from flexrlhf.engines.router_replay import MISMATCH, Routers, make_routers
 from flexrlhf.engines.row_split import RowPart, RowSplit
 from flexrlhf.engines.scalar_head import score_rule
@@ -119,12 +120,18 @@ class Passes:
         statistics: Moments = {name: empty for _, loss in parts for name in loss.statistics}
         if self.routers is not None and any(EXPERTS in batch.columns for batch, _ in parts):
             statistics[MISMATCH] = empty
-        counted = [(loss, totals_of(batch, self.dp), self._micro_batches(batch)) for batch, loss in parts]
-        work = [(loss, totals, piece) for loss, totals, pieces in counted for piece in pieces]
-        for number, (loss, totals, piece) in enumerate(work):
+        if self.routers is not None:
+            self.routers.clear()
+        counted = []
+        for batch, loss in parts:
+            pieces = self._micro_batches(batch)
+            counted.append((loss, totals_of(batch, self.dp), self._router_totals(loss, pieces), pieces))
+        work = [(loss, totals, of_routers, piece) for loss, totals, of_routers, pieces in counted for piece in pieces]
+        for number, (loss, totals, of_routers, piece) in enumerate(work):
             with self._training(piece):
                 computed = self._compute(piece, self.readout.request_for(loss))
                 value, part = self.readout.loss(loss, totals, piece, computed)
+                value = value + self._router_loss(of_routers)
                 add_moments(statistics, part)
                 if self.routers is not None:
                     add_moments(statistics, self.routers.mismatch(piece))
@@ -132,6 +139,21 @@ class Passes:
         if self.routers is not None:
             statistics |= self.routers.balance(self._over_all_rows, self.dp.is_first, empty.device)
         return statistics
+
+    def _router_totals(self, loss: Loss, pieces: Sequence[MicroBatch]) -> RouterTotals | None:
+        """Return the totals of the routers' losses of a mini-batch; None: they have none."""
+        if self.routers is None or self.routers.losses is None:
+            return None
+        request = without_gradient(loss)
+        return self.routers.totals(
+            pieces, lambda piece: self._compute(piece, request), self._over_all_rows, self.model.device
+        )
+
+    def _router_loss(self, totals: RouterTotals | None) -> Tensor | float:
+        """Return the contribution () of the last pass to the routers' losses."""
+        if totals is None or self.routers is None or self.routers.losses is None:
+            return 0.0
+        return self.routers.losses.value(totals)
 
     def idle_loss(self, loss: Loss) -> Tensor:
         """Return 0 () from a pass of ``loss`` that does not count, with a gradient of 0 for every trained weight."""
@@ -150,14 +172,22 @@ class Passes:
     @torch.no_grad()
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         """Compute the losses, each of its own mini-batch, as ``Engine.losses``."""
-        return losses_of(self._training_passes(parts), parts, self.dp)
+        statistics = losses_of(self._training_passes(parts), parts, self.dp)
+        if self.routers is not None and self.routers.losses is not None:
+            found = self.routers.losses.statistics(self._over_all_rows, self.dp.is_first, self.model.device)
+            statistics |= found
+            statistics["total_loss"][1] += self.routers.losses.weighted(found)
+        return statistics
 
     def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
         for part, (batch, loss) in enumerate(parts):
             totals, request = totals_of(batch, self.dp), without_gradient(loss)
-            for number, piece in enumerate(self._micro_batches(batch)):
-                with self._replaying(piece):
+            pieces = self._micro_batches(batch)
+            of_routers = self._router_totals(loss, pieces)
+            for number, piece in enumerate(pieces):
+                with self._training(piece):
                     computed = self._compute(piece, request)
+                    self._router_loss(of_routers)
                 if not piece.idle:
                     yield TrainingPass(part, number, piece.batch, outputs_of(computed, loss), totals)
 

@@ -7,7 +7,7 @@ the router chooses the same experts, every bit stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexrlhf.config.model_names import SOFTMAX_ROUTED
 from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.engines.base import Moments
 from flexrlhf.engines.experts import has_experts
 from flexrlhf.engines.micro_batch import MicroBatch
+from flexrlhf.engines.router_losses import RouterLosses, RouterTotals, loss_coefficients
 from flexrlhf.operators.columns import EXPERTS, expert_item_bytes
 
 MISMATCH = "router_mismatch"
@@ -44,16 +44,22 @@ class _Recorded:
 
 
 class Routers:
-    """Routers of a model by layer. ``replays``: whether recorded experts replace their choice."""
+    """Routers of a model by layer.
 
-    def __init__(self, routers: Sequence[Any], replays: bool) -> None:
+    replays:       whether recorded experts replace their choice.
+    coefficients:  of their losses.
+    losses:        theirs; None: they have none.
+    """
+
+    def __init__(self, routers: Sequence[Any], replays: bool, coefficients: Mapping[str, float]) -> None:
         self._replays = replays
         self.layers, self.top = len(routers), int(routers[0].top_k)
         self._experts = int(routers[0].num_experts)
+        self.losses = RouterLosses(coefficients, self.layers, self._experts) if coefficients else None
         self.dtype = _TYPES[expert_item_bytes(self._experts)]
         self._chosen: list[Tensor] | None = None
         self._recorded: _Recorded | None = None
-        self._counted: Tensor | None = None
+        self._weights: Tensor | None = None
         self._load: Tensor | int = 0
         self._loads = [torch.zeros(())] * self.layers
         self._differing = [torch.zeros(())] * self.layers
@@ -81,25 +87,56 @@ class Routers:
     @contextmanager
     def training(self, piece: MicroBatch) -> Iterator[None]:
         """Count the tokens of ``piece`` by their experts in the passes inside, which are as in ``replaying``."""
-        counted = torch.zeros(piece.tokens.numel(), dtype=torch.int64, device=piece.tokens.device)
-        counted = counted.index_fill_(0, piece.places.flatten(), int(not piece.idle)).view_as(piece.tokens)
-        self._counted = (counted if piece.part is None else counted[:, piece.part.columns]).flatten()
+        self._weights = _sequences_of_tokens(piece)
         try:
             with self.replaying(piece):
                 yield
             self._load = self._load + torch.stack(self._loads)
         finally:
-            self._counted = None
+            self._weights = None
+
+    def clear(self) -> None:
+        """Discard the counts and values since the last ``balance``."""
+        self._load = 0
+        if self.losses is not None:
+            self.losses.clear()
+
+    def totals(
+        self,
+        pieces: Sequence[MicroBatch],
+        call: Callable[[MicroBatch], object],
+        over_ranks: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ) -> RouterTotals:
+        """Return the totals of a mini-batch, of which this rank has ``pieces``, for the losses of its passes.
+
+        call:        runs the model on a piece.
+        over_ranks:  sums a tensor over all ranks with other tokens.
+        """
+        assert self.losses is not None, "the losses need totals"
+        self.losses.begin()
+        self._load = 0
+        with torch.no_grad():
+            for piece in pieces if self.losses.counts_first else ():
+                with self.training(piece):
+                    call(piece)
+        taken = torch.zeros(self.layers, self._experts, dtype=torch.float64, device=device) + self._load
+        tokens = taken.new_zeros(1) + self.layers * sum(_sequences_of_tokens(piece).sum() for piece in pieces)
+        self._load = 0
+        sums = over_ranks(torch.cat([tokens, taken.sum(0)]))
+        tokens = sums[0].clamp(min=1)
+        return RouterTotals(tokens, (sums[1:] / tokens).float())
 
     def balance(self, over_ranks: Callable[[Tensor], Tensor], reports: bool, device: torch.device) -> Moments:
-        """Return the statistic of the tokens counted since the last call, of which one rank ``reports`` the whole.
+        """Return the statistics of the tokens counted since the last call, of which one rank ``reports`` the whole.
 
-        over_ranks: sums a tensor over all ranks with other tokens.
+        over_ranks: as in ``totals``.
         """
         none = torch.zeros(self.layers, self._experts, dtype=torch.int64, device=device)
         counts, self._load = over_ranks(none + self._load).double(), 0
         fullest = (counts.amax(1) / counts.mean(1).clamp(min=1e-9)).amax()
-        return {FULLEST: torch.stack([torch.ones_like(fullest), fullest, fullest * fullest]) * reports}
+        found = {FULLEST: torch.stack([torch.ones_like(fullest), fullest, fullest * fullest]) * reports}
+        return found if self.losses is None else found | self.losses.statistics(over_ranks, reports, device)
 
     def mismatch(self, piece: MicroBatch) -> Moments:
         """Return the statistic of the last pass, that of ``piece``, inside ``replaying``; alike on all of its ranks."""
@@ -131,10 +168,21 @@ class Routers:
             # a recomputed layer finds the same once more, as below
             self._differing[layer] = ((before.sort(1).values != chosen.sort(1).values).any(1) & known).sum()
             taken = before.where(known[:, None], chosen) if self._replays else chosen
-        if self._counted is not None:
-            empty = self._counted.new_zeros(self._experts)
-            self._loads[layer] = empty.index_add_(0, taken.flatten(), self._counted.repeat_interleave(self.top))
+        if self._weights is not None:
+            empty = self._weights.new_zeros(self._experts)
+            self._loads[layer] = empty.index_add_(0, taken.flatten(), self._weights.repeat_interleave(self.top))
+            if self.losses is not None:
+                self.losses.read(layer, logits, self._weights)
         return None if taken is chosen else (logits, _weights_of(taken, router, logits).to(weights.dtype), taken)
+
+
+def _sequences_of_tokens(piece: MicroBatch) -> Tensor:
+    """Return how many sequences have each token of a pass on this rank: int64 (T,), 0 of padding."""
+    counts = torch.zeros(piece.tokens.numel(), dtype=torch.int64, device=piece.tokens.device)
+    if not piece.idle:
+        counts.index_add_(0, piece.places.flatten(), piece.text_mask.flatten().long())
+    counts = counts.view_as(piece.tokens)
+    return (counts if piece.part is None else counts[:, piece.part.columns]).flatten()
 
 
 def _weights_of(taken: Tensor, router: Any, logits: Tensor) -> Tensor:
@@ -148,6 +196,7 @@ def make_routers(model: PreTrainedModel, settings: ModelSpec, is_trained: bool) 
     blocks = [module for module in model.modules() if has_experts(getattr(module, "experts", None))]
     is_read = is_trained or settings.router_replay != NO_REPLAY
     # a compiled layer would be interrupted at each router
-    if not (blocks and is_read) or settings.compile or model.config.model_type not in SOFTMAX_ROUTED:
+    if not (blocks and is_read) or settings.compile:
         return None
-    return Routers([block.gate for block in blocks], replays=settings.router_replay == "rollout")
+    coefficients = loss_coefficients(settings) if is_trained else {}
+    return Routers([block.gate for block in blocks], settings.router_replay == "rollout", coefficients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, TORCH, EngineFacts
-from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
+from flexrlhf.config.model_settings import NO_REPLAY, ROUTER_LOSSES, ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.operators.columns import EXPERTS
@@ -207,6 +207,13 @@ def _check_routers(model: PlacedModel) -> None:
         _require(model, "router_replay", lambda each: each.routers, lacks)
         if model.settings.compile:
             raise UserError(f"{model.key('router_replay')}: goes with compile false, found true; use false, or none")
+    for name in ROUTER_LOSSES:
+        found = getattr(model.settings, name)
+        if found and model.trained:
+            lacks = f"engine {model.engine} has no losses of routers, found {found:g}; use 0"
+            _require(model, name, lambda each: each.transformers_modules, lacks)
+            if model.settings.compile:
+                raise UserError(f"{model.key(name)}: goes with compile false, found true; use false, or 0")
 
 
 def _check_context_parallel(model: PlacedModel) -> None:
@@ -275,7 +282,7 @@ def _check_role(model: PlacedModel) -> None:
     for name in ("optimizer", "offload_optimizer"):
         if getattr(settings, name) != getattr(ModelSpec(), name):
             raise UserError(f"{model.key(name)}: {model.role} is not trained, so it has no optimizer; remove it")
-    for name in ("activation_checkpointing", "offload_activations"):
+    for name in ("activation_checkpointing", "offload_activations", *ROUTER_LOSSES):
         if getattr(settings, name):
             raise UserError(f"{model.key(name)}: {model.role} is not trained; remove it")
     if settings.shadow is not None:

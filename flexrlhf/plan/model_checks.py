@@ -16,7 +16,7 @@ from flexrlhf.config.model_names import (
     SOFTMAX_ROUTED,
     WITH_EXPERTS,
 )
-from flexrlhf.config.model_settings import NO_REPLAY, Head, ModelSpec
+from flexrlhf.config.model_settings import NO_REPLAY, ROUTER_LOSSES, Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
 from flexrlhf.operators.columns import Lengths
@@ -65,6 +65,7 @@ def check_models(
             _check_graphs(model, shape, longest)
         if model.settings.router_replay != NO_REPLAY:
             _check_routers(model, shape)
+        _check_router_losses(model, shape)
         if shape is None:
             _check_unknown_shape(model)
         else:
@@ -286,6 +287,16 @@ def _check_routers(model: PlacedModel, shape: ModelShape | None) -> None:
             f"{model.key('router_replay')}: {model.settings.router_replay} is for {either(SOFTMAX_ROUTED)} models with "
             f"experts, and models.{model.role} is another; use none"
         )
+
+
+def _check_router_losses(model: PlacedModel, shape: ModelShape | None) -> None:
+    """Raise UserError for losses of routers of a model without any."""
+    for name in ROUTER_LOSSES:
+        found = getattr(model.settings, name)
+        if found and (shape is None or shape.sizes is None or shape.sizes.experts is None):
+            raise UserError(
+                f"{model.key(name)}: {found:g} is for models with experts, and models.{model.role} has none; use 0"
+            )
 
 
 def _check_experts(model: PlacedModel, shape: ModelShape) -> None:

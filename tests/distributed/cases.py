@@ -224,14 +224,15 @@ SETTINGS |= {
     },
 }
 SETTINGS |= COMPLETIONS | ALGORITHMS
+BALANCED = {"router_aux_loss_coef": 0.2, "router_z_loss_coef": 0.05}
 SETTINGS |= {
     # of different families; the first one has a dense layer, too
     name: {
         **_ppo(num_mini_batches=2),
         "models": {
-            "actor": {"path": "assets:models/experts-actor", **replay},
+            "actor": {"path": "assets:models/experts-actor", **replay, **BALANCED},
             "ref": {"path": "assets:models/experts-actor"},
-            "critic": {"path": "assets:models/experts-critic"},
+            "critic": {"path": "assets:models/experts-critic", **BALANCED},
         },
     }
     for name, replay in {"experts": {}, "experts-replayed": {"router_replay": "rollout"}}.items()
@@ -240,8 +241,9 @@ SETTINGS |= {
 SETTINGS["latent"] = {
     **_ppo(num_mini_batches=2),
     "models": {
-        **{role: {"path": "assets:models/latent-actor"} for role in ("actor", "ref")},
-        "critic": {"path": "assets:models/latent-critic"},
+        "actor": {"path": "assets:models/latent-actor", **BALANCED},
+        "ref": {"path": "assets:models/latent-actor"},
+        "critic": {"path": "assets:models/latent-critic", **BALANCED},
     },
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

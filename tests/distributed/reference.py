@@ -424,8 +424,10 @@ class Reference:
                     if not rows:
                         continue
                     trained = [responses[row] for row in rows if responses[row].is_trained]
-                    trainee.update(self._loss(role, step, rows, trained, terms), terms)
                     routers = self.actor.routers if role == "actor" else self.critics[role].routers
+                    loss, settings = self._loss(role, step, rows, trained, terms), self.spec.models.of(role)
+                    assert settings is not None
+                    trainee.update(loss + routers.loss(role, settings, terms), terms)
                     terms.add(f"{role}_expert_load_max", routers.fullest())
 
     def _loss(self, role: str, step: int, rows: range, responses: list[Response], terms: Terms) -> Tensor:

@@ -6,7 +6,6 @@ Low-rank adapters are peft's own models. Sampling alone takes several sequences 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -100,9 +99,10 @@ class Routers:
     the tokens of each expert in training."""
 
     def __init__(self, model: torch.nn.Module, replays: bool = False) -> None:
-        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         self.replays = replays
-        self.load = [Counter[int]() for _ in routers]
+        # of the texts of a mini-batch: logits, and experts taken
+        self.routed: list[list[tuple[Tensor, Tensor]]] = [[] for _ in routers]
         self.number = routers[0].num_experts if routers else 0
         self.of_texts: dict[tuple[int, ...], list[Tensor]] = {}
         self.replayed: list[Tensor] | None = None
@@ -129,18 +129,32 @@ class Routers:
         if self.recorded is not None:
             self.recorded.append(chosen)
         if self.replayed is not None:
-            chosen = self.replayed[layer]
+            # generation has not read the last token
+            chosen = torch.cat([self.replayed[layer][:-1], chosen[-1:]])
             weights = logits.softmax(-1).gather(1, chosen)
             weights = weights / weights.sum(-1, keepdim=True)
         if torch.is_grad_enabled():
-            self.load[layer].update(chosen.flatten().tolist())
+            self.routed[layer].append((logits, chosen))
         return logits, weights, chosen
 
     def fullest(self) -> list[float]:
-        """Tokens of the fullest expert over the mean, of the layer where it is fullest; counts begin anew."""
-        found = [max(load.values()) * self.number / load.total() for load in self.load if load]
-        self.load = [Counter() for _ in self.load]
-        return [max(found)] if found else []
+        """Tokens of the fullest expert over the mean, of the layer where it is fullest; a mini-batch begins anew."""
+        loads = [torch.cat([taken.flatten() for _, taken in layer]).bincount() for layer in self.routed if layer]
+        self.routed = [[] for _ in self.routed]
+        return [max(float(load.max()) * self.number / float(load.sum()) for load in loads)] if loads else []
+
+    def loss(self, role: str, spec: ModelSpec, terms: Terms) -> Tensor | float:
+        """Fedus et al. 2021, eq. 4, over the tokens of all layers, and Zoph et al. 2022, eq. 5."""
+        every = [text for layer in self.routed for text in layer]
+        if not every or not (spec.router_aux_loss_coef or spec.router_z_loss_coef):
+            return 0.0
+        logits = torch.cat([logits for logits, _ in every])
+        taken = torch.cat([taken for _, taken in every]).flatten().bincount(minlength=self.number) / len(logits)
+        auxiliary = self.number * (taken * logits.softmax(-1).mean(0)).sum()
+        squares = logits.logsumexp(-1).square().mean()
+        terms.add(f"{role}_router_aux_loss", [float(auxiliary.detach())])
+        terms.add(f"{role}_router_z_loss", [float(squares.detach())])
+        return spec.router_aux_loss_coef * auxiliary + spec.router_z_loss_coef * squares
 
 
 class Scorer:

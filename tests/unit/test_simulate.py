@@ -288,6 +288,15 @@ def asked(plan: Plan, lengths: TextLengths | None = None) -> dict[str, list[tupl
     return {run.operator.name: list(pricer.calls(run)) for run in runs}
 
 
+def test_an_auxiliary_loss_of_routers_takes_one_more_forward_pass() -> None:
+    init = "models.actor.init={model_type: mixtral, num_local_experts: 4}"
+    plain, balanced = (
+        {name: AnalyticCosts().call(*calls[0]).seconds for name, calls in asked(plan).items()}
+        for plan in (whole_plan_of(None, 2, init, f"models.actor.router_aux_loss_coef={each}") for each in (0, 0.1))
+    )
+    assert balanced["train_actor"] == pytest.approx(plain["train_actor"] + plain["logprobs"])
+
+
 def test_a_call_is_that_of_the_fullest_replica() -> None:
     plan = whole_plan_of(
         None, 4, "algorithm.prompts_per_step=6", "algorithm.num_mini_batches=1", "algorithm.samples_per_prompt=3",

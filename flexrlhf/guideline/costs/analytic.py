@@ -71,7 +71,8 @@ class AnalyticCosts:
             case "forward":
                 return forward_cost(call, mesh, self._in_step[call.engine])
             case "train":
-                return train_cost(call, mesh, self._in_step[call.engine])
+                cost = train_cost(call, mesh, self._in_step[call.engine])
+                return cost.after(self.call(call.counting, mesh), "routers") if call.counts_experts else cost
 
     @cached_property
     def _in_step(self) -> Mapping[str, EngineProfile]:

@@ -269,6 +269,7 @@ class Call:
     speculation:        speculative decoding; None: one token a step
     weight_share:       bytes of weights that a step of decoding reads, as a share of ``item`` bytes each
     pages:              of the cache of the engine that decodes; None: ``decode_rows`` have room at full length
+    counts_experts:     whether a pass without gradients counts the tokens of experts before those of a training
     """
 
     kind: CallKind
@@ -295,6 +296,12 @@ class Call:
     speculation: Speculation | None = None
     weight_share: float = 1.0
     pages: Pages | None = None
+    counts_experts: bool = False
+
+    @property
+    def counting(self) -> Call:
+        """Passes that count the tokens of experts."""
+        return replace(self, kind="forward", counts_experts=False, recompute="none", offload_activations=False)
 
     @property
     def prompts(self) -> int:
@@ -343,6 +350,10 @@ class Cost:
     def largest(self) -> str:
         """Name of the part that takes longest."""
         return max(self.parts, key=lambda name: self.parts[name], default="nothing")
+
+    def after(self, other: Cost, cause: str) -> Cost:
+        """Return the time of this work behind ``other``, whose time has one ``cause``."""
+        return Cost({**self.parts, cause: other.seconds})
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class MeasuredCosts:
         longer = self.slowdown / mesh.device.relative_speed
         computed = {name: seconds * longer for name, seconds in seconds_of(call, mesh, prices).items()}
         around = self.measured.bookkeeping if call.kind == "forward" else self.measured.statistics
-        return Cost(computed | self._exchanged(call, mesh, prices) | {"bookkeeping": around})
+        cost = Cost(computed | self._exchanged(call, mesh, prices) | {"bookkeeping": around})
+        return cost.after(self.call(call.counting, mesh), "routers") if call.counts_experts else cost
 
     def combine(self, rows: int, width: float) -> Cost:
         if not self.measured.combine:

@@ -224,6 +224,7 @@ class CallMaker:
             cache_item=item_bytes(model),
             recompute="full" if trains and settings.activation_checkpointing else "none",
             tiled_mlp=settings.tiled_mlp,
+            counts_experts=trains and settings.router_aux_loss_coef > 0,
             offload_activations=trains and settings.offload_activations,
             offload_optimizer=settings.offload_optimizer,
             offload_parameters=settings.offload_parameters,
