@@ -19,13 +19,15 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 """Families with experts whose attention is built as Llama's is."""
 SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose tensors are mapped to the ones in files and in a rollout engine."""
-SOFTMAX_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+SOFTMAX_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 """Those whose experts are the likeliest of a softmax, by which their outputs are weighted."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with experts whose keys and values are made from a latent (multi-head latent attention)."""
+WITH_SINKS = ("gpt_oss",)
+"""Families with experts whose heads have a sink: a logit next to those of keys, which takes a part of the attention."""
 PLANNED_ONLY = ("glm4_moe", "deepseek_v3")
 """Families that are not run: biases of their routers are in files and are no parameters, so nothing here saves them."""
-KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS + LATENT
+KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS + LATENT + WITH_SINKS
 """Families whose parameters follow from their sizes."""
 
 _KEYS = (
@@ -114,6 +116,10 @@ MODELS: dict[str, Config] = {
     | _with_shared(64, 6, 2, dense=1, moe_intermediate_size=1408, q_lora_rank=None, kv_lora_rank=512),
     "deepseek-v3": _config("deepseek_v3", 7168, 18432, 61, 128, 128, 129280)
     | _with_shared(256, 8, 1, dense=3, moe_intermediate_size=2048, q_lora_rank=1536, kv_lora_rank=512),
+    "gpt-oss-20b": _config("gpt_oss", 2880, 2880, 24, 64, 8, 201088, head_dim=64)
+    | {"num_local_experts": 32, "num_experts_per_tok": 4},
+    "gpt-oss-120b": _config("gpt_oss", 2880, 2880, 36, 64, 8, 201088, head_dim=64)
+    | {"num_local_experts": 128, "num_experts_per_tok": 4},
     "mixtral-8x22b": _config("mixtral", 6144, 16384, 56, 48, 8, 32768, num_local_experts=8, num_experts_per_tok=2),
 }
 
@@ -143,6 +149,7 @@ _NAMED_WITH_EXPERTS = (
     (r"glm-4\.5-air", "glm-4.5-air"),
     (r"deepseek-v2-lite", "deepseek-v2-lite"),
     (r"deepseek-(?:v3|r1)", "deepseek-v3"),
+    (r"gpt-oss-(20|120)b", "gpt-oss-{}b"),
 )
 """The same of models with experts."""
 _OTHER_SIZES = re.compile(r"-vl|vision|omni|audio|moe|-a\d+(\.\d+)?b|eagle|embedding|reranker|next|nemotron")

@@ -187,6 +187,8 @@ def _sequences_of_tokens(piece: MicroBatch) -> Tensor:
 
 def _weights_of(taken: Tensor, router: Any, logits: Tensor) -> Tensor:
     """Return the weights (T, k) of the experts ``taken``, as ``router`` weighs the ones that it chooses."""
+    if hasattr(router, "bias"):  # of gpt-oss, which knows the logits of the chosen ones alone
+        return logits.gather(1, taken).softmax(-1)
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, taken)
     return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
 
@@ -198,5 +200,6 @@ def make_routers(model: PreTrainedModel, settings: ModelSpec, is_trained: bool) 
     # a compiled layer would be interrupted at each router
     if not (blocks and is_read) or settings.compile:
         return None
+    gates = [block.router if hasattr(block, "router") else block.gate for block in blocks]
     coefficients = loss_coefficients(settings) if is_trained else {}
-    return Routers([block.gate for block in blocks], settings.router_replay == "rollout", coefficients)
+    return Routers(gates, settings.router_replay == "rollout", coefficients)

@@ -8,8 +8,9 @@ a row and b bytes per number, autograd keeps
     two norms           2 * ((4 + 2b) * h + 4)    float32 input and its root, normalised, output
     attention           b * (2A + 2K) + 4a        q, k, v, output; log-sum-exp
     under a mask        4b * A + 4a + b * w       q, repeated k and v, output; log-sum-exp; the mask as numbers
-    gated MLP           4b * f                    gate, its activation, up, product
+    gated MLP           4b * f                    gate, its activation, up, product; gpt-oss's clamped one 7b * f
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
+    sinks               4b * A + b * a * (w + 1)  in place of it: weights, as eager attention keeps them
     latent attention    b * (2A + a * (n + 2v)) + 4a, norms; n features of a head without angles, v of values
     adapters            b * rank for each; norms are counted as if they were trained
 
@@ -133,10 +134,12 @@ class Blocks:
         or the ``largest``.
         """
         sizes, item, tp = self.sizes, self.item, self.tp
-        norms = 2 * ((4 + 2 * item) * sizes.hidden + 4) // self.sharers
+        norms = 2 * (self._norm + 4) // self.sharers
         query, key = self._query, self._key
         if sizes.latent is not None:
             attention = self._saved_by_latent(sizes.latent) + item * width
+        elif sizes.sinks:
+            attention = item * 4 * query + self._weights(width)
         elif masks or self.fused:
             projected = 3 * query + 3 * key if self.fused else 4 * query
             attention = (item * projected + 4 * sizes.heads) // tp + (item * width if masks else 0)
@@ -149,6 +152,25 @@ class Blocks:
             heads = (4 + item) * (query + key) + 8
         mlp = 0 if self.tiled else self._saved_by_mlp(largest)
         return norms + attention + mlp + (heads if sizes.head_norms else 0) + item * self._narrow
+
+    @property
+    def _norm(self) -> int:
+        """Bytes per token that autograd keeps of a norm, but for its root: float32 input, normalised, output; those of
+        models with sinks are rounded after their weights."""
+        return (4 + (4 if self.sizes.sinks else self.item) + self.item) * self.sizes.hidden
+
+    def _weights(self, width: int) -> int:
+        """Return the bytes per token of weights of attention, and those of sinks."""
+        return self.item * self.sizes.heads * (width + 1)
+
+    def _weight_gradients(self, width: int) -> int:
+        """Return the bytes per token of gradients of weights of attention, where transformers keeps these."""
+        return (2 if self.item == 4 else 3) * self._weights(width) * self.sizes.sinks
+
+    def _made_masks(self, width: int) -> int:
+        """Return the bytes per token of the masks of layers with a window and without, as numbers, which a pass makes
+        once for eager attention."""
+        return 2 * self.item * width * self.sizes.sinks
 
     def _saved_by_latent(self, latent: LatentSizes) -> int:
         """Return the bytes per token that autograd keeps of latent attention: norms of latents, queries and keys with
@@ -165,7 +187,8 @@ class Blocks:
             return dense
         # frozen matrices need neither of their inputs
         inputs, features = (2, 4) if self.lora is None else (1, 3)
-        routed = self._on_fullest(self.item * experts.active * (inputs * sizes.hidden + features * experts.ffn))
+        of_routed = features + (3 if sizes.sinks else 0)
+        routed = self._on_fullest(self.item * experts.active * (inputs * sizes.hidden + of_routed * experts.ffn))
         shared = self.item * (features * experts.shared + sizes.hidden + 1) if experts.shared else 0
         sparse = routed + shared + 4 * experts.number + CHOICE_BYTES * (1 + experts.active)
         if largest:
@@ -174,7 +197,7 @@ class Blocks:
 
     def saved_outside_layers(self) -> int:
         """Return the bytes per token that autograd keeps outside layers: token ids, rotary angles, the last norm."""
-        norm = (4 + self.item) * self.sizes.hidden + 4 if self.is_last else 0
+        norm = self._norm - self.item * self.sizes.hidden + 4 if self.is_last else 0
         return 8 + 2 * self.item * self.sizes.head_dim + norm
 
     def forward_bytes(self, tokens: int, width: int, packed: bool = False, masks: bool = True) -> int:
@@ -194,7 +217,8 @@ class Blocks:
             return max(mlp, tokens * self._attended) + tokens * (always + self._places)
         if packed:  # the mask is made from one of two numbers a place, before the first layer
             return max(mlp, tokens * max(attention, 2 * width)) + tokens * (always + self._given_mask(width))
-        return max(mlp, tokens * (attention + item * width)) + tokens * (always + width)
+        under_mask = 3 * self._weights(width) if sizes.sinks else item * width
+        return max(mlp, tokens * (attention + under_mask)) + tokens * (always + width + self._made_masks(width))
 
     @property
     def _has_dense(self) -> bool:
@@ -208,7 +232,7 @@ class Blocks:
         if experts is None:
             return 0
         outputs = 2 * (self.item + self._weighted_item) * sizes.hidden
-        inside = max(self.item * (sizes.hidden + 4 * experts.ffn), outputs)
+        inside = max(self.item * (sizes.hidden + (11 if sizes.sinks else 4) * experts.ffn), outputs)
         shared = 2 * self.item * sizes.hidden if experts.shared else 0
         return self._on_fullest(experts.active * (inside + CHOICE_BYTES)) + shared
 
@@ -256,7 +280,9 @@ class Blocks:
             kept = inputs * self.item * self.sizes.hidden // self.sharers
         else:
             kept = self.layers * self.saved_by_layer(made, masks)
-        given = self._given_mask(width) if masks and packed else 0 if masks else self._places
+        given = self._places
+        if masks:
+            given = self._given_mask(width) if packed else self._made_masks(width)
         kept_in_all = (in_flight or tokens) * (kept + self.saved_outside_layers() + given)
         # a matrix of adapters' B is made in each pass; one more is the gradient
         matrices = 1 + (1 if recompute else self.layers * -(-(in_flight or tokens) // tokens))
@@ -265,7 +291,7 @@ class Blocks:
     def backward_bytes(self, tokens: int, width: int, recompute: bool, masks: bool = True) -> int:
         """Return the bytes that the backward pass of one layer needs in addition. ``width``: of a mask of its own."""
         if not recompute:
-            return self._in_tiles(tokens, masks) if self.tiled else tokens * self._backward(masks)
+            return self._in_tiles(tokens, masks) if self.tiled else tokens * self._backward(masks, width)
         # in float32 a layer's first norm keeps its input, which is kept already
         known = self.item * self.sizes.hidden if self.item == 4 and not self.fused else 0
         kept = self.saved_by_layer(width, masks, largest=True) - known
@@ -294,7 +320,7 @@ class Blocks:
         """
         return self.item * width + PLACE_BYTES
 
-    def _backward(self, masks: bool) -> int:
+    def _backward(self, masks: bool, width: int) -> int:
         """Return the bytes per token of the backward pass itself: gradients of the widest activations.
 
         In 16 bits the last norm computes its own in float32, before the layers' activations are freed. Attention by
@@ -303,10 +329,10 @@ class Blocks:
         ffn = self.sizes.ffn if self._has_dense else 0
         widest = self.item * max(ffn * (1 + self.fused), self._query) // self.tp
         freed = self._saved_by_mlp(largest=True) if self.sizes.experts else 4 * self.item * ffn // self.tp
-        attended = 0 if masks else self._by_lengths.gradients - freed
+        attended = self._weight_gradients(width) if masks else self._by_lengths.gradients
         outside = 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
         of_experts = self._expert_gradients() + (0 if self.item == 4 else 8 * self.sizes.hidden)
-        return max(outside, attended, of_experts) + self._copied
+        return max(outside, attended - freed, of_experts) + self._copied
 
     def _expert_gradients(self, again: bool = False) -> int:
         """Return the bytes per token of gradients inside experts: of outputs, weighted and not, in both orders; or of
@@ -315,7 +341,8 @@ class Blocks:
         if experts is None:
             return 0
         outputs = (2 * weighted + self.item + 2 * again * (weighted - self.item)) * sizes.hidden
-        inside = experts.active * max(outputs, self.item * (sizes.hidden + 3 * experts.ffn // 2))
+        features = 3 * experts.ffn if sizes.sinks else 3 * experts.ffn // 2
+        inside = experts.active * max(outputs, self.item * (sizes.hidden + features))
         return self._on_fullest(inside)
 
     def _on_fullest(self, routed: int) -> int:
@@ -344,7 +371,7 @@ class Blocks:
             inside = self._expert_gradients(again=True) + self.item * self.sizes.hidden
             dense = 2 * mlp if self._has_dense else 0
             kept = self._saved_by_mlp(largest=True)
-            return max(max(inside, dense) * tokens, self._behind_mlp(tokens, masks) - kept * tokens)
+            return max(max(inside, dense) * tokens, self._behind_mlp(tokens, masks, width) - kept * tokens)
         # what the MLP keeps is freed before other parts of the layer compute their gradients
         return max(2 * mlp * tokens, self._behind_mlp(tokens, masks) - 4 * mlp * tokens)
 
@@ -355,13 +382,14 @@ class Blocks:
         tile = 7 * self.item * self.sizes.ffn // self.tp * self._mlp_tokens(tokens)
         return max(tile + self.item * self.sizes.hidden * tokens, self._behind_mlp(tokens, masks))
 
-    def _behind_mlp(self, tokens: int, masks: bool) -> int:
+    def _behind_mlp(self, tokens: int, masks: bool, width: int = 0) -> int:
         """Return the bytes of gradients in a layer once those of its MLP are there: of a norm, in 16 bits in float32;
         or of attention's output, queries, keys and values, when one norm is done.
         """
         item, hidden = self.item, self.sizes.hidden
         norm = (8 if item == 4 else 16) * hidden
-        gradients = 4 * item * self._query // self.tp if masks else self._by_lengths.gradients
+        masked = 4 * item * self._query // self.tp + self._weight_gradients(width)
+        gradients = masked if masks else self._by_lengths.gradients
         return tokens * max(norm, gradients - (4 + 2 * item) * hidden)
 
     def _mlp_tokens(self, tokens: int) -> int:

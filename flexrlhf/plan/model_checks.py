@@ -15,6 +15,7 @@ from flexrlhf.config.model_names import (
     SERVED,
     SOFTMAX_ROUTED,
     WITH_EXPERTS,
+    WITH_SINKS,
 )
 from flexrlhf.config.model_settings import NO_REPLAY, ROUTER_LOSSES, Head, ModelSpec
 from flexrlhf.errors import UserError, either
@@ -148,7 +149,9 @@ def _other_family(shape: ModelShape | None) -> str | None:
 
 def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for Liger's kernels or tiles of an MLP in a family that is not among those checked here."""
-    found = _other_family(shape)
+    found, attention = _other_family(shape), model.settings.attention
+    if found in WITH_SINKS and attention not in ("auto", "eager"):
+        raise UserError(f"{model.key('attention')}: {attention} has no sinks, which {found} models have; use auto")
     for name, kind in (("liger", "kernels"), ("tiled_mlp", "tiles")):
         if found is not None and getattr(model.settings, name):
             raise UserError(

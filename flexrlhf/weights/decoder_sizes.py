@@ -142,8 +142,10 @@ class DecoderSizes:
 class Sizes(DecoderSizes):
     """Sizes of a decoder of a known ``family``, the ``model_type`` of its config.
 
-    ``head_norms``: whether queries and keys have norms.
+    head_norms:  whether queries and keys have norms.
+    sinks:       whether heads have a sink, so that attention in transformers keeps its weights.
     """
 
     family: str
     head_norms: bool = False
+    sinks: bool = False

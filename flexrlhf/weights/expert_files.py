@@ -12,6 +12,10 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 FUSED, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 """Ends of the names of a layer's two tensors: gate and up, one behind the other, and down."""
+OF_EXPERTS = (FUSED, DOWN, f"{FUSED}_bias", f"{DOWN}_bias")
+"""Ends of the names of parameters that have the experts of a layer as their first dim."""
+WHOLE_IN_FILES = ("gpt_oss",)
+"""Families whose files have the tensors of transformers' modules."""
 MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")
 """Parts of names of Mixtral's router and experts: in transformers' modules, and in files and other libraries."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -37,13 +41,12 @@ def file_pieces(family: str, name: str, shape: Shape) -> Iterator[FilePiece]:
     """Yield the tensors that a parameter is in files, which together are all of it."""
     stored = name.replace(*MIXTRAL_BLOCK) if family == "mixtral" else name
     gate, up, down = _MATRICES_OF.get(family, _MATRICES)
-    if name.endswith(FUSED):
-        parts: Sequence[tuple[str, range]] = ((gate, range(shape[1] // 2)), (up, range(shape[1] // 2, shape[1])))
-    elif name.endswith(DOWN):
-        parts = ((down, range(shape[1])),)
-    else:
+    if family in WHOLE_IN_FILES or not name.endswith((FUSED, DOWN)):
         yield FilePiece(stored, shape, tuple(map(range, shape)))
         return
+    rows_of_all = shape[1]
+    halves = (gate, range(rows_of_all // 2)), (up, range(rows_of_all // 2, rows_of_all))
+    parts: Sequence[tuple[str, range]] = halves if name.endswith(FUSED) else ((down, range(rows_of_all)),)
     prefix = stored.rpartition(".")[0]
     for expert in range(shape[0]):
         for matrix, rows in parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT, WITH_SINKS
 from flexrlhf.errors import shown
 from flexrlhf.weights.decoder_sizes import ExpertSizes, LatentSizes, Sizes
 
@@ -81,6 +81,18 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
     },
+    "gpt_oss": {
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
     "glm4_moe": {
         "vocab_size": 151552,
         "intermediate_size": 10944,
@@ -116,15 +128,16 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
     },
 }
-_WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4096, "qwen3_moe": 4096}
+_WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4096, "qwen3_moe": 4096, "gpt_oss": 128}
 """Windows of transformers for configs that leave them out."""
 _SWITCHED_WINDOWS = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
 """Families with a window only where ``use_sliding_window`` is set."""
-_MAY_BE_BIASED = frozenset({"llama", "qwen3", "qwen3_moe", "olmoe", "glm4_moe"})
+_MAY_BE_BIASED = frozenset({"llama", "qwen3", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss"})
 """Families whose attention has biases where ``attention_bias`` is set, also of its output, but for ``glm4_moe``."""
 _WITH_HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "olmoe"})
 _EXPERT_KEYS: dict[str, tuple[str, str]] = {
     "mixtral": ("num_local_experts", "intermediate_size"),
+    "gpt_oss": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
@@ -132,7 +145,7 @@ _EXPERT_KEYS: dict[str, tuple[str, str]] = {
 }
 """Settings with the number of routed experts and the inner size of one, by family."""
 _OTHER_NUMBER = {
-    **dict.fromkeys(("mixtral", "deepseek_v2"), "num_experts"),
+    **dict.fromkeys(("mixtral", "deepseek_v2", "gpt_oss"), "num_experts"),
     **dict.fromkeys(("olmoe", "qwen3_moe", "glm4_moe", "deepseek_v3"), "num_local_experts"),
 }
 """Second name of the number of routed experts that transformers reads, by family."""
@@ -191,6 +204,7 @@ def model_sizes(config: Mapping[str, Any]) -> Sizes | None:
         experts=_experts(kind, known, layers),
         latent=latent,
         head_norms=kind in _WITH_HEAD_NORMS or (kind == "glm4_moe" and bool(known.get("use_qk_norm"))),
+        sinks=kind in WITH_SINKS,
     )
 
 
@@ -256,7 +270,8 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     sizes = model_sizes(config)
     if sizes is None:
         raise ValueError(_wrong_size(_with_defaults(config)))
-    _check_heads(sizes, _with_defaults(config))
+    known = _with_defaults(config)
+    _check_heads(sizes, known)
     hidden = sizes.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (sizes.vocabulary, hidden),
@@ -264,7 +279,8 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for index in range(sizes.layers):
         prefix = f"model.layers.{index}"
-        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in _attention_shapes(sizes, config).items()}
+        attention = _attention_shapes(sizes, known)
+        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
         is_sparse = sizes.experts is not None and index not in sizes.experts.dense
         mlp = _expert_shapes(sizes, sizes.experts) if is_sparse and sizes.experts else _mlp_shapes(hidden, sizes.ffn)
         shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlp.items()}
@@ -311,6 +327,8 @@ def _attention_shapes(sizes: Sizes, config: Mapping[str, Any]) -> dict[str, tupl
             shapes[f"{name}_proj.bias"] = (width,)
     if has_bias and kind != "glm4_moe":
         shapes["o_proj.bias"] = (hidden,)
+    if sizes.sinks:
+        shapes["sinks"] = (sizes.heads,)
     if kind == "olmoe":
         shapes |= {"q_norm.weight": (hidden,), "k_norm.weight": (hidden // sizes.heads * sizes.kv_heads,)}
     elif sizes.head_norms:
@@ -349,6 +367,16 @@ def _mlp_shapes(hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
 def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, ...]]:
     """Return the shapes of router, routed experts and shared ones of a layer."""
     hidden = sizes.hidden
+    if sizes.family == "gpt_oss":  # gate and up in turn, matrices transposed
+        number, features = experts.number, 2 * experts.ffn
+        return {
+            "router.weight": (number, hidden),
+            "router.bias": (number,),
+            "experts.gate_up_proj": (number, hidden, features),
+            "experts.gate_up_proj_bias": (number, features),
+            "experts.down_proj": (number, experts.ffn, hidden),
+            "experts.down_proj_bias": (number, hidden),
+        }
     shapes: dict[str, tuple[int, ...]] = {
         "gate.weight": (experts.number, hidden),
         "experts.gate_up_proj": (experts.number, 2 * experts.ffn, hidden),

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT, WITH_EXPERTS
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE
 from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
@@ -136,14 +136,17 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     quantised = config.get("quantization_config") or config.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
+        others = ", as transformers saves a model that it has loaded with Mxfp4Config(dequantize=True)"
         raise UserError(
             f"models.{role}: its weights are quantised ({method}), which is not supported; give them in 16 or 32 bits"
+            f"{others if method == 'mxfp4' else ''}"
         )
+    mixtures = [family for family in KNOWN_FAMILIES if family not in LLAMA_LIKE]
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
-    if (experts or "moe" in config["model_type"]) and config["model_type"] not in WITH_EXPERTS + LATENT:
+    if (experts or "moe" in config["model_type"]) and config["model_type"] not in mixtures:
         raise UserError(
             f"models.{role}: {config['model_type']} is a mixture-of-experts model ({experts or 'by its type'}), of "
-            f"which families {', '.join(WITH_EXPERTS + LATENT)} are supported; use one of these, or a dense model"
+            f"which families {', '.join(mixtures)} are supported; use one of these, or a dense model"
         )
     return config
 

@@ -18,8 +18,7 @@ from typing import TypeVar
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.expert_files import DOWN as DOWN_EXPERTS
-from flexrlhf.weights.expert_files import FUSED as FUSED_EXPERTS
+from flexrlhf.weights.expert_files import OF_EXPERTS
 from flexrlhf.weights.lora import BASE, shape_of, without_adapter
 from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
 
@@ -268,7 +267,7 @@ def _part_keys(parameters: Parameters) -> tuple[dict[str, PartKey], dict[PartKey
 
 def is_of_experts(name: str) -> bool:
     """Whether parameter ``name`` has the experts of a layer as its first dim."""
-    return name.endswith((FUSED_EXPERTS, DOWN_EXPERTS))
+    return name.endswith(OF_EXPERTS)
 
 
 def _is_of_keys(name: str) -> bool:

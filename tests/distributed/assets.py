@@ -121,6 +121,11 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
     _save(actor, path("experts-actor"))
     mixtral = AutoConfig.for_model("mixtral", **sizes, num_local_experts=6)
     _save(AutoModelForSequenceClassification.from_config(mixtral), path("experts-critic"))
+    olmoe = AutoConfig.for_model("olmoe", **sizes, num_experts=4)
+    _save(AutoModelForCausalLM.from_config(olmoe), path("other-experts-actor"))
+    shared = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+    qwen2 = AutoConfig.for_model("qwen2_moe", **sizes, **shared)
+    _save(AutoModelForSequenceClassification.from_config(qwen2), path("other-experts-critic"))
     latent = {
         "num_key_value_heads": SIZES["num_attention_heads"],
         "q_lora_rank": 10,
@@ -133,9 +138,15 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
         "moe_intermediate_size": 24,
         "first_k_dense_replace": 1,
     }
-    config = AutoConfig.for_model("deepseek_v2", **sizes | latent)
-    for name, kind in (("actor", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)):
-        _save(kind.from_config(config), path(f"latent-{name}"))
+    sinks = {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5}
+    for setting, family, own in (("latent", "deepseek_v2", latent), ("sinks", "gpt_oss", sinks)):
+        config = AutoConfig.for_model(family, **sizes | own)
+        for name, kind in (("actor", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)):
+            model = kind.from_config(config)
+            for end, parameter in model.named_parameters():
+                if end.endswith(("bias", "sinks")):  # of 0 they would show little
+                    torch.nn.init.normal_(parameter, std=0.5)
+            _save(model, path(f"{setting}-{name}"))
 
 
 def build_letters(directory: Path) -> None:

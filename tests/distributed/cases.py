@@ -226,25 +226,27 @@ SETTINGS |= {
 SETTINGS |= COMPLETIONS | ALGORITHMS
 BALANCED = {"router_aux_loss_coef": 0.2, "router_z_loss_coef": 0.05}
 SETTINGS |= {
-    # of different families; the first one has a dense layer, too
+    # actor and critic are of different families; the first actor has a dense layer, too
     name: {
         **_ppo(num_mini_batches=2),
         "models": {
-            "actor": {"path": "assets:models/experts-actor", **replay, **BALANCED},
-            "ref": {"path": "assets:models/experts-actor"},
-            "critic": {"path": "assets:models/experts-critic", **BALANCED},
+            "actor": {"path": f"assets:models/{models}-actor", **replay, **BALANCED},
+            "ref": {"path": f"assets:models/{models}-actor"},
+            "critic": {"path": f"assets:models/{models}-critic", **BALANCED},
         },
     }
-    for name, replay in {"experts": {}, "experts-replayed": {"router_replay": "rollout"}}.items()
+    for name, models, replay in (
+        ("experts", "experts", {}),
+        ("experts-replayed", "other-experts", {"router_replay": "rollout"}),
+        # keys and values are made from a latent, and some experts compute every token
+        ("latent", "latent", {}),
+        # heads have sinks, every other layer a window
+        ("sinks", "sinks", {"router_replay": "rollout"}),
+    )
 }
-# keys and values are made from a latent, and some experts compute every token
-SETTINGS["latent"] = {
-    **_ppo(num_mini_batches=2),
-    "models": {
-        "actor": {"path": "assets:models/latent-actor", **BALANCED},
-        "ref": {"path": "assets:models/latent-actor"},
-        "critic": {"path": "assets:models/latent-critic", **BALANCED},
-    },
+SETTINGS["experts-grpo"] = {
+    **ALGORITHMS["grpo"],
+    "models": {role: {"path": "assets:models/experts-actor"} for role in ("actor", "ref")},
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SETTINGS["experts-adapters"] = {
@@ -256,8 +258,10 @@ SETTINGS["experts-adapters"] = {
         "critic": {"path": "assets:models/experts-critic", "lora": {"targets": ["v_proj"]}, "optimizer": FAST},
     },
 }
-WITH_EXPERTS = ("experts", "experts-replayed", "experts-adapters", "latent")
+WITH_EXPERTS = ("experts", "experts-replayed", "experts-adapters", "experts-grpo", "latent", "sinks")
 """Settings whose models have experts, which not every engine serves."""
+OF_OWN_ATTENTION = ("latent", "sinks")
+"""Settings whose models vLLM does not serve here, and whose rows context-parallel ranks do not share."""
 NOT_COMPARED = (
     "episodes-random",
     "episodes-replayed",
@@ -899,7 +903,8 @@ def _every_split_of_experts() -> list[Case]:
     sampled = [
         Case(setting, shape, 4, way, rollout)
         for setting in WITH_EXPERTS
-        if setting != "latent"  # which vLLM does not serve here
+        # vLLM returns no experts to replay
+        if setting not in (*OF_OWN_ATTENTION, "experts-replayed")
         for shape, rollout in rollouts
         for way in ("torch-3", "ep", "ep-3")
     ]
@@ -911,7 +916,8 @@ def _every_split_of_experts() -> list[Case]:
         for way in ways
         # a half of two ranks is one
         if ranks == 4 or shape == "co-located" or way not in ("ep", "ep-3", "ep-recomputed", "ep-apart", "cp")
-        if (setting, way) != ("latent", "cp")
+        if setting not in OF_OWN_ATTENTION or way != "cp"
+        if setting != "experts-grpo" or shape == "co-located"
     ]
 
 

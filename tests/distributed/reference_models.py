@@ -124,7 +124,7 @@ class Routers:
         yield
         self.replayed = None
 
-    def _route(self, layer: int, _: Any, __: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _route(self, layer: int, router: Any, _: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, weights, chosen = routed
         if self.recorded is not None:
             self.recorded.append(chosen)
@@ -132,7 +132,8 @@ class Routers:
             # generation has not read the last token
             chosen = torch.cat([self.replayed[layer][:-1], chosen[-1:]])
             weights = logits.softmax(-1).gather(1, chosen)
-            weights = weights / weights.sum(-1, keepdim=True)
+            if getattr(router, "norm_topk_prob", True):
+                weights = weights / weights.sum(-1, keepdim=True)
         if torch.is_grad_enabled():
             self.routed[layer].append((logits, chosen))
         return logits, weights, chosen

@@ -175,6 +175,8 @@ def test_the_noise_and_every_setting_matter(model: PreTrainedModel, prompts: Bat
     ("kind", "changes"),
     [
         ("mistral", {"sliding_window": 4}),
+        # with sinks, and windows in every other layer
+        ("gpt_oss", {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}),
         ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2}),
         ("qwen3", {}),
         # with a recurrent state in some layers

@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), {**EXPERTS, "num_experts": 4}),
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "sliding_window": 3},
     "glm4_moe": {**SHARED, "head_dim": 4, "use_qk_norm": True},
     "deepseek_v2": {**SHARED, **LATENT},
     "deepseek_v3": {**SHARED, **LATENT},

@@ -30,13 +30,20 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "apart, text by text": {"micro_batch_tokens": 1, "pack_texts": False},
 }
 PACKING = ("llama", "mistral", "qwen2", "qwen3")
-OTHERS = ("gemma2", "gpt2")
+OTHERS = ("gemma2", "gpt2", "gpt_oss")
+OWN: Mapping[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 32}
 STILL = OptimizerSpec(name="sgd", learning_rate=1.0, max_grad_norm=None)
 
 
 def engine_with(family: str, head: Head, layout: str, **settings: Any) -> TorchEngine:
-    init = {"model_type": "gpt2", **GPT2} if family == "gpt2" else {**TINY, "model_type": family, "head_dim": 4}
+    init = (
+        {"model_type": "gpt2", **GPT2}
+        if family == "gpt2"
+        else {**TINY, "model_type": family, "head_dim": 4} | OWN.get(family, {})
+    )
     model = placed("actor" if head != "scalar" else "critic", head, optimizer={}, **LAYOUTS[layout], **settings)
     return engine_for(replace(model, settings=model.settings.model_copy(update={"init": init, "optimizer": STILL})))
 

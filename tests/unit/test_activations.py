@@ -169,6 +169,32 @@ def test_planned_activations_of_latent_attention() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_planned_activations_of_sinks(dtype: str) -> None:
+    """Attention keeps its weights, so that wide rows need most of the memory."""
+    config = config_of("gpt_oss", 2, num_local_experts=8, num_experts_per_tok=2, intermediate_size=96, sliding_window=8)
+    blocks, rows = blocks_of(config, dtype), 4
+    planned = 2 * blocks.saved_by_layer(20) + blocks.saved_outside_layers()
+    assert_close_above(3 * 20 * planned, saved_bytes(model_of(config, dtype), 3, 20), 0.02)
+    for width in (64, 256):
+        model, batch = model_of(config, dtype), inputs(rows, width)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+        @torch.no_grad()
+        def forward(model: PreTrainedModel = model, batch: dict[str, Tensor] = batch) -> None:
+            model.model(**batch, use_cache=False)
+
+        def train(model: PreTrainedModel = model, batch: dict[str, Tensor] = batch) -> None:
+            model.model(**batch, use_cache=False).last_hidden_state.float().sum().backward()
+
+        assert 0.96 < blocks.forward_bytes(rows * width, width) / peak_bytes(forward) < 1.2
+        assert 0.96 < blocks.train_bytes(rows * width, width, False) / peak_bytes(train) < 1.2
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        assert 0.96 < blocks.train_bytes(rows * width, width, True) / peak_bytes(train) < 1.2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_adapters_keep_their_narrow_products(dtype: str) -> None:
     """Of frozen norms autograd keeps less than planned, and nothing of token ids and the first norm, behind a frozen
     embedding."""

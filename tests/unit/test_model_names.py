@@ -46,6 +46,8 @@ BILLIONS = {
     "deepseek-v2-lite": 15.706,
     "deepseek-v3": 671.026,
     "mixtral-8x7b": 46.703,
+    "gpt-oss-20b": 20.915,
+    "gpt-oss-120b": 116.829,
     "mixtral-8x22b": 140.630,
 }
 """As on the models' cards, or by their safetensors index."""
@@ -68,6 +70,7 @@ HUB = {
     "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-v0.1",
     "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "unsloth/gpt-oss-20b-BF16": "gpt-oss-20b",
     "deepseek-ai/DeepSeek-R1-0528": "deepseek-v3",
     "Qwen/Qwen3-VL-30B-A3B-Instruct": None,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": None,

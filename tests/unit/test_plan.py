@@ -155,7 +155,11 @@ def test_a_written_critic_keeps_its_own_weights() -> None:
             ("models.critic.init={model_type: deepseek_v2, num_key_value_heads: 2, num_experts_per_tok: 2}",),
             ("num_key_value_heads 2", "num_attention_heads, 32"),
         ),
-        (("models.critic.init={model_type: gpt_oss, num_local_experts: 64}",), ("gpt_oss", "num_local_experts")),
+        (("models.critic.init={model_type: gpt_oss}", "models.critic.attention=sdpa"), ("sdpa has no sinks", "auto")),
+        (
+            ("models.critic.init={model_type: gpt_oss, quantization_config: {quant_method: mxfp4}}",),
+            ("mxfp4", "Mxfp4Config(dequantize=True)"),
+        ),
     ],
 )
 def test_models_that_cannot_be_are_refused(overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -228,6 +232,10 @@ FAMILIES = [SMALL | {"model_type": kind, "head_dim": 6} for kind in ("llama", "m
     SMALL | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 6, "mlp_only_layers": [1]},
     SMALL | {"model_type": "qwen3_moe", "num_local_experts": 9, "moe_intermediate_size": 6, "decoder_sparse_step": 2},
     SMALL | {"model_type": "olmoe", "num_experts": 8, "attention_bias": True},
+    *(
+        SMALL | {"model_type": "gpt_oss", "num_experts": 6, "head_dim": 6, "attention_bias": biased}
+        for biased in (True, False)
+    ),
     *(
         SMALL | SHARED | {"model_type": "glm4_moe", "use_qk_norm": normed, "attention_bias": normed, "head_dim": 6}
         for normed in (False, True)

@@ -77,7 +77,7 @@ def test_a_tensor_larger_than_a_shard_is_alone() -> None:
     assert (first, second, third) == (["a"], ["b"], ["c", "d"])
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "gpt_oss"])
 def test_transformers_loads_shards(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
