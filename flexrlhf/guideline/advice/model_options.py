@@ -24,7 +24,7 @@ from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-from flexrlhf.memory.packed_rows import decodes_in_slots
+from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.devices import DeviceClass
@@ -231,11 +231,11 @@ class OptionEnumerator:
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "cp")
         data, own = self.spec.data, base.of_shadow if model.is_shadow else base
         is_long = data.max_prompt_tokens + data.max_response_tokens >= LONG_ROW
-        is_open = is_long and self._facts(model, base).cp and sizes is not None and sizes.family in LLAMA_LIKE
+        is_open = is_long and self._facts(model, base).cp and sizes is not None and sizes.family in PACKED_FAMILIES
         is_open &= not model.is_rollout and own.attention == "auto" and not own.compile
         for cp in (CONTEXT_PARALLEL if is_open else (1,)) if in_yaml is None else (in_yaml,):
             ranks, heads = cp * split, 1 if sizes is None else sizes.heads
-            is_near = own.context_parallel == "ring" or ranks <= mesh.per_node
+            is_near = cp == 1 or own.context_parallel == "ring" or ranks <= mesh.per_node
             if mesh.size % ranks == 0 and is_near and (in_yaml is not None or heads % ranks == 0):
                 yield cp
 

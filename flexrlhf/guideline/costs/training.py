@@ -35,6 +35,9 @@ OFFLOADED_BYTES, HOST_MEMORY_GB_S = 4, 200
 # Parts of attention in a ring are joined (``joined`` in engines/attended_spans.py): per feature of a query, a part's
 # output is cleared, written, cast to float32 and weighed with the sum of those before.
 JOINED_BYTES = 44
+# Reads and writes of each token at each of its experts: in transformers' ``grouped_mm_experts_forward``, and in
+# ``experts_over_ranks`` of engines/experts.py, which calls it on the ranks of the experts.
+DISPATCH_PASSES, RANKS_DISPATCH_PASSES = 7, 17
 # Sums of weight gradients over the tiles of an MLP: a 32-bit sum read and written, a 16-bit gradient written and read.
 TILE_SUM_BYTES = 12
 
@@ -472,8 +475,10 @@ def element_bytes(model: Transformer, profile: EngineProfile, shape: PassShape, 
     norms (read twice, written once), two additions, rotations of queries and keys, the activation."""
     hidden = 12 * model.hidden / (tp if profile.sequence_parallel else 1)
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim / tp
-    moved = hidden + heads + _ffn_elements(model, tp) + _dispatched(model)
-    return profile.elements * shape.item * shape.tokens * moved
+    moved = profile.elements * (hidden + heads + _ffn_elements(model, tp))
+    # all passes of dispatch are counted, of which an engine may have fewer
+    moved += min(1.0, profile.elements) * _dispatched(model, shape.ep)
+    return shape.item * shape.tokens * moved
 
 
 def _ffn_elements(model: Transformer, tp: int) -> float:
@@ -481,12 +486,13 @@ def _ffn_elements(model: Transformer, tp: int) -> float:
     return (3 if model.gated else 2) * model.active_ffn / tp
 
 
-def _dispatched(model: Transformer) -> float:
+def _dispatched(model: Transformer, ep: int) -> float:
     """Return the numbers that are read and written for a token as it is copied to its experts, and as their outputs are
     weighted, brought back in its order and added."""
     if model.experts is None:
         return 0.0
-    return 8 * model.experts.active * model.hidden * model.sparse_layers / model.layers
+    passes = DISPATCH_PASSES if ep == 1 else RANKS_DISPATCH_PASSES
+    return passes * model.experts.active * model.hidden * model.sparse_layers / model.layers
 
 
 def _adapter_seconds(
