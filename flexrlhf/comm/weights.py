@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexrlhf.comm.world import Wait, posted
 from flexrlhf.config.model_settings import LoraSpec
-from flexrlhf.weights.boxes import Box
+from flexrlhf.weights.boxes import Box, boxes_of, intersection
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.shards import Part, Parts, part_elements
 from flexrlhf.weights.transfer_plan import Region
@@ -82,6 +82,28 @@ class WeightGather:
                 tensors.setdefault(name, vectors.new_empty(parts[name].shape))
                 fill(tensors[name], parts[name], piece)
         return tensors
+
+    def experts(self, weights: Weights, name: str, experts: range, dtype: torch.dtype) -> Tensor:
+        """Return ``experts`` of the parameter ``name``, on the first rank of the group; on others it is not all there.
+        A collective.
+
+        The bytes of all ranks are added up, each of which only one has, so that every bit arrives.
+        """
+        part = next(parts[name] for parts in self.shards if name in parts)
+        whole = (experts, *map(range, part.shape[1:]))
+        if self.group is None:
+            return view_of(weights[name].detach(), part, whole).to(dtype)
+        index = dist.get_rank(self.group)
+        own = self.shards[index].get(name)
+        found = torch.zeros(tuple(map(len, whole)), dtype=dtype, device=next(iter(weights.values())).device)
+        if own is not None and next(i for i, parts in enumerate(self.shards) if parts.get(name) == own) == index:
+            for box in boxes_of(own):
+                if (common := intersection(box, whole)) is not None:
+                    values = view_of(weights[name].detach(), own, common)
+                    view_of(found, Part(part.shape, whole), common).copy_(values)
+        work = dist.reduce(found.view(torch.uint8), group_dst=0, group=self.group, async_op=True)
+        self.wait(posted(work), self.ranks)
+        return found
 
     def _longest(self, names: Sequence[str]) -> int:
         return max(part_elements(parts, [name for name in names if name in parts]) for parts in self.shards)

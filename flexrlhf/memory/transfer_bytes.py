@@ -9,12 +9,13 @@ from functools import lru_cache
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.states import item_bytes, num_moments
 from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.weights.expert_files import file_shapes
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
-from flexrlhf.weights.saving import saved_type, written_names
+from flexrlhf.weights.saving import saved_buckets, saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import make_buckets, part_elements, trained_parts
+from flexrlhf.weights.shards import part_elements, trained_parts
 from flexrlhf.weights.sync_plan import adapter_elements, sent_dtype, volumes
 from flexrlhf.weights.transfers import NodeOf
 
@@ -78,15 +79,18 @@ def saving_parts(
 ) -> dict[str, int | None]:
     """Return bytes by name on each of ``ranks``, which gather the trained weights bucket by bucket."""
     item = _saved_item(model, shape)
-    largest = _largest_bucket(shape_of(model, shape).trained, item, settings.bucket_bytes)
-    return {"gathered": _gathering(largest, len(ranks))}
+    whole, experts = _largest_buckets(shape_of(model, shape).trained, item, settings.bucket_bytes)
+    return {"gathered": max(_gathering(whole, len(ranks)), experts if len(ranks) > 1 else 0)}
 
 
 @lru_cache(maxsize=256)
-def _largest_bucket(parameters: Parameters, item: int, bucket_bytes: int) -> int:
-    """Return the bytes of the largest bucket of whole tensors."""
-    sizes = [item * math.prod(size) for _, size in sorted(parameters)]
-    return max(sum(sizes[index] for index in bucket) for bucket in make_buckets(sizes, bucket_bytes))
+def _largest_buckets(parameters: Parameters, item: int, bucket_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the largest bucket of whole tensors, and of the largest of some experts."""
+    buckets = [*saved_buckets(dict(parameters), item, bucket_bytes)]
+    whole, experts = (
+        [each.size for each in buckets if (each.experts is None) == is_whole] for is_whole in (True, False)
+    )
+    return max(whole, default=0), max(experts, default=0)
 
 
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
@@ -95,10 +99,17 @@ def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
 
 
 def writing_bytes(model: PlacedModel, shape: ModelShape) -> int:
-    """Return the host memory of the rank that writes a model: one tensor; of adapters all."""
+    """Return the host memory of the rank that writes a model: one tensor of a file; of adapters all."""
     if model.settings.lora is not None:
         return saved_bytes(model, shape)
-    return _saved_item(model, shape) * _largest_tensor(shape.trained)
+    return _saved_item(model, shape) * _largest_in_files(
+        "" if shape.sizes is None else shape.sizes.family, shape.trained
+    )
+
+
+@lru_cache(maxsize=256)
+def _largest_in_files(family: str, parameters: Parameters) -> int:
+    return max(map(math.prod, file_shapes(family, dict(parameters)).values()), default=0)
 
 
 @lru_cache(maxsize=256)

@@ -101,16 +101,25 @@ class ModelFiles:
         self._path = directory
         self._open: BinaryIO | None = None
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write ``tensors``, the next ones by name, from any device."""
+    def write(self, tensors: Mapping[str, Tensor], experts: range | None = None) -> None:
+        """Write ``tensors``, the next ones by name, from any device.
+
+        ``experts``: the next ones of a parameter, which alone is in ``tensors``; None: these are whole.
+        """
         for name in sorted(tensors):
             for piece in self._pieces[name]:
-                file, expected = self._pending.pop(0)
+                written = piece if experts is None else _with_experts(piece, experts)
+                if written is None:
+                    continue
+                file, expected = self._pending[0]
                 assert piece.name == expected, f"{piece.name} is written before {expected}"
                 with _named_errors(self._directory / file):
                     stream = self._stream(file)
-                    for block in _blocks(_part_of(tensors[name], piece), self._forms[piece.name]):
+                    values = _part_of(tensors[name], written, 0 if experts is None else experts.start)
+                    for block in _blocks(values, TensorForm(written.shape, self._forms[piece.name].dtype)):
                         stream.write(block)
+                if not piece.box or written.box[0].stop == piece.box[0].stop:
+                    self._pending.pop(0)
 
     def close(self, is_complete: bool = True) -> None:
         """Close the last file, and write the index of several."""
@@ -161,9 +170,20 @@ def _header(forms: Forms) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _part_of(tensor: Tensor, piece: FilePiece) -> Tensor:
-    """Return the tensor of a file that is a part of the parameter ``tensor``."""
-    return tensor[tuple(slice(side.start, side.stop) for side in piece.box)].reshape(piece.shape)
+def _with_experts(piece: FilePiece, experts: range) -> FilePiece | None:
+    """Return what ``piece`` has of ``experts``, which is all of one expert's or the next rows of all; None: nothing."""
+    rows = piece.box[0]
+    common = range(max(rows.start, experts.start), min(rows.stop, experts.stop))
+    if not common:
+        return None
+    return piece if common == rows else FilePiece(piece.name, (len(common), *piece.shape[1:]), (common, *piece.box[1:]))
+
+
+def _part_of(tensor: Tensor, piece: FilePiece, first: int) -> Tensor:
+    """Return the tensor of a file that is a part of the parameter ``tensor``, which begins with its row ``first``."""
+    starts = (first if dim == 0 else 0 for dim in range(len(piece.box)))
+    inside = tuple(slice(side.start - at, side.stop - at) for side, at in zip(piece.box, starts, strict=True))
+    return tensor[inside].reshape(piece.shape)
 
 
 def _blocks(tensor: Tensor, form: TensorForm) -> Iterator[memoryview]:

@@ -19,8 +19,8 @@ from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
 from flexrlhf.weights.lora import shape_of
-from flexrlhf.weights.saving import saved_type
-from flexrlhf.weights.shards import bucket_names, trained_parts
+from flexrlhf.weights.saving import SavedBucket, saved_buckets, saved_type
+from flexrlhf.weights.shards import trained_parts
 
 
 class ModelSaver:
@@ -58,7 +58,7 @@ class ModelSaver:
         self,
         model: LoadedModel,
         directory: Path,
-        buckets: Iterator[dict[str, Tensor]],
+        buckets: Iterator[tuple[SavedBucket, dict[str, Tensor]]],
         best: Mapping[str, Any] | None,
     ) -> None:
         tokenizer, placed = self._context.data.tokenizer, model.placed
@@ -66,27 +66,29 @@ class ModelSaver:
         policy = plan.model("actor") if placed.role == "actor" else None
         texts = usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
         if placed.settings.lora is not None:
-            weights = {name: each.to("cpu", copy=True) for bucket in buckets for name, each in bucket.items()}
+            weights = {name: each.to("cpu", copy=True) for _, found in buckets for name, each in found.items()}
             save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
             return
         config = copy.deepcopy(model.engine.config)
         config.dtype = dtype = _saved_dtype(model)
         forms = {name: TensorForm(shape, dtype) for name, shape in shape_of(placed, model.shape).trained}
         with model_writer(directory, forms, config, tokenizer, best, texts, plan.spec.save.shard_bytes) as files:
-            for bucket in buckets:
-                files.write(bucket)
+            for bucket, found in buckets:
+                files.write(found, bucket.experts)
 
-    def _buckets(self, model: LoadedModel, ranks: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
-        """Yield all trained weights, whole, a bucket at a time in the order of their names. A collective."""
+    def _buckets(self, model: LoadedModel, ranks: tuple[int, ...]) -> Iterator[tuple[SavedBucket, dict[str, Tensor]]]:
+        """Yield all trained weights, a bucket at a time in the order of their names. A collective."""
         shards = tuple(trained_parts(model.placed, model.shape, rank) for rank in ranks)
         group = self._context.groups.get(f"gather {model.placed.name}", ranks)
         gather, live = WeightGather(group, ranks, shards, self._context.wait), model.engine.weights()
         dtype = _saved_dtype(model)
-        stored = {name: part for parts in shards for name, part in parts.items()}
-        for names in bucket_names(
-            dict(sorted(stored.items())), dtype.itemsize, self._context.plan.spec.sync.bucket_bytes
-        ):
-            yield gather.whole(live, names, dtype)
+        shapes = {name: part.shape for parts in shards for name, part in parts.items()}
+        for bucket in saved_buckets(shapes, dtype.itemsize, self._context.plan.spec.sync.bucket_bytes):
+            if bucket.experts is None:
+                yield bucket, gather.whole(live, bucket.names, dtype)
+            else:
+                (name,) = bucket.names
+                yield bucket, {name: gather.experts(live, name, bucket.experts, dtype)}
 
 
 def _saved_dtype(model: LoadedModel) -> torch.dtype:

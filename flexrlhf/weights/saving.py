@@ -9,12 +9,47 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import Part, Parts, trained_parts, whole
+from flexrlhf.weights.shards import Part, Parts, is_of_experts, make_buckets, trained_parts, whole
+
+
+@dataclass(frozen=True)
+class SavedBucket:
+    """Weights that are gathered and written together.
+
+    names:    of parameters.
+    experts:  range of the experts of the only one; None: whole parameters.
+    size:     bytes.
+    """
+
+    names: tuple[str, ...]
+    experts: range | None
+    size: int
+
+
+def saved_buckets(shapes: Mapping[str, tuple[int, ...]], item_bytes: int, bucket_bytes: int) -> Iterator[SavedBucket]:
+    """Yield the buckets of all parameters, in the order of their names: whole ones in at most ``bucket_bytes``, or one
+    that is larger; experts that are larger a few at a time, since a layer's may be most of a device's memory."""
+    sizes = {name: item_bytes * math.prod(shapes[name]) for name in sorted(shapes)}
+    for is_split, group in groupby(sizes, lambda name: is_of_experts(name) and sizes[name] > bucket_bytes):
+        names = list(group)
+        if not is_split:
+            for bucket in make_buckets([sizes[name] for name in names], bucket_bytes):
+                inside = tuple(names[index] for index in bucket)
+                yield SavedBucket(inside, None, sum(sizes[name] for name in inside))
+            continue
+        for name in names:
+            number = shapes[name][0]
+            step = max(1, bucket_bytes * number // sizes[name])
+            for start in range(0, number, step):
+                experts = range(start, min(start + step, number))
+                yield SavedBucket((name,), experts, sizes[name] // number * len(experts))
 
 
 def dump_part(part: Part) -> str:

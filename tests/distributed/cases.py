@@ -226,9 +226,11 @@ SETTINGS |= {
 SETTINGS |= COMPLETIONS | ALGORITHMS
 BALANCED = {"router_aux_loss_coef": 0.2, "router_z_loss_coef": 0.05}
 SETTINGS |= {
-    # actor and critic are of different families; the first actor has a dense layer, too
+    # actor and critic are of different families; the first actor has a dense layer, too; models are saved an expert at
+    # a time
     name: {
         **_ppo(num_mini_batches=2),
+        "sync": {"bucket_mb": 0.004},
         "models": {
             "actor": {"path": f"assets:models/{models}-actor", **replay, **BALANCED},
             "ref": {"path": f"assets:models/{models}-actor"},

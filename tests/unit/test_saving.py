@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexrlhf.runs.model_directory import ModelFiles, TensorForm, forms_of, model_writer, save_model, split_files
 from flexrlhf.weights.model_files import stored_tensors
+from flexrlhf.weights.saving import saved_buckets
 
 CONFIG = {
     "model_type": "llama",
@@ -88,7 +89,12 @@ def test_transformers_loads_shards(tmp_path: Path, family: str) -> None:
     plain = AutoModelForCausalLM.from_config(config)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     with model_writer(tmp_path / "actor", forms_of(weights), plain.config, None, shard_bytes=4000) as files:
-        files.write(weights)
+        # as they are gathered: a few experts of a large layer at a time
+        for bucket in saved_buckets({name: each.shape for name, each in weights.items()}, 4, 3000):
+            rows = slice(None) if bucket.experts is None else slice(bucket.experts.start, bucket.experts.stop)
+            part = {name: weights[name][rows] for name in bucket.names}
+            assert bucket.size == sum(each.nbytes for each in part.values())
+            files.write(part, bucket.experts)
     assert len(list((tmp_path / "actor").glob("*.safetensors"))) > 3
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "actor", output_loading_info=True)
     assert not any(info.values())
