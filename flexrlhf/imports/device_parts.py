@@ -119,7 +119,17 @@ def span(ranks: Sequence[int]) -> str | list[int]:
 
 def num_generating(out: Translation) -> int:
     """Return the number of devices that generate."""
-    ranks = out.value(f"placement.actor{DOT}rollout.ranks")
+    return _num_placed(out, f"actor{DOT}rollout")
+
+
+def num_training(out: Translation) -> int:
+    """Return the number of devices that train the actor."""
+    return _num_placed(out, "actor")
+
+
+def _num_placed(out: Translation, model: str) -> int:
+    """Return the number of devices of a model; all, where none are written for it."""
+    ranks = out.value(f"placement.{model}.ranks")
     if isinstance(ranks, str):
         first, _, last = ranks.partition("-")
         return int(last) - int(first) + 1

@@ -65,6 +65,18 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "models.actor.lora.rank": 32,
         "data.max_prompt_tokens": 512,
     },
+    "verl_experts.sh": {
+        "models.actor.init": "qwen3-30b-a3b",
+        "models.all.engine": "torch",
+        "models.all.zero": 3,
+        "models.actor.ep": 8,
+        "models.ref.ep": 8,
+        "models.actor.router_replay": "rollout",
+        # layers over top-k, and layers
+        "models.actor.router_aux_loss_coef": 0.01 * 48 / 8,
+        "models.actor.router_z_loss_coef": 0.001 * 48,
+        "rollout.engine": "transformers",
+    },
     "verl_ppo.yaml": {
         "algorithm.name": "ppo",
         "algorithm.kl.place": "reward",
@@ -205,6 +217,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 NO_COUNTERPART = {
     "verl_grpo.sh": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+    "verl_experts.sh": "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
     "openrlhf_ppo.sh": "--ds.ring_attn_size",
     "trl_sft.py": "warmup_steps",
 }
@@ -258,6 +271,24 @@ def test_activations_that_are_not_computed_again_stay_on_the_device(tmp_path: Pa
     assert critic() == (True, True, False)
     assert critic("critic.model.enable_gradient_checkpointing=false") == (None, True, True)
     assert critic("actor_rollout_ref.actor.strategy=megatron") == (None, None, False)
+
+
+def test_settings_of_experts_have_counterparts_in_other_systems(tmp_path: Path) -> None:
+    shutil.copytree(JOBS, tmp_path / "jobs")
+    file = tmp_path / "jobs" / "nemo_async.yaml"
+    text = file.read_text().replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B")
+    for is_megatron in (True, False):
+        section = "megatron_cfg: {enabled: true, expert_model_parallel_size: 16}\n  dtensor_cfg: {enabled: false, "
+        added = section if is_megatron else "dtensor_cfg: {expert_parallel_size: 16, "
+        replayed = f"router_replay: {{enabled: true}}\n  {added}"
+        file.write_text(text.replace("dtensor_cfg: {", replayed))
+        out = translated(file, H100)
+        keys = ("models.all.engine", "models.actor.ep", "models.actor.router_replay", "rollout.engine")
+        ranks = 16 if is_megatron else 8  # the other has two context-parallel ranks
+        assert tuple(map(out.value, keys)) == ("torch", ranks, "rollout", "transformers"), is_megatron
+    words = "deepspeed --module openrlhf.cli.train_sft --data.max_len 512 --data.dataset x --actor.aux_loss_coef 0.01"
+    (tmp_path / "job.sh").write_text(f"{words} --actor.model_name_or_path allenai/OLMoE-1B-7B-0924")
+    assert translated(tmp_path / "job.sh").value("models.actor.router_aux_loss_coef") == 0.01
 
 
 @pytest.mark.parametrize("key", ["optim.lr", "ppo_mini_batch_size", "use_kl_loss", "trainer.nnodes", "rollout.n"])

@@ -7,6 +7,14 @@ from typing import Any
 
 from flexrlhf.errors import UserError
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
+from flexrlhf.imports.expert_settings import (
+    NO_MEGATRON,
+    NO_SPLIT,
+    has_experts,
+    put_expert_ranks,
+    put_megatron_losses,
+    put_router_replay,
+)
 from flexrlhf.imports.nemo_rl.algorithm import KINDS, put_algorithm
 from flexrlhf.imports.nemo_rl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.parts import (
@@ -214,9 +222,18 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
     if is_megatron:
         prefix, sizes = f"{_P}megatron_cfg.", {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
         lora = f"{prefix}peft."
-        out.put("models.all.engine", "megatron", job.get(f"{prefix}enabled"))
-        shards = job.truth(f"{prefix}optimizer.use_distributed_optimizer")
-        out.put("models.all.zero", 1, shards or "its distributed optimizer")
+        enabled, shards = job.get(f"{prefix}enabled"), job.truth(f"{prefix}optimizer.use_distributed_optimizer")
+        if has_experts(out):
+            out.drop(enabled, NO_MEGATRON)
+            for own in sizes.values():
+                size = job.count(prefix + own)
+                out.drop(size if size is not None and size.value > 1 else None, NO_SPLIT)
+            sizes = {"cp": "context_parallel_size"}
+            out.put("models.all.engine", "torch", enabled)
+            out.put("models.all.zero", 3, "torch shards parameters")
+        else:
+            out.put("models.all.engine", "megatron", enabled)
+            out.put("models.all.zero", 1, shards or "its distributed optimizer")
     else:
         prefix, sizes = f"{_P}dtensor_cfg.", {"tp": "tensor_parallel_size", "cp": "context_parallel_size"}
         lora = f"{prefix}lora_cfg."
@@ -224,6 +241,8 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
         out.put("models.all.zero", 3, "FSDP2 shards parameters")
     for key, own in sizes.items():
         out.put_same(f"models.all.{key}", job.count(prefix + own))
+    put_expert_ranks(out, job.count(f"{prefix}expert_model_parallel_size", f"{prefix}expert_parallel_size"))
+    put_megatron_losses(out, job, prefix)
     recomputes = job.truth(f"{prefix}activation_checkpointing")
     put_recomputation(out, recomputes, f"{prefix}activation_checkpointing=false")
     granularity = job.get(f"{prefix}recompute_granularity")
@@ -243,6 +262,8 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
 
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
+    if put_router_replay(out, job.truth(f"{_P}router_replay.enabled")):
+        return
     backend = job.get(f"{_G}backend")
     name = "vllm" if backend is None else str(backend.value)
     out.put("rollout.engine", "transformers" if name == "hf" else "vllm", backend)

@@ -43,7 +43,8 @@ WITHOUT_EFFECT = {
 }
 WITH_EFFECT = {
     "a sequence is on one device, or with engine torch on context-parallel ranks (cp)": r".*context_parallel_size",
-    "experts are not placed by themselves": r".*expert\w*_parallel_size .*\bmoe_\w+",
+    "experts are split over ranks by models.actor.ep alone": r".*expert\w*_parallel_size",
+    "settings of Megatron's experts and routers": r".*\bmoe_\w+",
     "activations of Megatron stay on the device: engine torch has offload_activations": r"""
         .*activation_offload\w* .*offload_modules
     """,

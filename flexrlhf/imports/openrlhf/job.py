@@ -6,6 +6,7 @@ from typing import Any
 
 from flexrlhf.errors import UserError
 from flexrlhf.imports.device_parts import machines, other_roles, put_cluster, put_generating, put_gpus, put_vllm, span
+from flexrlhf.imports.expert_settings import put_router_loss
 from flexrlhf.imports.launches import Launch, flags
 from flexrlhf.imports.openrlhf.algorithm import put_algorithm
 from flexrlhf.imports.openrlhf.names import OLD_NAMES
@@ -198,6 +199,7 @@ def _engine(out: Translation, job: JobSettings, role: str, tokens: int) -> None:
     types = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if dtype is not None and str(dtype.value) in types:
         out.put("models.all.dtype", types[str(dtype.value)], dtype)
+    put_router_loss(out, job.number("actor.aux_loss_coef", "model.aux_loss_coef"))
     if (offloads := job.truth("ds.adam_offload")) is not None:
         out.put("models.all.offload_optimizer", True, offloads)
     recomputes = job.truth("actor.gradient_checkpointing_enable") or job.truth("model.gradient_checkpointing_enable")

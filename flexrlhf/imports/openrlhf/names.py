@@ -4,7 +4,8 @@ from __future__ import annotations
 
 _SECTIONS = {
     "actor": """model_name_or_path=pretrain num_nodes=actor_num_nodes num_gpus_per_node=actor_num_gpus_per_node
-        gradient_checkpointing_enable=gradient_checkpointing adam.lr=actor_learning_rate eps_clip eps_clip_low_high""",
+        gradient_checkpointing_enable=gradient_checkpointing adam.lr=actor_learning_rate eps_clip eps_clip_low_high
+        aux_loss_coef""",
     "adam": "lr=learning_rate weight_decay=l2",
     "algo": """kl.init_coef=init_kl_coef kl.target=kl_target kl.estimator=kl_estimator kl.use_loss=use_kl_loss
         advantage.estimator=advantage_estimator advantage.gamma=gamma advantage.lambd=lambd

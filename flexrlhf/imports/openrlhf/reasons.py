@@ -25,7 +25,7 @@ WITH_EFFECT = {
     "DeepSpeed here has neither ring attention nor tensor parallelism: engine torch has tp": r"""
         ds\.(ring_attn\w*|tensor_parallel_size)
     """,
-    "a term of the loss, or an average of weights, that is not here": r".*aux_loss.* .*nll_loss.* .*(ema|EMA).*",
+    "a term of the loss, or an average of weights, that is not here": r".*nll_loss.* .*(ema|EMA).*",
     "responses in segments are of rollout.segment_tokens tokens": r"train\.partial_rollout\w*",
     "weights are of 16 or 32 bits": r".*load_in_4bit",
     "optimizers are adamw, adam and sgd": r".*muon.*",

@@ -14,6 +14,14 @@ from flexrlhf.imports.device_parts import (
     put_cluster,
     put_vllm,
 )
+from flexrlhf.imports.expert_settings import (
+    NO_MEGATRON,
+    NO_SPLIT,
+    has_experts,
+    put_expert_ranks,
+    put_megatron_losses,
+    put_router_replay,
+)
 from flexrlhf.imports.parts import (
     FOLLOWS_FROM_EPOCHS,
     mini_batches,
@@ -179,6 +187,9 @@ def _engine(out: Translation, job: JobSettings, program: str) -> str:
     if other is not None:
         out.drop(other, "an engine that is not here; torch with shards stands for it")
     elif source is not None or any(".megatron.tensor_model" in key or ".megatron.pipeline" in key for key in job.found):
+        if has_experts(out):
+            out.drop(source or Setting("actor.megatron", "settings"), NO_MEGATRON)
+            return "torch"
         out.put("models.all.engine", "megatron", source or "settings of actor.megatron")
         out.put("models.all.zero", 1, "use_distributed_optimizer (verl's default)")
         out.put("models.all.dtype", "bfloat16", "Megatron's type in verl")
@@ -208,6 +219,7 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
             else:
                 out.drop(shard, "shards are over all devices of a model or of a node")
         _split_sequences(out, job, prefix)
+        _experts(out, job, prefix)
     put_recomputation(out, recomputes, "no recompute_granularity" if engine == "megatron" else "it is false")
     if engine != "megatron":
         _save_activations(out, job, "actor", _M, "model.")
@@ -215,6 +227,20 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
     targets = job.listed(f"{_M}target_modules", "model.target_modules", f"{_M}lora.target_modules")
     rank = job.number(f"{prefix}lora_rank", *names[0]) or job.number(*names[1])
     put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets)
+
+
+def _experts(out: Translation, job: JobSettings, prefix: str) -> None:
+    """Write the ranks that share experts, and the losses of routers; Megatron's other splits are listed."""
+    sections = [f"{prefix}{each}" for each in ("megatron.", "veomni.", "", "fsdp_config.")]
+    sizes = ("expert_model_parallel_size", "expert_parallel_size", "ep_size")
+    put_expert_ranks(out, job.count(*(section + size for section in sections for size in sizes)))
+    job.pass_over(*(f"actor_rollout_ref.ref.{section}expert_" for section in ("megatron.", "veomni.", "")))
+    for section in sections[::2]:
+        put_megatron_losses(out, job, f"{section}override_transformer_config.")
+        for own in _SPLITS.values() if has_experts(out) else ():
+            size = job.count(section + own)
+            if size is not None and size.value > 1:
+                out.drop(size, NO_SPLIT)
 
 
 def _save_activations(out: Translation, job: JobSettings, role: str, *prefixes: str) -> None:
@@ -296,6 +322,9 @@ def _devices(out: Translation, job: JobSettings, program: str) -> None:
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
     name = job.get(f"{_R}name")
+    if put_router_replay(out, _router_replay(out, job)):
+        job.pass_over(*(f"{_R}{each}" for each in (*_SPLITS.values(), "gpu_memory_utilization", "expert_parallel")))
+        return
     if name is not None and name.value == "hf":
         out.put("rollout.engine", "transformers", name)
         return
@@ -309,6 +338,17 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
         out.put("rollout.logprobs", "reuse", bypass)
     else:
         out.drop(bypass, "importance weights compare with log-probs of their own pass")
+
+
+def _router_replay(out: Translation, job: JobSettings) -> Setting | None:
+    """Return the setting by which training takes the experts of generation (R3), if there is one."""
+    modes = [job.get(f"{_A}{section}router_replay.mode") for section in ("", "megatron.", "veomni.", "fsdp_config.")]
+    mode = next(filter(None, modes), None)
+    if mode is not None and mode.value == "R2":
+        out.drop(mode, "training takes the experts of generation (R3), of the pass of log-probs (R2) it does not")
+        return None
+    recorded = job.truth(f"{_R}enable_rollout_routing_replay")
+    return recorded if mode is None or mode.value != "R3" else mode
 
 
 def _supervised(out: Translation, job: JobSettings) -> None:

@@ -64,9 +64,8 @@ WITH_EFFECT = {
     "a sequence is on one device, or with engine torch on context-parallel ranks (cp)": r"""
         .*ulysses\w* .*context_parallel_size .*cp_size .*sp_size
     """,
-    "experts are not placed by themselves": r"""
-        .*(expert\w*_parallel\w*|ep_size|moe\w*|router\w*|aux_loss\w*|enable_rollout_routing_replay|freeze_moe\w*)
-    """,
+    "experts are split over ranks by models.actor.ep alone": r".*(expert\w*_parallel\w*|ep_size|etp_size)",
+    "settings of Megatron's experts and routers": r".*(moe\w*|router\w*|aux_loss\w*|freeze_moe\w*)",
     "stages have equally many layers, one part each": r"""
         .*virtual_pipeline\w* .*num_layers_in_\w* .*account_for_\w+ .*pipeline_model_parallel_layout
     """,
