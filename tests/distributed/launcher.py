@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -92,9 +92,11 @@ class Outcome:
         return torch.stack([values[row] for row in range(count)])
 
 
-def params(cases: Iterable[Case], *marks: pytest.MarkDecorator) -> list[object]:
-    """Values of a parameter ``case``, by name."""
-    return [pytest.param(case, id=case.name, marks=marks) for case in cases]
+def params(
+    cases: Iterable[Case], marked: Collection[Case] = (), mark: pytest.MarkDecorator = pytest.mark.full
+) -> list[object]:
+    """Return values of a parameter ``case``, by name; ``marked``: those that have the mark."""
+    return [pytest.param(case, id=case.name, marks=[mark] * (case in marked)) for case in cases]
 
 
 def run_orders(orders: list[RunOrder]) -> None:

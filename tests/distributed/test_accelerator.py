@@ -123,7 +123,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Outcomes(equal, whole, resumed)
 
 
-@pytest.mark.parametrize("case", [*params(EQUAL), *params(OTHERS, pytest.mark.full)])
+@pytest.mark.parametrize("case", params([*EQUAL, *OTHERS], OTHERS))
 def test_results_equal_the_reference(outcomes: Outcomes, case: Case) -> None:
     outcome = outcomes.equal[case]
     assert outcome.trace["otherData"]["device"] == host_accelerator.NAME

@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         others = [] if "not full" in selected else [case for case in every_case() if case not in DEFAULT]
         full = covering(others, DEFAULT)
         product = [] if "not product" in selected else [case for case in others if case not in full]
-        cases = [*params(DEFAULT), *params(full, pytest.mark.full), *params(product, pytest.mark.product)]
+        cases = [*params(DEFAULT), *params(full, set(full)), *params(product, set(product), pytest.mark.product)]
         metafunc.parametrize("each_case", cases)
 
 

@@ -53,7 +53,7 @@ def assert_same_bits(found: Outcome, planned: Outcome) -> None:
     assert read_lines(found.directory / "rows.jsonl") == read_lines(planned.directory / "rows.jsonl")
 
 
-@pytest.mark.parametrize("case", params([PPO, GRPO, REMAX], pytest.mark.full))
+@pytest.mark.parametrize("case", params([PPO, GRPO, REMAX], [PPO, GRPO, REMAX]))
 def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_path: Path) -> None:
     """PPO and ReMax call by call; GRPO with copies that follow by syncs, trained by primitives."""
     main(str(written(launches, case, tmp_path, "called")), "joined" if case == GRPO else "")
