@@ -73,7 +73,7 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
         sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
         if is_run:
             check_packages(plan.placement)
-            check_run_families(plan.shapes)
+            check_run_families(plan.placement, plan.shapes)
             check_package(None if plan.spec.environment is None else plan.spec.environment.path)
         for name, sources in sections.items():
             (check_sources if is_run else check_forms)(sources, name)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from flexrlhf.config.engines import FULL_ENGINES, PEFT, EngineFacts, Package
+from flexrlhf.config.engines import FULL_ENGINES, PEFT, VLLM, EngineFacts, Package
 from flexrlhf.config.model_names import (
     KNOWN_FAMILIES,
+    LATENT,
     LLAMA_LIKE,
     PLANNED_ONLY,
     SERVED,
@@ -75,7 +76,7 @@ def check_models(
 
 def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for a model whose weights cannot be mapped to the fused tensors of a rollout engine."""
-    if shape is None or shape.sizes is None or shape.sizes.family not in SERVED:
+    if shape is None or shape.sizes is None or shape.sizes.family not in SERVED + LATENT:
         raise UserError(
             f"rollout.engine: {model.engine} supports only {', '.join(SERVED)} models here, and "
             f"models.{model.role} is of another family; use transformers"
@@ -317,7 +318,7 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     unequal parts of the vocabulary in an engine that splits it.
     """
     tp, sizes = model.settings.tp, shape.sizes
-    families = LLAMA_LIKE if model.rollout is None or model.facts.transformers_modules else SERVED
+    families = LLAMA_LIKE if model.rollout is None or model.facts.transformers_modules else SERVED + LATENT
     if sizes is None or sizes.family not in families:
         raise UserError(f"{model.key('tp')}: only {', '.join(families)} models have a tensor-parallel plan; use 1")
     split = split_sizes(sizes)
@@ -395,8 +396,15 @@ def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
         )
 
 
-def check_run_families(shapes: Mapping[str, ModelShape]) -> None:
-    """Raise UserError for a role's model of a family that is planned and not run."""
+def check_run_families(placement: Placement, shapes: Mapping[str, ModelShape]) -> None:
+    """Raise UserError for a role's model of a family that is planned and not run, by its engine or by any."""
+    for model in placement.models:
+        sizes = shapes[model.role].sizes if model.role in shapes else None
+        if model.rollout is not None and model.engine == VLLM.name and sizes is not None and sizes.latent is not None:
+            raise UserError(
+                f"rollout.engine: {model.engine} is planned and not run for {sizes.family} models, since it computes "
+                f"latent attention with copies of weights, which a sync would not renew; use transformers"
+            )
     for role, shape in shapes.items():
         family = None if shape.sizes is None else shape.sizes.family
         if family in PLANNED_ONLY:

@@ -24,6 +24,8 @@ from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
 
 OF_KEYS = ("k_proj", "v_proj")
 COLUMNWISE = ("q_proj", *OF_KEYS, "gate_proj", "up_proj")
+OF_HEADS = ("q_b_proj", "kv_b_proj")
+"""Linear layers from the latents of latent attention to its heads, which are split along their outputs, too."""
 ROWWISE = ("o_proj", "down_proj")
 """Linear layers that tensor parallelism splits along their outputs, and along their inputs (Shoeybi et al. 2019)."""
 EMBEDDING = ".embed_tokens.weight"
@@ -109,7 +111,7 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     """
     plain, matrix = without_adapter(name)
     *_, module, kind = ("", *plain.split("."))
-    if is_of_experts(name) or module in COLUMNWISE or (name == "lm_head.weight" and size[0] % tp == 0):
+    if is_of_experts(name) or module in (*COLUMNWISE, *OF_HEADS) or (name == "lm_head.weight" and size[0] % tp == 0):
         return None if matrix == "lora_A" else 0
     return 1 if module in ROWWISE and kind == "weight" and matrix != "lora_B" else None
 

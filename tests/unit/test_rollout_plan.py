@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from small_runs import RECOMPUTE, plan_of, spec_of
 
 from flexrlhf.errors import UserError
+from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout, received_share
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.model_checks import check_run_families
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -170,6 +173,30 @@ def test_tensor_parallel_ranks_of_an_engine_may_be_all_of_several_nodes() -> Non
     assert plan.placement["actor.rollout"].layout.tp_sets == ((0, 1, 2, 3), (4, 5, 6, 7))
     with pytest.raises(UserError, match="4 ranks of actor would lie on two nodes; use 1 or 2"):
         plan_of(None, 8, nodes, *heads[:1], "models.actor.tp=4")
+
+
+LATENT = (
+    "models.actor.init={model_type: deepseek_v2, vocab_size: 64, hidden_size: 8, intermediate_size: 16, "
+    "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4, q_lora_rank: 6, kv_lora_rank: 4, "
+    "qk_rope_head_dim: 2, qk_nope_head_dim: 4, v_head_dim: 4, n_routed_experts: 4, n_shared_experts: 1, "
+    "num_experts_per_tok: 2, moe_intermediate_size: 8, first_k_dense_replace: 1}"
+)
+
+
+def test_an_engine_with_latent_attention_is_planned_and_not_run() -> None:
+    """Heads are split, latents and their cache are on every rank."""
+    plan = plan_of(None, 4, LATENT, VLLM, "rollout.tp=4")
+    engine, shape = plan.placement["actor.rollout"], plan.shapes["actor"]
+    parts, attention = parts_on(engine, shape, 1), "model.layers.1.self_attn."
+    assert parts[f"{attention}kv_b_proj.weight"].box == (range(8, 16), range(4))
+    assert parts[f"{attention}q_b_proj.weight"].box[0] == range(6, 12)
+    assert parts[f"{attention}kv_a_proj_with_mqa.weight"].box == (range(6), range(8))
+    assert parts["model.layers.1.mlp.experts.down_proj"].box[0] == range(1, 2)
+    alone = replace(engine, layout=Layout((0,)), settings=engine.settings.model_copy(update={"tp": 1}))
+    assert kv_cache_bytes(engine, shape) == kv_cache_bytes(alone, shape)
+    with pytest.raises(UserError, match="rollout.engine: vllm is planned and not run for deepseek_v2 models"):
+        check_run_families(plan.placement, plan.shapes)
+    check_run_families(plan_of(None, 4, LATENT).placement, plan.shapes)
 
 
 @pytest.mark.parametrize(

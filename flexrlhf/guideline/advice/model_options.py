@@ -42,7 +42,7 @@ from flexrlhf.weights.sync_plan import sent_dtype
 T = TypeVar("T")
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
-WHOLE_NODES = (16, 32)
+WHOLE_NODES = (16, 32, 64)
 """Tensor-parallel ranks on several nodes that are tried for rollout engines of models with experts."""
 CONTEXT_PARALLEL = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
