@@ -21,6 +21,8 @@ SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose tensors are mapped to the ones in files and in a rollout engine."""
 SOFTMAX_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 """Those whose experts are the likeliest of a softmax, by which their outputs are weighted."""
+WITH_SPLIT_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families with experts that tensor-parallel ranks of torch share; OLMoE has norms over all heads."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with experts whose keys and values are made from a latent (multi-head latent attention)."""
 WITH_SINKS = ("gpt_oss",)

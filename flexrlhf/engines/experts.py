@@ -1,11 +1,15 @@
 """Experts of which each rank has a part: tokens travel to the ranks of their experts, and outputs back.
 
+Tensor-parallel ranks have the same tokens: each computes the ones of its own experts, and outputs are summed over them.
+So they have whole experts, too, whose products are larger than those of slices of all, and send a part of the tokens.
+
 It is a function registered with transformers: a model's own router and block call it, whatever the family. Ranks of
 a group have different tokens, so all of them call the model equally often (``lockstep`` in ``passes.py``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from flexrlhf.comm.reduce import Summed
+from flexrlhf.engines.tensor_parallel import SumOfGradients
 
 OVER_RANKS = "over_ranks"
 """Name of the function in transformers."""
@@ -24,19 +31,53 @@ def has_experts(module: nn.Module | None) -> bool:
     return hasattr(module, "gate_up_proj") and isinstance(getattr(module, "num_experts", None), int)
 
 
-def split_experts(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Leave each rank of ``group`` its part of the experts of every layer of ``model``, as many as any other.
+@dataclass(frozen=True)
+class ExpertSplit:
+    """Ranks that each have a block of the experts of a layer, in the order of (ep, tp).
+
+    ep:  ranks with other tokens; None: this one alone.
+    tp:  ranks with the same tokens; None: this one alone.
+    """
+
+    ep: dist.ProcessGroup | None
+    tp: dist.ProcessGroup | None
+
+    @property
+    def num_ep(self) -> int:
+        return 1 if self.ep is None else self.ep.size()
+
+    @property
+    def num_tp(self) -> int:
+        return 1 if self.tp is None else self.tp.size()
+
+    @property
+    def tp_index(self) -> int:
+        return 0 if self.tp is None else self.tp.rank()
+
+    @property
+    def block(self) -> int:
+        """Number of this rank's block."""
+        return (0 if self.ep is None else self.ep.rank()) * self.num_tp + self.tp_index
+
+
+def split_experts(model: PreTrainedModel, split: ExpertSplit) -> frozenset[str]:
+    """Leave each rank of ``split`` its block of the experts of every layer of ``model``, as many as any other; return
+    the names of their parameters.
 
     Parameters may be on the meta device.
     """
-    for module in model.modules():
+    names, number = set[str](), split.num_ep * split.num_tp
+    for path, module in model.named_modules():
         if has_experts(module):
-            module.expert_group = group
-            module.num_experts //= group.size()
+            module.expert_split = split
+            module.num_experts //= number
             for name, parameter in list(module.named_parameters(recurse=False)):
-                part = parameter.detach().chunk(group.size(), 0)[group.rank()].clone()
+                part = parameter.detach().chunk(number, 0)[split.block].clone()
                 setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    model.config._experts_implementation = OVER_RANKS
+                names.add(f"{path}.{name}")
+    if names:
+        model.config._experts_implementation = OVER_RANKS
+    return frozenset(names)
 
 
 def experts_over_ranks(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -46,19 +87,29 @@ def experts_over_ranks(module: Any, hidden: Tensor, chosen: Tensor, weights: Ten
     chosen:   (T, k) experts of each token, numbered over all ranks.
     weights:  (T, k) of their outputs.
     """
-    group, (tokens, top) = module.expert_group, chosen.shape
-    here, flat = module.num_experts, chosen.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=here * group.size()).view(group.size(), here)
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=group)
+    split: ExpertSplit = module.expert_split
+    (tokens, top), here, flat = chosen.shape, module.num_experts, chosen.reshape(-1)
+    if split.tp is not None:
+        hidden, weights = (SumOfGradients.apply(each, split.tp) for each in (hidden, weights))
+    block = flat // here
+    # of the choices of these tokens the other ranks with the same tokens compute theirs
+    own = (block % split.num_tp == split.tp_index).nonzero().squeeze(1)
+    there = (block // split.num_tp * here + flat % here)[own]
+    order = torch.argsort(there, stable=True)
+    places, counts = own[order], torch.bincount(there, minlength=here * split.num_ep).view(split.num_ep, here)
+    arriving = counts
+    if split.ep is not None:
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=split.ep)
     sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
-    rows = _TokenExchange.apply(hidden[order // top], sent, received, group)
-    experts = torch.arange(here, device=flat.device).repeat(group.size()).repeat_interleave(arriving.reshape(-1))
-    returned = _TokenExchange.apply(_own_experts(module, rows, experts), received, sent, group)
-    outputs = torch.empty_like(returned).index_copy(0, order, returned).view(tokens, top, -1)
+    rows = _TokenExchange.apply(hidden[places // top], sent, received, split.ep)
+    experts = torch.arange(here, device=flat.device).repeat(split.num_ep).repeat_interleave(arriving.reshape(-1))
+    returned = _TokenExchange.apply(_own_experts(module, rows, experts), received, sent, split.ep)
     # as transformers': each output is rounded after its weight, and the sum has the type of the weighted outputs
-    return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+    weighted = returned * weights.reshape(-1)[places].unsqueeze(-1)
+    outputs = weighted.new_zeros(tokens * top, weighted.shape[1]).index_copy_(0, places, weighted)
+    total = outputs.view(tokens, top, -1).sum(1).to(hidden.dtype)
+    return total if split.tp is None else Summed.apply(total, split.tp)
 
 
 def _own_experts(module: Any, rows: Tensor, experts: Tensor) -> Tensor:
@@ -74,7 +125,9 @@ class _TokenExchange(Function):
     """Rows (n, H) by the rank that they go to, exchanged for those that come from each rank."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchanged(rows, sent, received, group)
 
@@ -83,7 +136,9 @@ class _TokenExchange(Function):
         return _exchanged(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return rows.view_as(rows)
     arrived = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived

@@ -74,7 +74,7 @@ class ColumnLinear(ParallelLinear):
         super().__init__(linear, group, {"weight": 0, "bias": 0})
 
     def enter(self, input: Tensor) -> Tensor:
-        shared: Tensor = _SumOfGradients.apply(input, self.group)
+        shared: Tensor = SumOfGradients.apply(input, self.group)
         return shared
 
     def _product(self, input: Tensor) -> Tensor:
@@ -110,6 +110,11 @@ class TensorParallelNames:
 
 
 _STYLES: dict[str, type[ColumnLinear] | type[RowLinear]] = {"colwise": ColumnLinear, "rowwise": RowLinear}
+_SHARED_EXPERT = {
+    **{f"layers.*.mlp.shared_expert.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+    "layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+"""Layers of Qwen2-MoE that its plan leaves out."""
 _PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of weights that each tensor-parallel rank applies to its own heads."""
 
@@ -122,7 +127,7 @@ def apply_tensor_parallel(
     Parameters may be on the meta device.
     """
     base_name = model.base_model_prefix
-    plan: dict[str, str] = model.config.base_model_tp_plan
+    plan: dict[str, str] = _SHARED_EXPERT | model.config.base_model_tp_plan
     styles = {f"{base_name}.{path}": _STYLES[style] for path, style in plan.items() if style in _STYLES}
     ends = [path.replace("*", "").strip(".").split("..")[-1] for path, style in plan.items() if style == _PARTIAL]
     whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -171,7 +176,7 @@ def _part(parameter: Tensor, dim: int | None, group: dist.ProcessGroup) -> nn.Pa
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-class _SumOfGradients(Function):
+class SumOfGradients(Function):
     """The identity, whose gradient is summed over a group."""
 
     @staticmethod

@@ -71,6 +71,7 @@ class Blocks:
     tiled:     whether MLPs are computed in tiles, and again in the backward pass.
     offloads:  whether the inputs of checkpointed layers are in host memory until the backward pass.
     ep:        ranks that share the experts; tokens travel between them.
+    expert_tp: of the tensor-parallel ranks those that each compute their own experts' tokens alone.
     cp:        context-parallel ranks, each of which computes a part of the tokens of a row.
     is_ring:   whether keys and values travel around these.
     """
@@ -86,6 +87,7 @@ class Blocks:
     tiled: bool = False
     offloads: bool = False
     ep: int = 1
+    expert_tp: int = 1
     cp: int = 1
     is_ring: bool = False
 
@@ -188,8 +190,9 @@ class Blocks:
         # frozen matrices need neither of their inputs
         inputs, features = (2, 4) if self.lora is None else (1, 3)
         of_routed = features + (3 if sizes.sinks else 0)
-        routed = self._on_fullest(self.item * experts.active * (inputs * sizes.hidden + of_routed * experts.ffn))
-        shared = self.item * (features * experts.shared + sizes.hidden + 1) if experts.shared else 0
+        inside = self.item * experts.active * (inputs * sizes.hidden + of_routed * experts.ffn)
+        routed = self._on_fullest(inside, is_kept=True)
+        shared = self.item * (features * experts.shared // self.tp + sizes.hidden + 1) if experts.shared else 0
         sparse = routed + shared + 4 * experts.number + CHOICE_BYTES * (1 + experts.active)
         if largest:
             return max(sparse, dense if experts.dense else 0)
@@ -345,13 +348,14 @@ class Blocks:
         inside = experts.active * max(outputs, self.item * (sizes.hidden + features))
         return self._on_fullest(inside)
 
-    def _on_fullest(self, routed: int) -> int:
+    def _on_fullest(self, routed: int, is_kept: bool = False) -> int:
         """Return the bytes of ``routed`` tokens, which a token has at each of its experts, on the fullest of several
-        ranks, and of its outputs as they are back."""
+        ranks, and of its outputs as they are back; ``is_kept``: of its rank's own ones alone."""
         experts = self.sizes.experts
-        if self.ep == 1 or experts is None:
+        if self.ep * self.expert_tp == 1 or experts is None:
             return routed
-        return int(IMBALANCE * routed) + self.item * experts.active * self.sizes.hidden
+        back = self.item * experts.active * self.sizes.hidden // (self.expert_tp if is_kept else 1)
+        return int(IMBALANCE * routed / self.expert_tp) + back
 
     @property
     def _weighted_item(self) -> int:

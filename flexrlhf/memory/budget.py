@@ -372,6 +372,7 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         tiled=settings.tiled_mlp,
         offloads=settings.offload_activations,
         ep=layout.ep,
+        expert_tp=settings.tp if model.facts.ep else 1,
         cp=layout.cp,
         is_ring=layout.cp > 1 and settings.is_ring(sizes.heads),
     )

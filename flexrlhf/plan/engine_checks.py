@@ -191,12 +191,6 @@ def _check_sharding(model: PlacedModel) -> None:
     if settings.ep > 1:
         lacks = f"engine {model.engine} has no expert parallel, found ep {settings.ep}; use 1"
         _require(model, "ep", lambda each: each.ep, lacks)
-        for name in ("compile", "cuda_graphs"):
-            if getattr(settings, name):
-                raise UserError(
-                    f"{model.key('ep')}: how many tokens travel to a rank is read there, so it goes with {name} false, "
-                    f"found true; use false, or ep 1"
-                )
 
 
 def _check_routers(model: PlacedModel) -> None:

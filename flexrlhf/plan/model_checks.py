@@ -17,6 +17,7 @@ from flexrlhf.config.model_names import (
     SOFTMAX_ROUTED,
     WITH_EXPERTS,
     WITH_SINKS,
+    WITH_SPLIT_EXPERTS,
 )
 from flexrlhf.config.model_settings import NO_REPLAY, ROUTER_LOSSES, Head, ModelSpec
 from flexrlhf.errors import UserError, either
@@ -254,6 +255,8 @@ def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
         _check_heads(model, shape)
     if settings.ep > 1:
         _check_experts(model, shape)
+    if settings.ep > 1 or (settings.tp > 1 and sizes is not None and sizes.experts is not None and model.facts.ep):
+        _check_tokens_of_experts(model)
     if settings.cp > 1:
         _check_parts_of_rows(model, shape, longest)
     if settings.pp > 1 and sizes is not None and sizes.layers % settings.pp:
@@ -304,13 +307,28 @@ def _check_router_losses(model: PlacedModel, shape: ModelShape | None) -> None:
 
 
 def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
-    """Raise UserError if expert-parallel ranks cannot have as many experts each."""
-    experts, ep = None if shape.sizes is None else shape.sizes.experts, model.settings.ep
+    """Raise UserError if expert-parallel ranks, of each tensor-parallel one, cannot have as many experts each."""
+    experts, settings = None if shape.sizes is None else shape.sizes.experts, model.settings
+    ep, tp = settings.ep, settings.tp
     if experts is None:
         raise UserError(f"{model.key('ep')}: {ep} is for models with experts, and models.{model.role} has none; use 1")
-    if experts.number % ep:
-        fits = [n for n in range(1, experts.number + 1) if experts.number % n == 0]
-        raise UserError(f"{model.key('ep')}: {ep} does not divide its {experts.number} experts; use {either(fits)}")
+    if experts.number % (ep * tp):
+        fits = [n for n in range(1, experts.number + 1) if experts.number % (n * tp) == 0]
+        each = "" if tp == 1 else f" on each of {tp} tensor-parallel ranks"
+        raise UserError(
+            f"{model.key('ep')}: {ep} does not divide its {experts.number} experts{each}; use {either(fits)}"
+        )
+
+
+def _check_tokens_of_experts(model: PlacedModel) -> None:
+    """Raise UserError for passes that read nothing on the host, of a model whose experts are on several ranks."""
+    split = "ep" if model.settings.ep > 1 else "tp"
+    for name in ("compile", "cuda_graphs"):
+        if getattr(model.settings, name):
+            raise UserError(
+                f"{model.key(split)}: how many tokens a rank's experts have is read there, so it goes with {name} "
+                f"false, found true; use false, or {split} 1"
+            )
 
 
 def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
@@ -318,9 +336,15 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     unequal parts of the vocabulary in an engine that splits it.
     """
     tp, sizes = model.settings.tp, shape.sizes
-    families = LLAMA_LIKE if model.rollout is None or model.facts.transformers_modules else SERVED + LATENT
+    families: tuple[str, ...] = LLAMA_LIKE
+    if model.rollout is not None and not model.facts.transformers_modules:
+        families = SERVED + LATENT
+    elif model.facts.ep:
+        families += WITH_SPLIT_EXPERTS
     if sizes is None or sizes.family not in families:
-        raise UserError(f"{model.key('tp')}: only {', '.join(families)} models have a tensor-parallel plan; use 1")
+        raise UserError(
+            f"{model.key('tp')}: only {', '.join(families)} models have a tensor-parallel plan in {model.engine}; use 1"
+        )
     split = split_sizes(sizes)
     fits = [n for n in range(1, sizes.heads + 1) if splits_evenly(split, n, model.facts)]
     if tp not in fits:

@@ -129,7 +129,7 @@ def fsdp_dim(name: str, size: tuple[int, ...], num_shards: int) -> int:
 @dataclass(frozen=True)
 class _Position:
     """Position of a rank in a pipeline stage: ``shard`` of ``num_shards`` replicas, ``tp_index`` of ``tp``, and
-    ``ep_index`` of ``ep`` neighbours with different experts.
+    ``ep_index`` of ``ep`` neighbours with different experts, of which each of the ``tp`` has a part.
 
     ``vocabulary_multiple``: embeddings are split along the vocabulary, padded to a multiple of so many rows; 0: whole.
     ``alike``: neighbours of ``tp`` with the same key-value head, where there are fewer heads than ranks.
@@ -149,7 +149,7 @@ class _Position:
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
         shards, shard = self.num_shards, self.shard
         if self.ep > 1 and is_of_experts(name):
-            box[0] = _share(size[0], self.ep, self.ep_index)
+            box[0] = _share(size[0], self.ep * self.tp, self.ep_index * self.tp + self.tp_index)
             shards, shard = max(1, shards // self.ep), shard // self.ep
         match self.split:
             case "rows":

@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "torch-3 both heads": {"model": "long", "zero": 3},
     "torch-tp": {"model": "qwen3", "tp": 2},
     "torch-tp tied": {"model": "tied", "tp": 2, "role": "ref", **SIXTEEN},
+    "torch-tp experts": {"model": "experts", "tp": 2},
     "torch-2 scores": {"model": "scores", "zero": 2},
     "torch-3 new head": {"model": "base", "zero": 3},
     "torch-0 experts": {"model": "experts", **SIXTEEN},

@@ -238,7 +238,8 @@ def test_tensor_parallel_needs_a_plan_of_the_family(tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
     model = f"models.actor={{path: {tmp_path}, tp: 2}}"
     assert refused(None, 2, model) == (
-        "models.actor.tp: only llama, mistral, qwen2, qwen3 models have a tensor-parallel plan; use 1"
+        "models.actor.tp: only llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe models have a "
+        "tensor-parallel plan in torch; use 1"
     )
 
 
@@ -317,8 +318,13 @@ MOE = f"models.actor.init={EXPERTS}"
         (
             2,
             (MOE, "models.actor.ep=2", "models.actor.compile=true"),
-            "how many tokens travel to a rank is read there, so it goes with compile false, found true; use false, or "
-            "ep 1",
+            "how many tokens a rank's experts have is read there, so it goes with compile false, found true; use "
+            "false, or ep 1",
+        ),
+        (
+            8,
+            (MOE, "models.actor={ep: 4, tp: 2}"),
+            "4 does not divide its 6 experts on each of 2 tensor-parallel ranks; use 1 or 3",
         ),
         (
             4,

@@ -32,7 +32,7 @@ TRAINED, SHADOW, LARGER = (0, 1, 2, 3), (4, 5, 6), (4, 5, 6, 7)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
 CUT: list[dict[str, Any]] = [{"tp": 2}, {"tp": 2, "zero": 2}]
 STAGED: list[dict[str, Any]] = [{"engine": "megatron", "tp": 2}, {"engine": "megatron", "pp": 2, "zero": 1}]
-SPLIT: list[dict[str, Any]] = [{"ep": 2}, {"ep": 2, "zero": 3}]
+SPLIT: list[dict[str, Any]] = [{"ep": 2}, {"ep": 2, "zero": 3}, {"tp": 2, "zero": 3}, {"ep": 2, "tp": 2}]
 EXPERTS = {
     **{"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 6, "mlp_only_layers": [0]},
@@ -253,7 +253,7 @@ def case_of(
     shape = model_shape("critic", ModelSpec(init=init), "scalar")
     assert shape is not None
     draw = torch.Generator().manual_seed(0)
-    ranks = SHADOW[: len(SHADOW) // 2 * 2] if {"tp", "pp"} & set(shadow) else SHADOW if family is None else LARGER
+    ranks = LARGER if family else SHADOW[: len(SHADOW) // 2 * 2] if {"tp", "pp"} & set(shadow) else SHADOW
     return Case(
         placed_model("critic", TRAINED[:num_sources], **source),
         placed_model("critic.shadow", ranks, **shadow),
@@ -297,7 +297,7 @@ def test_every_rank_of_the_shadow_gets_its_part(
         assert all((size - links[link]) % 8 == 0 for link, size in wires.num_bytes.items())
 
 
-@pytest.mark.parametrize("shadow", LAYOUTS + SPLIT, ids=str)
+@pytest.mark.parametrize("shadow", [*LAYOUTS, *SPLIT, {"engine": "vllm", "tp": 2}], ids=str)
 @pytest.mark.parametrize("source", LAYOUTS + SPLIT, ids=str)
 def test_experts_go_from_any_split_to_any_other(source: dict[str, Any], shadow: dict[str, Any], wires: Wires) -> None:
     """Each rank gets the elements of its experts once: no byte more than it lacks travels."""

@@ -25,7 +25,7 @@ from flexrlhf.engines.base import (
     TrainingState,
 )
 from flexrlhf.engines.context_parallel import row_split
-from flexrlhf.engines.experts import split_experts
+from flexrlhf.engines.experts import ExpertSplit, split_experts
 from flexrlhf.engines.host_offload import HostOffload, Lender
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
@@ -219,10 +219,12 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
     skeleton.replace_placeholders(
         lambda p: torch.empty(p.shape, dtype=torch.float32 if p.requires_grad else dtype, device="meta")
     )
-    if context.experts is not None and context.experts.parts.group is not None:
-        split_experts(model, context.experts.parts.group)
-    group = context.tp.group
-    names = TensorParallelNames() if group is None else apply_tensor_parallel(model, head, group)
+    group, ep = context.tp.group, None if context.experts is None else context.experts.parts.group
+    of_experts = frozenset[str]() if group is ep is None else split_experts(model, ExpertSplit(ep, group))
+    names = TensorParallelNames()
+    if group is not None:
+        names = apply_tensor_parallel(model, head, group)
+        names = replace(names, split=names.split | of_experts)
     if placed.split == "whole":
         read_shards(skeleton, context.device)
         model.to(context.device)

@@ -110,18 +110,23 @@ class Gradients:
 
     def _norm(self) -> Tensor:
         """Global norm (), in which every element counts once, whatever ranks it is sharded over."""
-        tp_shards = self._square_sum([item.gradient for item in self.trained if item.is_tp_shard])
-        others = [item for item in self.trained if not item.is_tp_shard]
-        replicated = self._square_sum([item.gradient for item in others if not self._is_apart(item)])
-        total = self.tp.sum(tp_shards) + replicated
+        apart = [item for item in self.trained if self._is_apart(item)]
+        total = self._over_tp([item for item in self.trained if not self._is_apart(item)])
         if self.experts is not None:
-            of_experts = self._square_sum([item.gradient for item in others if self._is_apart(item)])
-            total += self.experts.parts.sum(of_experts)
+            total += self.experts.parts.sum(self._over_tp(apart))
         copies = 1 if self.copies is None else len(self.copies.ranks)
         if copies < len(self.summed.ranks):
             # over all ranks, which so get the same bits
             total = self.summed.sum(total) / copies
         return total.sqrt().float()
+
+    def _over_tp(self, trained: Sequence[TrainedParameter]) -> Tensor:
+        """Return the sum of squares () of gradients on all tensor-parallel ranks."""
+        split, replicated = (
+            self._square_sum([item.gradient for item in trained if item.is_tp_shard == is_split])
+            for is_split in (True, False)
+        )
+        return self.tp.sum(split) + replicated
 
     def _square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(gradient).double() ** 2 for gradient in gradients]

@@ -219,7 +219,7 @@ class OptionEnumerator:
         is_open = experts is not None and not model.is_rollout and self._facts(model, base).ep
         is_open &= not (own.compile or own.cuda_graphs)
         for ep in (EXPERT_PARALLEL if is_open else (1,)) if in_yaml is None else (in_yaml,):
-            if mesh.size // (tp * pp) % ep == 0 and (experts is None or experts.number % ep == 0):
+            if mesh.size // (tp * pp) % ep == 0 and (experts is None or ep == 1 or experts.number % (ep * tp) == 0):
                 yield ep
 
     def _parts_of_rows(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, split: int) -> Iterator[int]:

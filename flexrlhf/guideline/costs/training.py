@@ -266,12 +266,13 @@ def _parts_seconds(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassSh
 def expert_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
     """Return the time in which ``tokens`` of a rank travel to their experts and outputs back, or as much of gradients.
 
-    As many stay as on any rank: experts are taken equally often.
+    As many stay as on any rank: experts are taken equally often. Of tensor-parallel ranks, which have the same tokens,
+    each sends the ones of its own experts.
     """
     model, others = call.model, mesh.ep - 1
     if model.experts is None:
         return 0.0
-    size = int(tokens * model.experts.active * model.hidden * call.item * others / mesh.ep)
+    size = int(tokens * model.experts.active * model.hidden * call.item * others / (mesh.ep * mesh.tp))
     ranks = mesh.ep * mesh.tp
     if ranks <= mesh.per_node:
         traffic = Traffic(size, 0, others)
@@ -431,8 +432,8 @@ def layer_products(model: Transformer, tp: int, tokens: float, ep: int = 1) -> t
     """Return the matrix products of one layer on one of ``tp`` devices: query, key and value; output; of the MLP or of
     experts up (and gate); down. Key-value heads fewer than the devices are copied.
 
-    Tokens are spread evenly over experts, of which each of ``ep`` ranks with as many tokens has a part. A router's
-    product is not counted.
+    Tokens are spread evenly over experts, of which each of ``ep`` ranks with as many tokens has a part, and each of
+    ``tp`` of that. A router's product is not counted.
     """
     attention = _attention_products(model, tp, tokens)
     if model.experts is None:
@@ -441,7 +442,7 @@ def layer_products(model: Transformer, tp: int, tokens: float, ep: int = 1) -> t
     taken = experts.taken(tokens * ep) / ep
     shared = _mlp_products(model, tokens, experts.shared / tp, share=share) if experts.shared else ()
     dense = _mlp_products(model, tokens, model.ffn / tp, share=1 - share) if share < 1 else ()
-    routed = _mlp_products(model, tokens * experts.active / taken, experts.ffn / tp, taken, share)
+    routed = _mlp_products(model, tokens * experts.active / taken, experts.ffn, taken / tp, share)
     return attention + dense + shared + routed
 
 
