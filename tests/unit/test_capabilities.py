@@ -323,7 +323,7 @@ MOE = f"models.actor.init={EXPERTS}"
         ),
         (
             8,
-            (MOE, "models.actor={ep: 4, tp: 2}"),
+            (MOE, "models.actor.ep=4", "models.actor.tp=2"),
             "4 does not divide its 6 experts on each of 2 tensor-parallel ranks; use 1 or 3",
         ),
         (
