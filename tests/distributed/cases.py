@@ -555,9 +555,9 @@ COMPUTE: dict[str, Raw] = {
     "tp-3": _everywhere(tp=2, zero=3),
     "ep": _on_experts(ep=2),
     "ep-3": _on_experts(ep=2, zero=3),
-    # experts on all four ranks; of three on a rank a half of each; tensor-parallel ones alone
+    # experts on all four ranks; of three on a rank a half of each
     "ep-tp": {"actor": {"ep": 2, "tp": 2}, "critic": {"ep": 2, "zero": 3}, "ref": {"tp": 2}},
-    "experts-tp": _on_experts(tp=2, zero=3),
+    "experts-tp": {"actor": {"ep": 2, "zero": 3}, "critic": {"tp": 2, "zero": 3}, "ref": {"tp": 2}},
     "ep-recomputed": _on_experts(ep=2) | {"actor": {"ep": 2, "activation_checkpointing": True}},
     # weights go to and from shards of all experts
     "ep-apart": {"actor": {"engine": "deepspeed", "zero": 3}, "critic": {"ep": 2}, "ref": {"zero": 3}},
@@ -834,9 +834,8 @@ DEFAULT = [
     Case("grpo", "co-located", 2, "cp"),
     Case("episodes", "co-located", 2, "cp-ring"),
     Case("experts-replayed", "six", 2),
-    Case("experts", "co-located", 2, "ep-3", "vllm-tp"),
+    Case("experts", "co-located", 2, "experts-tp", "vllm-tp"),
     Case("experts-adapters", "co-located", 2, "ep-apart"),
-    Case("experts", "co-located", 4, "ep-tp"),
     Case("still", "co-located", 2),
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
@@ -915,7 +914,7 @@ def _every_split_of_experts() -> list[Case]:
         for way in ("torch-3", "ep", "ep-3")
     ]
     sampled += [Case("experts", shape, 4, "experts-tp") for shape in ("co-located", "halves", "six")]
-    sampled += [Case("experts", "co-located", 4, "ep-tp", "vllm-tp")]
+    sampled += [Case("experts", "co-located", 4, "ep-tp", rollout) for rollout in ("transformers", "vllm-tp")]
     sampled += [Case("experts-adapters", "co-located", 4, way) for way in ("ep-tp", "experts-tp")]
     return sampled + [
         Case(setting, shape, ranks, way)

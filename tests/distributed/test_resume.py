@@ -123,8 +123,8 @@ CHANGED = [
     same("two", "co-located", 2, "torch-3", rollout="torch-tp"),
     # experts from half of them a rank to shards of all, to other halves and back
     Pair(Case("experts", "co-located", 2, "ep"), Case("experts", "co-located", 2, "ep-apart")),
-    Pair(Case("experts", "co-located", 2, "ep-apart"), Case("experts", "co-located", 4, "ep-3")),
-    Pair(Case("experts", "co-located", 4, "ep-3"), Case("experts", "six", 2)),
+    Pair(Case("experts", "co-located", 2, "ep-apart"), Case("experts", "co-located", 4, "ep-tp")),
+    Pair(Case("experts", "co-located", 4, "ep-tp"), Case("experts", "six", 2)),
     Pair(Case("experts-adapters", "co-located", 2, "ep"), Case("experts-adapters", "co-located", 2, "torch-3")),
 ]
 DRAINED = [

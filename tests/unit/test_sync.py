@@ -32,7 +32,7 @@ TRAINED, SHADOW, LARGER = (0, 1, 2, 3), (4, 5, 6), (4, 5, 6, 7)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
 CUT: list[dict[str, Any]] = [{"tp": 2}, {"tp": 2, "zero": 2}]
 STAGED: list[dict[str, Any]] = [{"engine": "megatron", "tp": 2}, {"engine": "megatron", "pp": 2, "zero": 1}]
-SPLIT: list[dict[str, Any]] = [{"ep": 2}, {"ep": 2, "zero": 3}, {"tp": 2, "zero": 3}, {"ep": 2, "tp": 2}]
+SPLIT: list[dict[str, Any]] = [{"ep": 2, "zero": 3}, {"tp": 2, "zero": 3}, {"ep": 2, "tp": 2}]
 EXPERTS = {
     **{"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 6, "mlp_only_layers": [0]},
