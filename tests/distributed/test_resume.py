@@ -79,6 +79,8 @@ ALIKE = [
     same("running", "six", 4, "megatron-tp"),
     same("streaming-two", "operators-lanes", 4),
     same("episodes", "lag-chunks", 2),
+    # rows in flight have the experts that generation chose
+    same("experts-replayed", "lag", 2),
 ]
 """The same placement: equal to the last bit."""
 RANDOM = same("episodes-random", "co-located", 2)
@@ -121,6 +123,7 @@ CHANGED = [
     same("four", "co-located", 2, rollout="vllm"),
     same("grpo-shared", "six", 2, rollout="vllm"),
     same("two", "co-located", 2, "torch-3", rollout="torch-tp"),
+    Pair(Case("sinks", "lag", 2), Case("sinks", "lag", 4, "ep")),
     # experts from half of them a rank to shards of all, to other halves and back
     Pair(Case("experts", "co-located", 2, "ep"), Case("experts", "co-located", 2, "ep-apart")),
     Pair(Case("experts", "co-located", 2, "ep-apart"), Case("experts", "co-located", 4, "ep-tp")),

@@ -84,6 +84,23 @@ def test_a_replay_turns_a_planted_mismatch_to_zero(family: str, settings: dict[s
             assert read == layers * (batch["attention_mask"].sum() - len(batch))
 
 
+def test_in_bfloat16_a_replay_leaves_rounding_alone() -> None:
+    """Whose log-probs differ from those of generation by some hundredths, as a dense model's do."""
+    replaying, comparing = (engine("olmoe", mode, dtype="bfloat16") for mode in ("rollout", "compare"))
+    hooks = plant(replaying)
+    batch = responses(replaying)
+    for hook in hooks:
+        hook.remove()
+    mask, sampled = batch["response_mask"].bool(), batch["rollout_logprobs"]
+    found = [
+        float((output(each, "logprobs", batch=batch) - sampled)[mask].abs().max()) for each in (replaying, comparing)
+    ]
+    assert found[0] < 0.05 < 5 * found[0] < found[1], found
+    for each in (replaying, comparing):
+        read, differing, _ = each.train([(batch, likelihood())])["router_mismatch"].tolist()
+        assert 0.9 * read < differing <= read
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_routers_choose_alike_a_replay_changes_no_bit(family: str) -> None:
     plain, replaying = engine(family, "none"), engine(family, "rollout")
