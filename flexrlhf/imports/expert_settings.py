@@ -8,7 +8,7 @@ from flexrlhf.config.model_names import LLAMA_LIKE, MODELS
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.imports.device_parts import num_training
 from flexrlhf.imports.settings import JobSettings, Setting
-from flexrlhf.imports.translation import Translation
+from flexrlhf.imports.translation import DOT, Translation
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import model_shape
 
@@ -80,6 +80,9 @@ def put_router_replay(out: Translation, setting: Setting | None) -> bool:
         return False
     if not has_experts(out):
         out.drop(setting, "the model is not known by its name to have experts: models.actor.router_replay")
+        return False
+    if f"placement.actor{DOT}rollout.ranks" in out.lines:
+        out.drop(setting, "devices that only generate have vLLM, which returns no experts here")
         return False
     out.put("models.actor.router_replay", "rollout", setting)
     out.put("rollout.engine", "transformers", setting)

@@ -277,6 +277,7 @@ def test_settings_of_experts_have_counterparts_in_other_systems(tmp_path: Path) 
     shutil.copytree(JOBS, tmp_path / "jobs")
     file = tmp_path / "jobs" / "nemo_async.yaml"
     text = file.read_text().replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B")
+    text = text.replace("colocated: {enabled: false, ", "colocated: {enabled: true, ")
     for is_megatron in (True, False):
         section = "megatron_cfg: {enabled: true, expert_model_parallel_size: 16}\n  dtensor_cfg: {enabled: false, "
         added = section if is_megatron else "dtensor_cfg: {expert_parallel_size: 16, "
@@ -284,8 +285,17 @@ def test_settings_of_experts_have_counterparts_in_other_systems(tmp_path: Path) 
         file.write_text(text.replace("dtensor_cfg: {", replayed))
         out = translated(file, H100)
         keys = ("models.all.engine", "models.actor.ep", "models.actor.router_replay", "rollout.engine")
-        ranks = 16 if is_megatron else 8  # the other has two context-parallel ranks
+        ranks = 8 if is_megatron else 4  # of 24 replicas, or of 12 with two context-parallel ranks each
         assert tuple(map(out.value, keys)) == ("torch", ranks, "rollout", "transformers"), is_megatron
+    file.write_text(file.read_text().replace("colocated: {enabled: true, ", "colocated: {enabled: false, "))
+    out = translated(file, H100)
+    assert (out.value("models.actor.router_replay"), out.value("rollout.engine")) == (None, "vllm")
+    assert "policy.router_replay.enabled" in {each.setting.key for each in out.left_out if each.matters}
+    file = tmp_path / "jobs" / "areal_grpo.yaml"
+    found = file.read_text().replace("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen3-30B-A3B")
+    file.write_text(found.replace("fsdp:d4", "megatron:(attn:d2p2t1|ffn:d1p2e2)"))
+    out = translated(file, H100)
+    assert (out.value("models.all.engine"), out.value("models.actor.ep")) == ("torch", 2)
     words = "deepspeed --module openrlhf.cli.train_sft --data.max_len 512 --data.dataset x --actor.aux_loss_coef 0.01"
     (tmp_path / "job.sh").write_text(f"{words} --actor.model_name_or_path allenai/OLMoE-1B-7B-0924")
     assert translated(tmp_path / "job.sh").value("models.actor.router_aux_loss_coef") == 0.01

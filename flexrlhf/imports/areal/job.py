@@ -12,6 +12,7 @@ from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.errors import UserError
 from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
+from flexrlhf.imports.expert_settings import NO_MEGATRON, has_experts, put_expert_ranks
 from flexrlhf.imports.parts import (
     put_data,
     put_lengths,
@@ -63,11 +64,13 @@ _OPTIMIZER = {
 class Backend:
     """An engine with its parallelism, as ``fsdp:d4p1t2``.
 
-    sizes:  ranks by letter: d(ata), p(ipeline), t(ensor), c(ontext).
+    sizes:    ranks by letter: d(ata), p(ipeline), t(ensor), c(ontext).
+    experts:  ranks that share the experts of a layer.
     """
 
     engine: str
     sizes: Mapping[str, int]
+    experts: int = 1
 
     @property
     def devices(self) -> int:
@@ -80,7 +83,9 @@ def read_backend(text: str) -> Backend:
     engine, _, sizes = text.partition(":") if ":" in text else ("fsdp", "", text)
     attention = re.search(r"attn:([^|)]*)", sizes)
     found = re.findall(r"([dptc])(\d+)", attention[1] if attention else sizes)
-    return Backend(engine, dict.fromkeys("dptc", 1) | {key: int(number) for key, number in found})
+    experts = re.search(r"e(\d+)", sizes)
+    ranks = dict.fromkeys("dptc", 1) | {key: int(number) for key, number in found}
+    return Backend(engine, ranks, int(experts[1]) if experts else 1)
 
 
 def translate(out: Translation, job: JobSettings) -> None:
@@ -217,15 +222,20 @@ def _devices(
 
 
 def _engine(out: Translation, job: JobSettings, role: str, training: Backend, source: Setting | None) -> None:
-    is_megatron = training.engine == "megatron"
+    mixes = has_experts(out)
+    is_megatron = training.engine == "megatron" and not mixes
+    if training.engine == "megatron" and mixes:
+        out.drop(source, NO_MEGATRON)
     out.put("models.all.engine", "megatron" if is_megatron else "torch", source)
     if training.engine not in ("megatron", "fsdp"):
         out.drop(source, f"{training.engine} is not here; torch with shards stands for it")
     shards = (1, "its distributed optimizer") if is_megatron else (3, "FSDP shards parameters")
     out.put("models.all.zero", *shards)
     for key, size in (("tp", training.sizes["t"]), ("pp", training.sizes["p"] if is_megatron else 1)):
-        if size > 1:
+        if size > 1 and not mixes:
             out.put(f"models.all.{key}", size, source)
+    if source is not None:
+        put_expert_ranks(out, Setting(f"{source.key}={source.value}", training.experts))
     if training.sizes["c"] > 1:
         out.drop(source, "a sequence is on one device, or on tensor-parallel ranks")
     dtype = job.get("actor.dtype")
