@@ -152,7 +152,7 @@ def _other_family(shape: ModelShape | None) -> str | None:
 def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for Liger's kernels or tiles of an MLP in a family that is not among those checked here."""
     found, attention = _other_family(shape), model.settings.attention
-    if found in WITH_SINKS and attention not in ("auto", "eager"):
+    if found in WITH_SINKS and attention in ("sdpa", "flash_attention_2"):
         raise UserError(f"{model.key('attention')}: {attention} has no sinks, which {found} models have; use auto")
     for name, kind in (("liger", "kernels"), ("tiled_mlp", "tiles")):
         if found is not None and getattr(model.settings, name):
