@@ -243,7 +243,7 @@ SETTINGS |= {
         # keys and values are made from a latent, and some experts compute every token
         ("latent", "latent", {}),
         # heads have sinks, every other layer a window
-        ("sinks", "sinks", {"router_replay": "rollout"}),
+        ("sinks", "sinks", {}),
     )
 }
 SETTINGS["experts-grpo"] = {
@@ -926,6 +926,8 @@ def _every_split_of_experts() -> list[Case]:
         if ranks == 4 or shape == "co-located" or way not in ("ep", "ep-3", "ep-recomputed", "ep-apart", "cp")
         if setting not in OF_OWN_ATTENTION or way != "cp"
         if setting != "experts-grpo" or shape == "co-located"
+        # DeepSpeed's engine records none
+        if setting != "experts-replayed" or ("deepspeed" not in way and way != "ep-apart")
     ]
 
 
