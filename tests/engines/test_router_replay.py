@@ -85,7 +85,7 @@ def test_a_replay_turns_a_planted_mismatch_to_zero(family: str, settings: dict[s
 
 
 def test_in_bfloat16_a_replay_leaves_rounding_alone() -> None:
-    """Whose log-probs differ from those of generation by some hundredths, as a dense model's do."""
+    """Log-probs differ from generation's by some hundredths, as a dense model's do."""
     replaying, comparing = (engine("olmoe", mode, dtype="bfloat16") for mode in ("rollout", "compare"))
     hooks = plant(replaying)
     batch = responses(replaying)
