@@ -27,8 +27,9 @@ from flexrlhf.comm.weights import TrainedValues, WeightGather, Weights, view_of
 from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
+from flexrlhf.weights.expert_files import is_router_bias
 from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
-from flexrlhf.weights.transfer_plan import LARGE, NUM_BUCKETS, Regions, WeightMessage, count
+from flexrlhf.weights.transfer_plan import LARGE, NUM_BUCKETS, Region, Regions, WeightMessage, count
 
 
 class ChecksumError(RunStopped):
@@ -249,7 +250,7 @@ class _Exchange:
             value = values[regions[0]]
             if value.dtype == self._channel.dtype and value.is_contiguous():
                 return value.view(-1), [value]
-        vector = space.take(count(regions))
+        vector = self._packed_vector(regions, space)
         pieces = vector.split([region.num_elements for region in regions])
         for region, piece in zip(regions, pieces, strict=True):
             piece.view([len(side) for side in region.box]).copy_(values[region])
@@ -286,7 +287,7 @@ class _Exchange:
                 if live is not None and live.dtype == self._channel.dtype and live.is_contiguous():
                     received.append((live.view(-1), message.source))
                 else:
-                    vector = space.take(count(regions))
+                    vector = self._packed_vector(regions, space)
                     received.append((vector, message.source))
                     packed.append((vector, regions))
         return received, packed
@@ -310,11 +311,21 @@ class _Exchange:
     def _copy(self, regions: Regions, values: TrainedValues, copy: Weights) -> None:
         rank = self._plan.rank
         for region, view in zip(regions, self._views(regions, copy), strict=True):
-            value = values[region].to(self._channel.dtype)
+            value = values[region].to(self._type(region))
             view.copy_(value)
             if self._settings.checksum:
                 self._sent_sums[rank].append(checksum([value]))
             self._note(rank, (region,), [view])
+
+    def _packed_vector(self, regions: Regions, space: _Space) -> Tensor:
+        """Return memory for ``regions``, which are sent as one vector."""
+        if self._type(regions[0]) == self._channel.dtype:
+            return space.take(count(regions))
+        return torch.empty(count(regions), dtype=self._type(regions[0]), device=self._channel.device)
+
+    def _type(self, region: Region) -> torch.dtype:
+        """Return the type in which ``region`` is sent: biases of routers are not rounded."""
+        return torch.float32 if is_router_bias(region.name) else self._channel.dtype
 
     def _views(self, regions: Regions, copy: Weights) -> list[Tensor]:
         return [view_of(copy[region.name].detach(), self._plan.parts[region.name], region.box) for region in regions]
@@ -322,7 +333,8 @@ class _Exchange:
     def _note(self, source: int, regions: Regions, stored: Sequence[Tensor]) -> None:
         """Take the checksum of stored elements, in the type that was sent."""
         if self._settings.checksum:
-            total = checksum([each.to(self._channel.dtype) for each in stored])
+            pairs = zip(regions, stored, strict=True)
+            total = checksum([each.to(self._type(region)) for region, each in pairs])
             self._stored_sums[source].append((regions[0].name, total))
 
     def _exchange_checksums(self, buckets: Sequence[RankBucket]) -> tuple[Sequence[Begun], list[Message]]:

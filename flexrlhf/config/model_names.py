@@ -19,16 +19,14 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 """Families with experts whose attention is built as Llama's is."""
 SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose tensors are mapped to the ones in files and in a rollout engine."""
-SOFTMAX_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
-"""Those whose experts are the likeliest of a softmax, by which their outputs are weighted."""
+SIGMOID_ROUTED = ("glm4_moe", "deepseek_v3")
+"""Families whose experts are chosen by the sigmoid of logits plus a bias, which may balance them."""
 WITH_SPLIT_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families with experts that tensor-parallel ranks of torch share; OLMoE has norms over all heads."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with experts whose keys and values are made from a latent (multi-head latent attention)."""
 WITH_SINKS = ("gpt_oss",)
 """Families with experts whose heads have a sink: a logit next to those of keys, which takes a part of the attention."""
-PLANNED_ONLY = ("glm4_moe", "deepseek_v3")
-"""Families that are not run: biases of their routers are in files and are no parameters, so nothing here saves them."""
 KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS + LATENT + WITH_SINKS
 """Families whose parameters follow from their sizes."""
 

@@ -77,8 +77,8 @@ Shard = Literal["all", "node"]
 ContextParallel = Literal["auto", "ulysses", "ring"]
 RouterReplay = Literal["none", "compare", "rollout"]
 NO_REPLAY: RouterReplay = "none"
-ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")
-"""Settings of losses of the routers of a model with experts."""
+OF_ROUTERS = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
+"""Settings of training the routers of a model with experts."""
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
 
@@ -179,6 +179,12 @@ class ModelSpec(StrictModel):
     )
     router_z_loss_coef: float = Field(
         0.0, ge=0, description="of the loss that keeps routers' logits small (ST-MoE; Zoph et al. 2022); 0: none"
+    )
+    router_bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="by which an optimizer step moves the biases of routers, up for experts with fewer tokens than the "
+        "mean (Loss-Free Balancing; Wang et al. 2024); 0: they stay as they are (DeepSeek-V3, GLM-4.5)",
     )
     context_parallel: ContextParallel = Field(
         "auto",
@@ -303,7 +309,7 @@ class ModelSpec(StrictModel):
 
 OF_TRAINING = (
     *("optimizer", "lora", "activation_checkpointing", "offload_activations", "offload_optimizer", "shadow"),
-    *ROUTER_LOSSES,
+    *OF_ROUTERS,
 )
 """Settings of ``models.all`` that a role which is not trained does not take."""
 PASS_SETTINGS = ("micro_batch_tokens", "pack_texts", "share_prompts", "tiled_mlp")

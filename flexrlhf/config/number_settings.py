@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.config.algorithms.ppo import AcShareSpec
-from flexrlhf.config.model_settings import ROUTER_LOSSES
+from flexrlhf.config.model_settings import OF_ROUTERS
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 
 OF_RUN = frozenset({"algorithm", "data", "reward", "cost", "environment", "eval", "seed"})
 OF_MODELS = frozenset(
-    {"path", "init", "share", "lora", "optimizer", "retokenize", "max_text_tokens", "router_replay", *ROUTER_LOSSES}
+    {"path", "init", "share", "lora", "optimizer", "retokenize", "max_text_tokens", "router_replay", *OF_ROUTERS}
 )
 """Settings of each model."""
 HOW_SCORED = frozenset(

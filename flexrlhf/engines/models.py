@@ -74,10 +74,10 @@ def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) 
         model = _load(placed)
         add_parts(model, placed)
     settle(model, placed, pad_token_id)
-    for parameter in model.parameters():
+    for tensor in (*model.parameters(), *model.buffers()):
         # weights mapped from a file cannot be freed, as offloading requires
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
     return model
 
 

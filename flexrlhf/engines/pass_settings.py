@@ -46,7 +46,8 @@ def pass_settings(
     settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device, split: RowSplit | None = None
 ) -> PassSettings:
     """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
-    of_model = config.model_type, settings.attention, getattr(config, "sliding_window", None), lengths.total
+    # without a window the config of Qwen2-MoE has one of 0
+    of_model = config.model_type, settings.attention, getattr(config, "sliding_window", None) or None, lengths.total
     takes_masks = may_pack(*of_model)
     return PassSettings(
         lengths=lengths,

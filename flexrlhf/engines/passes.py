@@ -155,6 +155,16 @@ class Passes:
             return 0.0
         return self.routers.losses.value(totals)
 
+    def balance_experts(self) -> None:
+        """Move the biases of routers after an optimizer step on the passes since ``end_step``."""
+        if self.routers is not None and self.routers.biases is not None:
+            self.routers.biases.step()
+
+    def end_step(self) -> None:
+        """Forget the tokens of a step, whether it was made or left out."""
+        if self.routers is not None and self.routers.biases is not None:
+            self.routers.biases.clear()
+
     def idle_loss(self, loss: Loss) -> Tensor:
         """Return 0 () from a pass of ``loss`` that does not count, with a gradient of 0 for every trained weight."""
         piece = idle_micro_batch(self.pass_settings, self.model.device)

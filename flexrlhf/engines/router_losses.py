@@ -51,17 +51,18 @@ class RouterLosses:
         """Whether the tokens of each expert are needed before a loss."""
         return AUXILIARY in self._coefficients
 
-    def read(self, layer: int, logits: Tensor, counts: Tensor) -> None:
+    def read(self, layer: int, logits: Tensor, scores: Tensor, counts: Tensor) -> None:
         """Add up what a layer's router computes over the tokens of a pass; once more where the layer is recomputed.
 
         logits:  (T, E).
+        scores:  (T, E), from which probabilities follow: they add up to 1.
         counts:  (T,), sequences that have the token.
         """
-        logits, weights = logits.float(), counts.float()
+        weights = counts.float()
         if AUXILIARY in self._coefficients:
-            self._probabilities[layer] = weights @ logits.softmax(-1)
+            self._probabilities[layer] = weights @ (scores / scores.sum(-1, keepdim=True))
         if SQUARES in self._coefficients:
-            self._squares[layer] = weights @ logits.logsumexp(-1).square()
+            self._squares[layer] = weights @ logits.float().logsumexp(-1).square()
 
     def begin(self) -> None:
         """Begin a mini-batch."""

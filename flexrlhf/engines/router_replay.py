@@ -21,6 +21,7 @@ from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.engines.base import Moments
 from flexrlhf.engines.experts import has_experts
 from flexrlhf.engines.micro_batch import MicroBatch
+from flexrlhf.engines.router_biases import BiasController
 from flexrlhf.engines.router_losses import RouterLosses, RouterTotals, loss_coefficients
 from flexrlhf.operators.columns import EXPERTS, expert_item_bytes
 
@@ -48,13 +49,16 @@ class Routers:
 
     replays:       whether recorded experts replace their choice.
     coefficients:  of their losses.
+    rate:          of the controller of their biases; 0: there is none.
     losses:        theirs; None: they have none.
+    biases:        the controller.
     """
 
-    def __init__(self, routers: Sequence[Any], replays: bool, coefficients: Mapping[str, float]) -> None:
+    def __init__(self, routers: Sequence[Any], replays: bool, coefficients: Mapping[str, float], rate: float) -> None:
         self._replays = replays
         self.layers, self.top = len(routers), int(routers[0].top_k)
         self._experts = int(routers[0].num_experts)
+        self.biases = BiasController(routers, rate) if rate else None
         self.losses = RouterLosses(coefficients, self.layers, self._experts) if coefficients else None
         self.dtype = _TYPES[expert_item_bytes(self._experts)]
         self._chosen: list[Tensor] | None = None
@@ -134,6 +138,8 @@ class Routers:
         """
         none = torch.zeros(self.layers, self._experts, dtype=torch.int64, device=device)
         counts, self._load = over_ranks(none + self._load).double(), 0
+        if self.biases is not None:
+            self.biases.add(counts)
         fullest = (counts.amax(1) / counts.mean(1).clamp(min=1e-9)).amax()
         found = {FULLEST: torch.stack([torch.ones_like(fullest), fullest, fullest * fullest]) * reports}
         return found if self.losses is None else found | self.losses.statistics(over_ranks, reports, device)
@@ -172,7 +178,7 @@ class Routers:
             empty = self._weights.new_zeros(self._experts)
             self._loads[layer] = empty.index_add_(0, taken.flatten(), self._weights.repeat_interleave(self.top))
             if self.losses is not None:
-                self.losses.read(layer, logits, self._weights)
+                self.losses.read(layer, logits, _scores(router, logits), self._weights)
         return None if taken is chosen else (logits, _weights_of(taken, router, logits).to(weights.dtype), taken)
 
 
@@ -185,12 +191,21 @@ def _sequences_of_tokens(piece: MicroBatch) -> Tensor:
     return (counts if piece.part is None else counts[:, piece.part.columns]).flatten()
 
 
+def _scores(router: Any, logits: Tensor) -> Tensor:
+    """Return the scores (T, E) of experts by which ``router`` weighs them, from its logits."""
+    is_sigmoid = hasattr(router, "e_score_correction_bias")
+    return logits.float().sigmoid() if is_sigmoid else logits.softmax(-1, dtype=torch.float32)
+
+
 def _weights_of(taken: Tensor, router: Any, logits: Tensor) -> Tensor:
     """Return the weights (T, k) of the experts ``taken``, as ``router`` weighs the ones that it chooses."""
     if hasattr(router, "bias"):  # of gpt-oss, which knows the logits of the chosen ones alone
         return logits.gather(1, taken).softmax(-1)
-    weights = logits.softmax(-1, dtype=torch.float32).gather(1, taken)
-    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+    weights = _scores(router, logits).gather(1, taken)
+    # routers of DeepSeek-V2, which have no such attribute either, do not norm them
+    if getattr(router, "norm_topk_prob", not hasattr(router, "topk_method")):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * getattr(router, "routed_scaling_factor", 1.0)
 
 
 def make_routers(model: PreTrainedModel, settings: ModelSpec, is_trained: bool) -> Routers | None:
@@ -201,5 +216,5 @@ def make_routers(model: PreTrainedModel, settings: ModelSpec, is_trained: bool) 
     if not (blocks and is_read) or settings.compile:
         return None
     gates = [block.router if hasattr(block, "router") else block.gate for block in blocks]
-    coefficients = loss_coefficients(settings) if is_trained else {}
-    return Routers(gates, settings.router_replay == "rollout", coefficients)
+    coefficients, rate = (loss_coefficients(settings), settings.router_bias_update_rate) if is_trained else ({}, 0.0)
+    return Routers(gates, settings.router_replay == "rollout", coefficients, rate)

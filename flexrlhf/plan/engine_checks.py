@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, TORCH, EngineFacts
-from flexrlhf.config.model_settings import NO_REPLAY, ROUTER_LOSSES, ModelSpec
+from flexrlhf.config.model_settings import NO_REPLAY, OF_ROUTERS, ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.operators.columns import EXPERTS
@@ -201,10 +201,10 @@ def _check_routers(model: PlacedModel) -> None:
         _require(model, "router_replay", lambda each: each.routers, lacks)
         if model.settings.compile:
             raise UserError(f"{model.key('router_replay')}: goes with compile false, found true; use false, or none")
-    for name in ROUTER_LOSSES:
+    for name in OF_ROUTERS:
         found = getattr(model.settings, name)
         if found and model.trained:
-            lacks = f"engine {model.engine} has no losses of routers, found {found:g}; use 0"
+            lacks = f"engine {model.engine} does not count tokens of experts, found {found:g}; use 0"
             _require(model, name, lambda each: each.transformers_modules, lacks)
             if model.settings.compile:
                 raise UserError(f"{model.key(name)}: goes with compile false, found true; use false, or 0")
@@ -276,7 +276,7 @@ def _check_role(model: PlacedModel) -> None:
     for name in ("optimizer", "offload_optimizer"):
         if getattr(settings, name) != getattr(ModelSpec(), name):
             raise UserError(f"{model.key(name)}: {model.role} is not trained, so it has no optimizer; remove it")
-    for name in ("activation_checkpointing", "offload_activations", *ROUTER_LOSSES):
+    for name in ("activation_checkpointing", "offload_activations", *OF_ROUTERS):
         if getattr(settings, name):
             raise UserError(f"{model.key(name)}: {model.role} is not trained; remove it")
     if settings.shadow is not None:

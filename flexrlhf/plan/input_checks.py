@@ -14,7 +14,7 @@ from flexrlhf.data.files import is_present
 from flexrlhf.environments.sources import check_package
 from flexrlhf.errors import UserError, nearest, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
-from flexrlhf.plan.model_checks import check_packages, check_run_families
+from flexrlhf.plan.model_checks import check_packages, check_run_engines
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import DataSource, RunData, data_sources, load_run_data, text_encoder
@@ -73,7 +73,7 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
         sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
         if is_run:
             check_packages(plan.placement)
-            check_run_families(plan.placement, plan.shapes)
+            check_run_engines(plan.placement, plan.shapes)
             check_package(None if plan.spec.environment is None else plan.spec.environment.path)
         for name, sources in sections.items():
             (check_sources if is_run else check_forms)(sources, name)

@@ -9,17 +9,14 @@ from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, VLLM, EngineFacts, Package
 from flexrlhf.config.model_names import (
-    KNOWN_FAMILIES,
-    LATENT,
     LLAMA_LIKE,
-    PLANNED_ONLY,
     SERVED,
-    SOFTMAX_ROUTED,
+    SIGMOID_ROUTED,
     WITH_EXPERTS,
     WITH_SINKS,
     WITH_SPLIT_EXPERTS,
 )
-from flexrlhf.config.model_settings import NO_REPLAY, ROUTER_LOSSES, Head, ModelSpec
+from flexrlhf.config.model_settings import OF_ROUTERS, Head, ModelSpec
 from flexrlhf.errors import UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
 from flexrlhf.operators.columns import Lengths
@@ -41,6 +38,7 @@ MAPPED_ROPES = ("default", "linear", "llama3")
 KEY_HEADS = "key-value heads"
 HOST_ROPES = ("dynamic", "longrope")
 """Rotary embeddings for which transformers reads the longest position on the host in each pass."""
+_PLAIN = ModelSpec()
 MAPPED_ACTIVATION = "silu"
 """Rotary angles and activation that engines without transformers' modules compute."""
 
@@ -66,9 +64,7 @@ def check_models(
             _check_mapped(model, shape, longest)
         if model.settings.cuda_graphs and lengths is not None:
             _check_graphs(model, shape, longest)
-        if model.settings.router_replay != NO_REPLAY:
-            _check_routers(model, shape)
-        _check_router_losses(model, shape)
+        _check_routers(model, shape)
         if shape is None:
             _check_unknown_shape(model)
         else:
@@ -287,22 +283,22 @@ def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) ->
 
 
 def _check_routers(model: PlacedModel, shape: ModelShape | None) -> None:
-    """Raise UserError for a model whose routers record no experts."""
+    """Raise UserError for settings of routers on a model without experts, or without biases of routers."""
     sizes = None if shape is None else shape.sizes
-    if sizes is None or sizes.experts is None or sizes.family not in SOFTMAX_ROUTED:
-        raise UserError(
-            f"{model.key('router_replay')}: {model.settings.router_replay} is for {either(SOFTMAX_ROUTED)} models with "
-            f"experts, and models.{model.role} is another; use none"
-        )
-
-
-def _check_router_losses(model: PlacedModel, shape: ModelShape | None) -> None:
-    """Raise UserError for losses of routers of a model without any."""
-    for name in ROUTER_LOSSES:
+    for name in ("router_replay", *OF_ROUTERS):
         found = getattr(model.settings, name)
-        if found and (shape is None or shape.sizes is None or shape.sizes.experts is None):
+        if found == getattr(_PLAIN, name):
+            continue
+        instead = "none" if name == "router_replay" else "0"
+        if sizes is None or sizes.experts is None:
             raise UserError(
-                f"{model.key(name)}: {found:g} is for models with experts, and models.{model.role} has none; use 0"
+                f"{model.key(name)}: {found} is for models with experts, and models.{model.role} has none; use "
+                f"{instead}"
+            )
+        if name == "router_bias_update_rate" and sizes.family not in SIGMOID_ROUTED:
+            raise UserError(
+                f"{model.key(name)}: {found} is for {either(SIGMOID_ROUTED)} models, whose routers have biases, and "
+                f"models.{model.role} is of {sizes.family}; use 0, or router_aux_loss_coef"
             )
 
 
@@ -420,22 +416,14 @@ def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
         )
 
 
-def check_run_families(placement: Placement, shapes: Mapping[str, ModelShape]) -> None:
-    """Raise UserError for a role's model of a family that is planned and not run, by its engine or by any."""
+def check_run_engines(placement: Placement, shapes: Mapping[str, ModelShape]) -> None:
+    """Raise UserError for a model that its engine does not run, though it is planned."""
     for model in placement.models:
         sizes = shapes[model.role].sizes if model.role in shapes else None
         if model.rollout is not None and model.engine == VLLM.name and sizes is not None and sizes.latent is not None:
             raise UserError(
                 f"rollout.engine: {model.engine} is planned and not run for {sizes.family} models, since it computes "
                 f"latent attention with copies of weights, which a sync would not renew; use transformers"
-            )
-    for role, shape in shapes.items():
-        family = None if shape.sizes is None else shape.sizes.family
-        if family in PLANNED_ONLY:
-            runs = ", ".join(name for name in KNOWN_FAMILIES if name not in PLANNED_ONLY)
-            raise UserError(
-                f"models.{role}: {family} models are planned and not run, since biases of their routers are no "
-                f"parameters and would not be saved; use a model of {runs}"
             )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
@@ -29,6 +30,7 @@ from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, r
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.weights.adapter_files import frozen_model, has_adapters
+from flexrlhf.weights.expert_files import is_router_bias
 from flexrlhf.weights.lora import merged_from
 from flexrlhf.weights.model_files import stored_tensors, weight_files
 from flexrlhf.weights.shapes import stored_type
@@ -122,11 +124,12 @@ def export_model(
     read = _reader(model, base)
     names = sorted({*base, *(name for name in model.names if lora is None or ".lora_" not in name)})
     forms: dict[str, TensorForm] = {}
+    types = {name: torch.float32 if is_router_bias(name) else chosen for name in names}
     for name in names:
-        forms |= forms_of({name: read(name).to(chosen)})
+        forms |= forms_of({name: read(name).to(types[name])})
     with model_writer(output, forms, config, model.tokenizer, texts=model.usage) as files:
         for name in names:
-            files.write({name: read(name).to(chosen)})
+            files.write({name: read(name).to(types[name])})
 
 
 def _check_output(output: Path, replaces: bool) -> None:

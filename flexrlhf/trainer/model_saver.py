@@ -18,6 +18,7 @@ from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
+from flexrlhf.weights.expert_files import is_router_bias
 from flexrlhf.weights.lora import shape_of
 from flexrlhf.weights.saving import SavedBucket, saved_buckets, saved_type
 from flexrlhf.weights.shards import trained_parts
@@ -71,7 +72,10 @@ class ModelSaver:
             return
         config = copy.deepcopy(model.engine.config)
         config.dtype = dtype = _saved_dtype(model)
-        forms = {name: TensorForm(shape, dtype) for name, shape in shape_of(placed, model.shape).trained}
+        forms = {
+            name: TensorForm(shape, torch.float32 if is_router_bias(name) else dtype)
+            for name, shape in shape_of(placed, model.shape).trained
+        }
         with model_writer(directory, forms, config, tokenizer, best, texts, plan.spec.save.shard_bytes) as files:
             for bucket, found in buckets:
                 files.write(found, bucket.experts)
@@ -85,7 +89,9 @@ class ModelSaver:
         shapes = {name: part.shape for parts in shards for name, part in parts.items()}
         for bucket in saved_buckets(shapes, dtype.itemsize, self._context.plan.spec.sync.bucket_bytes):
             if bucket.experts is None:
-                yield bucket, gather.whole(live, bucket.names, dtype)
+                biases = [name for name in bucket.names if is_router_bias(name)]
+                others = gather.whole(live, [name for name in bucket.names if name not in biases], dtype)
+                yield bucket, others | (gather.whole(live, biases, torch.float32) if biases else {})
             else:
                 (name,) = bucket.names
                 yield bucket, {name: gather.experts(live, name, bucket.experts, dtype)}

@@ -18,6 +18,8 @@ WHOLE_IN_FILES = ("gpt_oss",)
 """Families whose files have the tensors of transformers' modules."""
 MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")
 """Parts of names of Mixtral's router and experts: in transformers' modules, and in files and other libraries."""
+ROUTER_BIAS = ".e_score_correction_bias"
+"""End of the name of the biases by which routers choose: buffers of transformers' modules, always in float32."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 _MATRICES_OF: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
 """Names of gate, up and down of one expert, where they are others than ``_MATRICES``."""
@@ -35,6 +37,11 @@ class FilePiece:
     name: str
     shape: Shape
     box: tuple[range, ...]
+
+
+def is_router_bias(name: str) -> bool:
+    """Whether the tensor ``name`` is whole on every rank and in float32, whatever the layout and type of its model."""
+    return name.endswith(ROUTER_BIAS)
 
 
 def file_pieces(family: str, name: str, shape: Shape) -> Iterator[FilePiece]:

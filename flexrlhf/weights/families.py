@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT, WITH_SINKS
+from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT, SIGMOID_ROUTED, WITH_SINKS
 from flexrlhf.errors import shown
 from flexrlhf.weights.decoder_sizes import ExpertSizes, LatentSizes, Sizes
+from flexrlhf.weights.expert_files import ROUTER_BIAS
 
 MAX_LAYERS = 10_000
 """Most layers whose parameters are listed; published models have at most some hundreds."""
@@ -43,6 +44,8 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+_GROUPS = ("n_group", "topk_group")
+"""Settings with the groups of experts of a layer, and how many of them a token's experts are in."""
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8},
@@ -104,6 +107,7 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 1,
+        **dict.fromkeys(_GROUPS, 1),
     },
     "deepseek_v2": _LATENT
     | {
@@ -126,6 +130,8 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
     },
 }
 _WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4096, "qwen3_moe": 4096, "gpt_oss": 128}
@@ -249,7 +255,8 @@ def _wrong_size(config: Mapping[str, Any]) -> str | None:
     optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
     experts = _EXPERT_KEYS.get(str(config.get("model_type")), ())
     latent = [key for key in _LATENT if config.get("model_type") in LATENT and config.get(key) is not None]
-    keys = (*_DEFAULTS, *optional, *experts, *(("num_experts_per_tok",) if experts else ()), *latent)
+    groups = _GROUPS if config.get("model_type") in SIGMOID_ROUTED else ()
+    keys = (*_DEFAULTS, *optional, *experts, *(("num_experts_per_tok",) if experts else ()), *latent, *groups)
     most_of = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(experts[:1], MOST_EXPERTS)}
     for key in keys:
         value, most = config.get(key), most_of.get(key, MAX_SIZE)
@@ -259,6 +266,19 @@ def _wrong_size(config: Mapping[str, Any]) -> str | None:
             return f"{key} {value}: use at most {most}"
     if experts and config["num_experts_per_tok"] > config[experts[0]]:
         return f"num_experts_per_tok {config['num_experts_per_tok']}: use at most {experts[0]}, {config[experts[0]]}"
+    return _wrong_groups(config) if groups else None
+
+
+def _wrong_groups(config: Mapping[str, Any]) -> str | None:
+    """Return which number of groups of experts is invalid, as ``_wrong_size``."""
+    experts, active = config["n_routed_experts"], config["num_experts_per_tok"]
+    groups, taken = (config[key] for key in _GROUPS)
+    if experts % groups or experts < 2 * groups:
+        return f"n_group {groups}: expected groups of equally many of the {experts} experts, at least 2 in each"
+    if taken > groups:
+        return f"topk_group {taken}: use at most n_group, {groups}"
+    if active > taken * experts // groups:
+        return f"num_experts_per_tok {active}: use at most {taken * experts // groups}, as many as topk_group has"
     return None
 
 
@@ -382,6 +402,8 @@ def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, .
         "experts.gate_up_proj": (experts.number, 2 * experts.ffn, hidden),
         "experts.down_proj": (experts.number, hidden, experts.ffn),
     }
+    if sizes.family in SIGMOID_ROUTED:
+        shapes[f"gate{ROUTER_BIAS}"] = (experts.number,)
     is_gated = sizes.family == "qwen2_moe"
     if experts.shared:
         name_of_shared = "shared_expert" if is_gated else "shared_experts"

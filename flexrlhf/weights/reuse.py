@@ -17,6 +17,7 @@ from flexrlhf.config.engines import TORCH
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.boxes import intersection
+from flexrlhf.weights.expert_files import is_router_bias
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 from flexrlhf.weights.shards import Part, Parts, fused_name, parts_on, shape_on
 from flexrlhf.weights.sync_plan import sent_dtype
@@ -59,7 +60,8 @@ def reuse_on(source: PlacedModel, copy: PlacedModel, shape: ModelShape, rank: in
     lends:  whether the source is not used while the copy exists.
     """
     parts, stored = parts_on(copy, shape, rank), parts_on(source, shape, rank)
-    common = {name: stored[name] for name, _ in shape_on(copy, shape, rank).parameters if name in stored}
+    names = [name for name, _ in shape_on(copy, shape, rank).parameters if not is_router_bias(name)]
+    common = {name: stored[name] for name in names if name in stored}
     views = frozenset(name for name, part in common.items() if _contains(part, parts[name]))
     fused: dict[str, list[str]] = defaultdict(list)
     for name in sorted(common) if lends and not shared_memory(source) else ():

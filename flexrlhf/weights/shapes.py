@@ -20,7 +20,7 @@ from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.expert_files import file_shapes
+from flexrlhf.weights.expert_files import file_shapes, is_router_bias
 from flexrlhf.weights.families import (
     LANGUAGE_HEAD,
     attention_window,
@@ -202,8 +202,9 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
 
 
 def stored_type(stored: Mapping[str, StoredTensor]) -> Dtype:
-    """Return the type that all tensors of a model's files have; float32 for several types, or float64."""
-    types = {tensor.dtype for tensor in stored.values()}
+    """Return the type that all tensors of a model's files have, but for biases of routers; float32 for several types,
+    or float64."""
+    types = {tensor.dtype for name, tensor in stored.items() if not is_router_bias(name)}
     return _STORED_TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.expert_files import OF_EXPERTS
+from flexrlhf.weights.expert_files import OF_EXPERTS, is_router_bias
 from flexrlhf.weights.lora import BASE, shape_of, without_adapter
 from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
 
@@ -146,6 +146,8 @@ class _Position:
     alike: int = 1
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
+        if is_router_bias(name):
+            return whole(size)
         box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
         shards, shard = self.num_shards, self.shard
         if self.ep > 1 and is_of_experts(name):

@@ -16,6 +16,7 @@ from itertools import zip_longest
 from math import ceil, gcd, sqrt
 
 from flexrlhf.weights.boxes import Box, box_elements
+from flexrlhf.weights.expert_files import is_router_bias
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,13 @@ class WeightMessage:
 
     @property
     def vectors(self) -> tuple[Regions, ...]:
-        """Regions that are sent as one vector: each large one alone, so that it need not be packed, and all others."""
+        """Regions that are sent as one vector: each large one alone, so that it need not be packed, biases of routers,
+        which have a type of their own, and all others."""
         large = [(region,) for region in self.regions if region.num_elements >= LARGE]
-        small = tuple(region for region in self.regions if region.num_elements < LARGE)
-        return (*large, small) if small else tuple(large)
+        small = [region for region in self.regions if region.num_elements < LARGE]
+        biases = tuple(region for region in small if is_router_bias(region.name))
+        others = tuple(region for region in small if not is_router_bias(region.name))
+        return tuple(filter(None, (*large, biases, others)))
 
 
 @dataclass(frozen=True)

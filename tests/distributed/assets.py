@@ -126,6 +126,15 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
     shared = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
     qwen2 = AutoConfig.for_model("qwen2_moe", **sizes, **shared)
     _save(AutoModelForSequenceClassification.from_config(qwen2), path("other-experts-critic"))
+    grouped = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+    }
     latent = {
         "num_key_value_heads": SIZES["num_attention_heads"],
         "q_lora_rank": 10,
@@ -133,20 +142,22 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
         "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 6,
         "v_head_dim": 8,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
     }
+    latent |= grouped
     sinks = {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5}
-    for setting, family, own in (("latent", "deepseek_v2", latent), ("sinks", "gpt_oss", sinks)):
-        config = AutoConfig.for_model(family, **sizes | own)
-        for name, kind in (("actor", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)):
-            model = kind.from_config(config)
-            for end, parameter in model.named_parameters():
-                if end.endswith(("bias", "sinks")):  # of 0 they would show little
-                    torch.nn.init.normal_(parameter, std=0.5)
-            _save(model, path(f"{setting}-{name}"))
+    policy, values = AutoModelForCausalLM, AutoModelForSequenceClassification
+    for name, family, own, kind in (
+        ("balanced-actor", "glm4_moe", {**grouped, "head_dim": 8}, policy),
+        ("latent-actor", "deepseek_v3", latent, policy),
+        ("latent-critic", "deepseek_v2", latent, values),
+        ("sinks-actor", "gpt_oss", sinks, policy),
+        ("sinks-critic", "gpt_oss", sinks, values),
+    ):
+        model = kind.from_config(AutoConfig.for_model(family, **sizes | own))
+        for end, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if end.endswith(("bias", "sinks")):  # of 0 they would show little
+                torch.nn.init.normal_(tensor, std=0.05 if end.endswith("correction_bias") else 0.5)
+        _save(model, path(name))
 
 
 def build_letters(directory: Path) -> None:

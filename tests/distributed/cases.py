@@ -225,6 +225,8 @@ SETTINGS |= {
 }
 SETTINGS |= COMPLETIONS | ALGORITHMS
 BALANCED = {"router_aux_loss_coef": 0.2, "router_z_loss_coef": 0.05}
+MOVED = {"router_bias_update_rate": 0.02}
+"""Of routers that choose by biases."""
 SETTINGS |= {
     # actor and critic are of different families; the first actor has a dense layer, too; models are saved an expert at
     # a time
@@ -232,18 +234,20 @@ SETTINGS |= {
         **_ppo(num_mini_batches=2),
         "sync": {"bucket_mb": 0.004},
         "models": {
-            "actor": {"path": f"assets:models/{models}-actor", **replay, **BALANCED},
-            "ref": {"path": f"assets:models/{models}-actor"},
-            "critic": {"path": f"assets:models/{models}-critic", **BALANCED},
+            "actor": {"path": f"assets:models/{actor}", **own, **BALANCED},
+            "ref": {"path": f"assets:models/{actor}"},
+            "critic": {"path": f"assets:models/{critic}", **BALANCED},
         },
     }
-    for name, models, replay in (
-        ("experts", "experts", {}),
-        ("experts-replayed", "other-experts", {"router_replay": "rollout"}),
+    for name, actor, critic, own in (
+        ("experts", "experts-actor", "experts-critic", {}),
+        ("experts-replayed", "other-experts-actor", "other-experts-critic", {"router_replay": "rollout"}),
+        # routers choose groups of experts, and by biases
+        ("experts-moved", "balanced-actor", "other-experts-critic", {"router_replay": "rollout", **MOVED}),
         # keys and values are made from a latent, and some experts compute every token
-        ("latent", "latent", {}),
+        ("latent", "latent-actor", "latent-critic", MOVED),
         # heads have sinks, every other layer a window
-        ("sinks", "sinks", {}),
+        ("sinks", "sinks-actor", "sinks-critic", {}),
     )
 }
 SETTINGS["experts-grpo"] = {
@@ -260,7 +264,7 @@ SETTINGS["experts-adapters"] = {
         "critic": {"path": "assets:models/experts-critic", "lora": {"targets": ["v_proj"]}, "optimizer": FAST},
     },
 }
-WITH_EXPERTS = ("experts", "experts-replayed", "experts-adapters", "experts-grpo", "latent", "sinks")
+WITH_EXPERTS = ("experts", "experts-replayed", "experts-moved", "experts-adapters", "experts-grpo", "latent", "sinks")
 """Settings whose models have experts, which not every engine serves."""
 OF_OWN_ATTENTION = ("latent", "sinks")
 """Settings whose models vLLM does not serve here, and whose rows context-parallel ranks do not share."""
@@ -833,7 +837,7 @@ DEFAULT = [
     KILLED,
     Case("grpo", "co-located", 2, "cp"),
     Case("episodes", "co-located", 2, "cp-ring"),
-    Case("experts-replayed", "six", 2),
+    Case("experts-moved", "six", 2),
     Case("experts", "co-located", 2, "experts-tp", "vllm-tp"),
     Case("experts-adapters", "co-located", 2, "ep-apart"),
     Case("still", "co-located", 2),
@@ -908,8 +912,8 @@ def _every_split_of_experts() -> list[Case]:
     sampled = [
         Case(setting, shape, 4, way, rollout)
         for setting in WITH_EXPERTS
-        # vLLM returns no experts to replay
-        if setting not in (*OF_OWN_ATTENTION, "experts-replayed")
+        # vLLM returns no experts to replay, and has no routers with biases here
+        if setting not in (*OF_OWN_ATTENTION, "experts-replayed", "experts-moved")
         for shape, rollout in rollouts
         for way in ("torch-3", "ep", "ep-3")
     ]

@@ -428,6 +428,7 @@ class Reference:
                     loss, settings = self._loss(role, step, rows, trained, terms), self.spec.models.of(role)
                     assert settings is not None
                     trainee.update(loss + routers.loss(role, settings, terms), terms)
+                    routers.balance(settings.router_bias_update_rate)
                     terms.add(f"{role}_expert_load_max", routers.fullest())
 
     def _loss(self, role: str, step: int, rows: range, responses: list[Response], terms: Terms) -> Tensor:

@@ -100,7 +100,7 @@ class Routers:
 
     def __init__(self, model: torch.nn.Module, replays: bool = False) -> None:
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
-        self.replays = replays
+        self.replays, self.routers = replays, routers
         # of the texts of a mini-batch: logits, and experts taken
         self.routed: list[list[tuple[Tensor, Tensor]]] = [[] for _ in routers]
         self.number = routers[0].num_experts if routers else 0
@@ -131,12 +131,20 @@ class Routers:
         if self.replayed is not None:
             # generation has not read the last token
             chosen = torch.cat([self.replayed[layer][:-1], chosen[-1:]])
-            weights = logits.softmax(-1).gather(1, chosen)
+            weights = scores_of(router, logits).gather(1, chosen)
             if getattr(router, "norm_topk_prob", True):
                 weights = weights / weights.sum(-1, keepdim=True)
+            weights = getattr(router, "routed_scaling_factor", 1.0) * weights
         if torch.is_grad_enabled():
             self.routed[layer].append((logits, chosen))
         return logits, weights, chosen
+
+    def balance(self, rate: float) -> None:
+        """Wang et al. 2024, algorithm 1: an expert with fewer tokens than the mean is preferred from now on."""
+        for router, layer in zip(self.routers, self.routed, strict=True):
+            if rate and layer:
+                load = torch.cat([taken.flatten() for _, taken in layer]).bincount(minlength=self.number).double()
+                router.e_score_correction_bias += rate * (load.mean() - load).sign().float()
 
     def fullest(self) -> list[float]:
         """Tokens of the fullest expert over the mean, of the layer where it is fullest; a mini-batch begins anew."""
@@ -151,11 +159,17 @@ class Routers:
             return 0.0
         logits = torch.cat([logits for logits, _ in every])
         taken = torch.cat([taken for _, taken in every]).flatten().bincount(minlength=self.number) / len(logits)
-        auxiliary = self.number * (taken * logits.softmax(-1).mean(0)).sum()
+        scores = scores_of(self.routers[0], logits)
+        auxiliary = self.number * (taken * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum()
         squares = logits.logsumexp(-1).square().mean()
         terms.add(f"{role}_router_aux_loss", [float(auxiliary.detach())])
         terms.add(f"{role}_router_z_loss", [float(squares.detach())])
         return spec.router_aux_loss_coef * auxiliary + spec.router_z_loss_coef * squares
+
+
+def scores_of(router: torch.nn.Module, logits: Tensor) -> Tensor:
+    """Of experts, by which their outputs are weighted."""
+    return logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
 
 
 class Scorer:
@@ -243,8 +257,9 @@ class Trainee:
 
 
 def copy_of(model: torch.nn.Module) -> Weights:
-    """Trained parameters."""
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    """Trained parameters, and biases of routers."""
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return trained | {name: b.clone() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def saved(model: torch.nn.Module) -> Weights:

@@ -21,7 +21,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 1, "mlp_only_layers": [0]},
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
 }
-BYTES_OF_TOKEN = {"mixtral": 4, "mixtral with a window": 12, "gpt_oss": 4, "olmoe": 4, "qwen2_moe": 1, "qwen3_moe": 6}
+SHARED = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+    **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
+}
+LATENT = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 6},
+    **{"qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4},
+}
+FAMILIES |= {"glm4_moe": SHARED, "deepseek_v2": SHARED | LATENT, "deepseek_v3": SHARED | LATENT}
+BYTES_OF_TOKEN = {
+    **{"mixtral": 4, "mixtral with a window": 12, "gpt_oss": 4, "olmoe": 4, "qwen2_moe": 1, "qwen3_moe": 6},
+    **dict.fromkeys(("glm4_moe", "deepseek_v2", "deepseek_v3"), 3),
+}
 SAMPLING = Sampling(seed=1, step=0, temperature=1.0, eos_token_ids=(0, 1, 2), pad_token_id=0)
 
 
@@ -33,16 +45,17 @@ def engine(family: str, router_replay: str, **settings: Any) -> TorchEngine:
 
 def second_choice(router: Any, _: object, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """A router's choice without its most likely expert, and with one more instead."""
-    probabilities = routed[0].softmax(-1)
-    weights, chosen = (each[:, 1:] for each in probabilities.topk(router.top_k + 1))
-    if getattr(router, "norm_topk_prob", True):
+    is_sigmoid = hasattr(router, "e_score_correction_bias")
+    scores = routed[0].sigmoid() if is_sigmoid else routed[0].softmax(-1)
+    weights, chosen = (each[:, 1:] for each in scores.topk(router.top_k + 1))
+    if getattr(router, "norm_topk_prob", not hasattr(router, "topk_method")):
         weights = weights / weights.sum(-1, keepdim=True)
-    return routed[0], weights, chosen
+    return routed[0], getattr(router, "routed_scaling_factor", 1.0) * weights, chosen
 
 
 def plant(trained: TorchEngine) -> list[Any]:
     """Make all routers take their second choice; return the hooks."""
-    routers = [module for module in trained._model.modules() if type(module).__name__.endswith("TopKRouter")]
+    routers = [module for module in trained._model.modules() if type(module).__name__.lower().endswith("topkrouter")]
     return [router.register_forward_hook(second_choice, prepend=True) for router in routers]
 
 
@@ -75,7 +88,7 @@ def test_a_replay_turns_a_planted_mismatch_to_zero(family: str, settings: dict[s
     assert difference(comparing) > 0.01
     assert difference(replaying) < 1e-5
     # the planted choice lacks each token's likeliest expert; the last token of a response was never read
-    layers = sum(type(module).__name__.endswith("TopKRouter") for module in replaying._model.modules())
+    layers = sum(type(module).__name__.lower().endswith("topkrouter") for module in replaying._model.modules())
     for each in (replaying, comparing):
         read, differing, _ = each.backward([(batch, likelihood())])["router_mismatch"].tolist()
         assert 0.9 * read < differing <= read and read % layers == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.config.model_settings import OF_TRAINING, ROUTER_LOSSES, ModelSpec
+from flexrlhf.config.model_settings import OF_ROUTERS, OF_TRAINING, ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -70,7 +70,7 @@ def test_only_trained_roles_take_settings_of_training() -> None:
         assert model.zero == 3
         taken = {name for name in OF_TRAINING if getattr(model, name) != getattr(plain, name)}
         # dense models have no routers
-        given = set(OF_TRAINING) - {"offload_optimizer", *ROUTER_LOSSES}
+        given = set(OF_TRAINING) - {"offload_optimizer", *OF_ROUTERS}
         assert taken == (given if role in ("actor", "critic") else set())
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT
 from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.errors import UserError
 from flexrlhf.memory.engine_bytes import model_state
 from flexrlhf.plan.pipeline import make_plan
@@ -219,6 +220,8 @@ SHARED = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 7,
+    "n_group": 3,
+    "topk_group": 2,
 }
 LATENT_SIZES = {"kv_lora_rank": 3, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 5}
 FAMILIES = [SMALL | {"model_type": kind, "head_dim": 6} for kind in ("llama", "mistral", "qwen3")] + [
@@ -248,7 +251,8 @@ FAMILIES = [SMALL | {"model_type": kind, "head_dim": 6} for kind in ("llama", "m
 def real_shapes(config: dict[str, Any], auto: Any, **extra: Any) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.for_model(**config, **extra))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = {**dict(model.named_parameters()), **router_biases(model)}
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 @pytest.mark.parametrize("tied", [False, True])

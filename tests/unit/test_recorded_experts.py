@@ -42,8 +42,7 @@ def test_the_column_is_planned_as_any_other() -> None:
     [
         (
             (),
-            f"{KEY}: rollout is for mixtral, qwen2_moe, qwen3_moe or olmoe models with experts, and models.actor is "
-            "another; use none",
+            f"{KEY}: rollout is for models with experts, and models.actor has none; use none",
         ),
         (
             (INIT, "models.actor.engine=deepspeed"),

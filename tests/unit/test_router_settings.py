@@ -20,6 +20,11 @@ KEY = "models.actor.router_aux_loss_coef"
             f"{KEY}: goes with compile false, found true; use false, or 0",
         ),
         (
+            (INIT, "models.actor.router_bias_update_rate=0.1"),
+            "models.actor.router_bias_update_rate: 0.1 is for glm4_moe or deepseek_v3 models, whose routers have "
+            "biases, and models.actor is of mixtral; use 0, or router_aux_loss_coef",
+        ),
+        (
             ("models.ref.router_z_loss_coef=0.1",),
             "models.ref.router_z_loss_coef: ref is not trained; remove it",
         ),

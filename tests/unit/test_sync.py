@@ -23,6 +23,7 @@ from flexrlhf.comm.world import Waitable
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.expert_files import is_router_bias
 from flexrlhf.weights.lora import adapters_to_merge, shape_of
 from flexrlhf.weights.shapes import ModelShape, model_shape
 from flexrlhf.weights.shards import Parts, parts_on, trained_parts
@@ -36,6 +37,10 @@ SPLIT: list[dict[str, Any]] = [{"ep": 2, "zero": 3}, {"tp": 2, "zero": 3}, {"ep"
 EXPERTS = {
     **{"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 6, "mlp_only_layers": [0]},
+}
+BIASED = {
+    **{"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
+    "first_k_dense_replace": 1,
 }
 SETTINGS: list[dict[str, Any]] = [{"bucket_mb": 0.001}, {"overlap": True, "bucket_mb": 0.002}, {"checksum": False}]
 A_GROUP = cast(dist.ProcessGroup, "a group")
@@ -194,7 +199,8 @@ class Case:
         if rank not in self.shadow.ranks:
             return None
         parts = trained_parts(self.shadow, self.shape, rank)
-        return {name: torch.zeros(part.num_elements, dtype=self.dtype) for name, part in parts.items()}
+        types = {name: torch.float32 if is_router_bias(name) else self.dtype for name in parts}
+        return {name: torch.zeros(part.num_elements, dtype=types[name]) for name, part in parts.items()}
 
     def planned_bytes(self) -> int:
         return sync_bytes(self.source, self.shadow, self.shape, self.settings.dtype)
@@ -238,7 +244,8 @@ def move(case: Case, wires: Wires, times: int = 1) -> Moved:
 def assert_arrived(case: Case, moved: Moved) -> None:
     for rank, stored in moved.stored.items():
         for name, part in trained_parts(case.shadow, case.shape, rank).items():
-            expected = cut(case.tensors[name].to(case.sent).to(case.dtype), part)
+            tensor = case.tensors[name]
+            expected = cut(tensor if is_router_bias(name) else tensor.to(case.sent).to(case.dtype), part)
             assert torch.equal(stored[name], expected), f"{name} on rank {rank}"
 
 
@@ -344,6 +351,17 @@ def test_weights_travel_in_the_type_of_the_shadow(dtype: str, wires: Wires) -> N
     moved = move(case, wires)
     assert_arrived(case, moved)
     assert moved.num_bytes == case.planned_bytes() == 3 * 2 * sum(t.numel() for t in case.tensors.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("source", [{}, {"zero": 3}, {"ep": 2}], ids=str)
+def test_biases_of_routers_are_not_rounded(source: dict[str, Any], overlap: bool, wires: Wires) -> None:
+    for shadow, settings in (({"dtype": "bfloat16"}, SyncSpec()), ({}, SyncSpec(dtype="bfloat16"))):
+        case = case_of(source, shadow, family=BIASED, dtype=settings.dtype, overlap=overlap, bucket_mb=0.002)
+        moved = move(case, wires)
+        assert_arrived(case, moved)
+        biases = sum(tensor.numel() for name, tensor in case.tensors.items() if is_router_bias(name))
+        assert biases == 8 and moved.num_bytes == case.planned_bytes() + 2 * len(case.shadow.ranks) * biases
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -21,7 +21,17 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flexrlhf.comm.world import as_world
-from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
+from flexrlhf.engines.base import (
+    WEIGHTS,
+    Batch,
+    EngineContext,
+    Loss,
+    MemoryUsage,
+    Moments,
+    Sampling,
+    StateTensor,
+    TrainingState,
+)
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, partition, shard, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
@@ -38,6 +48,7 @@ from flexrlhf.engines.optimizers import (
     update_statistics,
 )
 from flexrlhf.engines.passes import make_passes
+from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.skeletons import Skeleton, make_skeleton, placeholder, whole_model
 from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
 from flexrlhf.operators.columns import Column
@@ -277,6 +288,8 @@ class DeepSpeedEngine(Lender):
             with self._gathering():
                 error.first = self._passes.first_non_finite(parts)
             raise
+        finally:
+            self._passes.end_step()
 
     def _update(self) -> Moments:
         assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
@@ -292,6 +305,7 @@ class DeepSpeedEngine(Lender):
             skipped = True
         if not skipped:
             self._scheduler.step()
+            self._passes.balance_experts()
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=self._device)
         is_scaled = self._settings.dtype == "float16"
         # DeepSpeed reports some norms that are not finite as -1
@@ -313,7 +327,8 @@ class DeepSpeedEngine(Lender):
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: shard(parameter, self._mpu.dp.rank()) for name, parameter in self._model.named_parameters()}
+        shards = {name: shard(parameter, self._mpu.dp.rank()) for name, parameter in self._model.named_parameters()}
+        return shards | router_biases(self._model)
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -340,6 +355,9 @@ class DeepSpeedEngine(Lender):
         for tensors in live.values():
             for name, each in tensors.items():
                 tensors[name] = replace(each, values=self._host_offload.readable(each.values))
+        biases = {name: StateTensor(bias) for name, bias in router_biases(self._model).items()}
+        if biases:
+            live[WEIGHTS] |= biases
         return TrainingState(live, {"updates": float(self._scheduler.last_epoch), **loss_scale(wrapper)})
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:

@@ -33,6 +33,7 @@ from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
+from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.skeletons import Skeleton, make_skeleton, swap_values
 from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
 from flexrlhf.engines.torch.fsdp import apply_fsdp, expert_mesh, free_gathered, read_shards, shard_mesh
@@ -65,6 +66,7 @@ class TorchEngine(Lender):
         self._passes = make_passes(context, self._model, self._model, head, in_lockstep, split)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
+        self._biases = router_biases(self._model)
         self._update = self._make_update(context, names) if placed.trained else None
         checkpoint_layers(self._model, context)
 
@@ -88,7 +90,7 @@ class TorchEngine(Lender):
             Gradients(trained, context.same_part, context.tp, self._copies(context), self._expert_copies(context)),
             context.num_updates,
             is_scaled=settings.dtype == "float16",
-            changed=self._publish_masters,
+            changed=self._updated,
         )
 
     def _copies(self, context: EngineContext) -> RankGroup | None:
@@ -125,13 +127,15 @@ class TorchEngine(Lender):
             with self._gathering():
                 error.first = self._passes.first_non_finite(parts)
             raise
+        finally:
+            self._passes.end_step()
 
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         with self._gathering():
             return self._passes.losses(parts)
 
     def weights(self) -> dict[str, Tensor]:
-        return self._lendable() | {name: local(master) for name, master in self._masters.items()}
+        return self._lendable() | {name: local(master) for name, master in self._masters.items()} | self._biases
 
     def _lendable(self) -> dict[str, Tensor]:
         return {name: local(parameter) for name, parameter in self._model.named_parameters()}
@@ -147,7 +151,7 @@ class TorchEngine(Lender):
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        own = dict(self._model.named_parameters())
+        own = dict(self._model.named_parameters()) | self._biases
         for name, values in weights.items():
             target = local(own[name])
             target.copy_(values.view(target.shape))
@@ -163,6 +167,7 @@ class TorchEngine(Lender):
                 parameter = self._masters.get(name, live)
                 for kind, tensor in {WEIGHTS: parameter, **self._update.moments(parameter)}.items():
                     tensors[kind][name] = StateTensor(self._host_offload.readable(local(tensor)))
+        tensors[WEIGHTS] |= {name: StateTensor(bias) for name, bias in self._biases.items()}
         return TrainingState(tensors, self._update.numbers)
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
@@ -172,7 +177,7 @@ class TorchEngine(Lender):
     def memory_usage(self) -> MemoryUsage:
         if self._usage_at_offload is not None:
             return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
-        live = [local(parameter) for parameter in self._model.parameters()]
+        live = [local(parameter) for parameter in self._model.parameters()] + [*self._biases.values()]
         return MemoryUsage(
             weights=sum(tensor.nbytes for tensor in live),
             gradients=self._update.gradient_bytes if self._update else 0,
@@ -189,14 +194,15 @@ class TorchEngine(Lender):
         self._usage_at_offload = None
 
     def close(self) -> None:
-        del self._model, self._passes, self._update, self._masters
+        del self._model, self._passes, self._update, self._masters, self._biases
 
     def _optimizer_tensors(self) -> list[Tensor]:
         masters = [local(master) for master in self._masters.values()]
         return masters + (self._update.state() if self._update else [])
 
-    def _publish_masters(self) -> None:
-        """Copy the master weights into the 16-bit parameters."""
+    def _updated(self) -> None:
+        """Copy the master weights into the 16-bit parameters, and balance experts."""
+        self._passes.balance_experts()
         for name, parameter in self._model.named_parameters():
             if name in self._masters:
                 local(parameter).copy_(local(self._masters[name]))
