@@ -9,6 +9,7 @@ from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, VLLM, EngineFacts, Package
 from flexrlhf.config.model_names import (
+    LATENT,
     LLAMA_LIKE,
     SERVED,
     SIGMOID_ROUTED,
