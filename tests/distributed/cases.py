@@ -266,6 +266,7 @@ SETTINGS["experts-adapters"] = {
 }
 WITH_EXPERTS = ("experts", "experts-replayed", "experts-moved", "experts-adapters", "experts-grpo", "latent", "sinks")
 """Settings whose models have experts, which not every engine serves."""
+REPLAYED = ("experts-replayed", "experts-moved")
 OF_OWN_ATTENTION = ("latent", "sinks")
 """Settings whose models vLLM does not serve here, and whose rows context-parallel ranks do not share."""
 NOT_COMPARED = (
@@ -913,7 +914,7 @@ def _every_split_of_experts() -> list[Case]:
         Case(setting, shape, 4, way, rollout)
         for setting in WITH_EXPERTS
         # vLLM returns no experts to replay, and has no routers with biases here
-        if setting not in (*OF_OWN_ATTENTION, "experts-replayed", "experts-moved")
+        if setting not in (*OF_OWN_ATTENTION, *REPLAYED)
         for shape, rollout in rollouts
         for way in ("torch-3", "ep", "ep-3")
     ]
@@ -931,7 +932,7 @@ def _every_split_of_experts() -> list[Case]:
         if setting not in OF_OWN_ATTENTION or way != "cp"
         if setting != "experts-grpo" or shape == "co-located"
         # DeepSpeed's engine records none
-        if setting != "experts-replayed" or ("deepspeed" not in way and way != "ep-apart")
+        if setting not in REPLAYED or ("deepspeed" not in way and way != "ep-apart")
     ]
 
 

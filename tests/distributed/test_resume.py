@@ -80,7 +80,7 @@ ALIKE = [
     same("streaming-two", "operators-lanes", 4),
     same("episodes", "lag-chunks", 2),
     # rows in flight have the experts that generation chose
-    same("experts-replayed", "lag", 2),
+    same("experts-moved", "lag", 2),
 ]
 """The same placement: equal to the last bit."""
 RANDOM = same("episodes-random", "co-located", 2)
@@ -123,7 +123,7 @@ CHANGED = [
     same("four", "co-located", 2, rollout="vllm"),
     same("grpo-shared", "six", 2, rollout="vllm"),
     same("two", "co-located", 2, "torch-3", rollout="torch-tp"),
-    Pair(Case("experts-replayed", "lag", 2), Case("experts-replayed", "lag", 4, "ep")),
+    Pair(Case("experts-moved", "lag", 2), Case("experts-moved", "lag", 4, "ep")),
     # experts from half of them a rank to shards of all, to other halves and back
     Pair(Case("experts", "co-located", 2, "ep"), Case("experts", "co-located", 2, "ep-apart")),
     Pair(Case("experts", "co-located", 2, "ep-apart"), Case("experts", "co-located", 4, "ep-tp")),
