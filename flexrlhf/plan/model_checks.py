@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import cycle, islice
 from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, PEFT, VLLM, EngineFacts, Package
@@ -40,6 +41,8 @@ KEY_HEADS = "key-value heads"
 HOST_ROPES = ("dynamic", "longrope")
 """Rotary embeddings for which transformers reads the longest position on the host in each pass."""
 _PLAIN = ModelSpec()
+FIXED = {"attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""Settings of gpt-oss that vLLM does not read."""
 MAPPED_ACTIVATION = "silu"
 """Rotary angles and activation that engines without transformers' modules compute."""
 
@@ -84,6 +87,8 @@ def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
             f"rollout.adapters: separate is for models without experts, and models.{model.role} has "
             f"{shape.sizes.experts.number}; use merged"
         )
+    if shape.sizes.sinks:
+        _check_fixed(model)
     layers, pp = shape.sizes.layers, model.settings.pp
     if shape.sizes.experts is not None:
         stages = {layer * pp // layers for layer in range(layers) if layer not in shape.sizes.experts.dense}
@@ -99,6 +104,19 @@ def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
             f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role}, padded by "
             f"{model.engine} to {padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
         )
+
+
+def _check_fixed(model: PlacedModel) -> None:
+    """Raise UserError for a config of gpt-oss with another value than the one that vLLM computes with."""
+    config = read_config(model.role, model.settings)
+    kinds = config.get("layer_types") or ()
+    fixed = {**FIXED, "layer_types": [*islice(cycle(("sliding_attention", "full_attention")), len(kinds))]}
+    for key, value in fixed.items():
+        if config.get(key, value) not in (value, None):
+            raise UserError(
+                f"rollout.engine: {model.engine} computes gpt_oss models with {key} {value} alone, and "
+                f"models.{model.role} has {config[key]}; use transformers"
+            )
 
 
 def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) -> None:

@@ -111,6 +111,8 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     """
     plain, matrix = without_adapter(name)
     *_, module, kind = ("", *plain.split("."))
+    if kind == "sinks":
+        return 0
     if is_of_experts(name) or module in (*COLUMNWISE, *OF_HEADS) or (name == "lm_head.weight" and size[0] % tp == 0):
         return None if matrix == "lora_A" else 0
     return 1 if module in ROWWISE and kind == "weight" and matrix != "lora_B" else None

@@ -144,7 +144,7 @@ def write_models_with_experts(path: Callable[[str], str]) -> None:
         "v_head_dim": 8,
     }
     latent |= grouped
-    sinks = {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5}
+    sinks = {"num_local_experts": 4, "head_dim": WIDE["head_dim"], "sliding_window": 5}
     policy, values = AutoModelForCausalLM, AutoModelForSequenceClassification
     for name, family, own, kind in (
         ("balanced-actor", "glm4_moe", {**grouped, "head_dim": 8}, policy),

@@ -30,6 +30,7 @@ from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm_models import (  # noqa: E402
     CUT,
     END,
+    GPT_OSS,
     LENGTHS,
     MISTRAL,
     MIXTRAL,
@@ -187,7 +188,7 @@ def test_responses_equal_a_plain_loop(engine: VllmEngine, changes: dict[str, Any
     # the other tests have Llama, and Qwen2's biases on two ranks; Mistral's weights are fused as Llama's, dense layers
     # with norms of heads are one of two in a model with experts
     [
-        *(pytest.param(init, marks=pytest.mark.full) for init in (QWEN2, QWEN3, MISTRAL, QWEN2_MOE, OLMOE)),
+        *(pytest.param(init, marks=pytest.mark.full) for init in (QWEN2, QWEN3, MISTRAL, QWEN2_MOE, OLMOE, GPT_OSS)),
         QWEN3_MOE,
         MIXTRAL,
     ],

@@ -42,6 +42,10 @@ OLMOE = {**LLAMA, "model_type": "olmoe", "hidden_size": 128, "num_experts": 4, "
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 QWEN3_MOE = {**QWEN3, **_EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0]}
 QWEN2_MOE = {**QWEN2, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}
+GPT_OSS = {
+    **LLAMA,
+    **{"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 LENGTHS = Lengths(prompt=40, response=12)
 SEED = 3

@@ -734,13 +734,20 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         (
             None,
             (GPT2,),
-            "rollout.engine: vllm supports only llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe "
-            "models here, and models.actor is of another family; use transformers",
+            "rollout.engine: vllm supports only llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe, "
+            "gpt_oss models here, and models.actor is of another family; use transformers",
         ),
         (
             None,
             ("models.actor.init=qwen3-30b-a3b", "models.actor.lora={rank: 2}", "rollout.adapters=separate"),
             "rollout.adapters: separate is for models without experts, and models.actor has 128; use merged",
+        ),
+        # which vLLM does not read
+        (
+            None,
+            ("models.actor.init={model_type: gpt_oss, swiglu_limit: 6.0}",),
+            "rollout.engine: vllm computes gpt_oss models with swiglu_limit 7.0 alone, and models.actor has 6.0; use "
+            "transformers",
         ),
         (
             None,

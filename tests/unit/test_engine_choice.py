@@ -73,7 +73,7 @@ SERVED = "all devices are A100-80G, and it serves llama models"
             None,
             (A100, GPT2),
             "transformers",
-            "vllm serves llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe or olmoe models",
+            "vllm serves llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe or gpt_oss models",
         ),
         (None, (A100, *SHARED), "transformers", "the actor also computes values"),
         (SIX, (A100, SHADOW), "transformers", "models.actor.shadow is the copy that generates"),

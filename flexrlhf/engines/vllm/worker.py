@@ -33,12 +33,14 @@ from vllm.v1.sample.sampler import Sampler
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.vllm.child import PARENT, SharedViews, describe, move_to_shared
-from flexrlhf.weights.expert_files import DOWN, FUSED, MIXTRAL_BLOCK
+from flexrlhf.weights.expert_files import MIXTRAL_BLOCK, OF_EXPERTS
 from flexrlhf.weights.lora import BASE, merged_from, without_adapter
 
 _PR_SET_PDEATHSIG = 1
-_EXPERTS = {"w13_weight": FUSED, "w2_weight": DOWN}
-"""Ends of names of the experts of a layer, by vLLM's: gate and up, one behind the other, and down."""
+_EXPERTS = dict(zip(("w13_weight", "w2_weight", "w13_bias", "w2_bias"), OF_EXPERTS, strict=True))
+"""Ends of names of the experts of a layer, by vLLM's: gate and up together, and down."""
+_OF_SINKS = ((".attn.", ".self_attn."), (".embedding.", ".embed_tokens."))
+"""Parts of names that vLLM has for gpt-oss, and transformers'."""
 
 
 class RankExecutor(UniProcExecutor):
@@ -246,11 +248,15 @@ def named_views(model: torch.nn.Module, lora: LoraSpec | None = None) -> dict[st
     ``lora``: adapters that vLLM adds; their parameters, like the layers that they change, have peft's names.
     """
     modules = dict(model.named_modules())
+    has_sinks = any(name.endswith(".sinks") for name in dict(model.named_parameters()))
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         if kind in _EXPERTS:
-            views[f"{owner.partition('.experts')[0]}{_EXPERTS[kind]}"] = parameter.detach()
+            of_experts = parameter.detach()
+            if of_experts.dim() == 3 and has_sinks:  # matrices are transposed there
+                of_experts = of_experts.transpose(1, 2)
+            views[f"{owner.partition('.experts')[0]}{_EXPERTS[kind]}"] = of_experts
             continue
         path, is_wrapped = owner.removesuffix(BASE[:-1]), owner.endswith(BASE[:-1])
         for own, part in _parts(model, modules[owner], path, parameter.detach()):
@@ -260,8 +266,10 @@ def named_views(model: torch.nn.Module, lora: LoraSpec | None = None) -> dict[st
             if lora is not None and _has_adapter(own, lora):
                 _, name_a, name_b = merged_from(own)
                 views |= {name_a: a[0, 0, : lora.rank], name_b: b[0, 0, :, : lora.rank]}
-    in_modules, in_files = MIXTRAL_BLOCK
-    return {name.replace(in_files, in_modules): view for name, view in views.items()}
+    renamed = _OF_SINKS if has_sinks else (MIXTRAL_BLOCK[::-1],)
+    for theirs, own in renamed:
+        views = {name.replace(theirs, own): view for name, view in views.items()}
+    return views
 
 
 def _has_adapter(path: str, lora: LoraSpec | None) -> bool:
