@@ -16,7 +16,7 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout, received_share
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.model_checks import check_run_families
+from flexrlhf.plan.model_checks import check_run_engines
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -195,8 +195,8 @@ def test_an_engine_with_latent_attention_is_planned_and_not_run() -> None:
     alone = replace(engine, layout=Layout((0,)), settings=engine.settings.model_copy(update={"tp": 1}))
     assert kv_cache_bytes(engine, shape) == kv_cache_bytes(alone, shape)
     with pytest.raises(UserError, match="rollout.engine: vllm is planned and not run for deepseek_v2 models"):
-        check_run_families(plan.placement, plan.shapes)
-    check_run_families(plan_of(None, 4, LATENT).placement, plan.shapes)
+        check_run_engines(plan.placement, plan.shapes)
+    check_run_engines(plan_of(None, 4, LATENT).placement, plan.shapes)
 
 
 @pytest.mark.parametrize(
