@@ -192,7 +192,7 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Guid
         result = compared.search(label, space, _seeds([*others, *compared.candidates], space))
         # weights that travel in the background, although the YAML does not say so, need memory next to those in use
         may_wait = space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
-        if space.has_shadows and not _is_found(result) and may_wait:
+        if space.has_shadows and may_wait and (not _is_found(result) or _has_large_copy(space)):
             label, space = f"{label}, syncs in turn", with_syncs_in_turn(space)
             result = compared.search(label, space)
         if not _is_found(result) and space.leaner is not None:
@@ -253,6 +253,13 @@ def _spaces(base: Space, max_lag: int) -> Iterator[tuple[str, Space]]:
         for lag in [schedule.lag] if is_set else range(min(max_lag, 1) + 1):
             label = f"with shadows, lag {lag}" if lag else "with shadows"
             yield label, with_schedule(shadowed, schedule.num_chunks, lag)
+
+
+def _has_large_copy(space: Space) -> bool:
+    """Whether a rollout engine has experts: its weights are so many that memory for others on their way to it may cost
+    more time than they take in turn."""
+    sizes = [space.shapes[model.role].sizes for model in space.models if model.is_rollout]
+    return any(each is not None and each.experts is not None for each in sizes)
 
 
 def _is_found(result: SearchResult) -> bool:
