@@ -293,11 +293,11 @@ def test_ends_with_one_side_take_a_transfer_of_rows_equally_long() -> None:
             assert seconds == each.link.seconds(each.source.ends[source], each.to.ends[to], RELATIONS[relation])
 
 
-def tried(spec: Spec, name: str, setting: str) -> set[int]:
-    """Values of a setting among the options of a model on eight devices."""
+def tried(spec: Spec, name: str, setting: str, devices: int = 8) -> set[int]:
+    """Values of a setting among the options of a model on eight devices, or more."""
     problem = make_space(spec, AnalyticCosts(), None).problem
     part = next(part for part in problem.parts if part.name == name)
-    options = part.options(problem.shape_of(0, 8))
+    options = part.options(problem.shape_of(0, devices))
     return {getattr(each.settings, setting) for each in options if isinstance(each.settings, ModelSpec)}
 
 
@@ -309,6 +309,7 @@ def test_context_parallel_ranks_are_a_choice_for_long_rows() -> None:
     assert tried(spec_for(8, "qwen2.5-7b", engine="deepspeed", **long), "actor", "cp") == {1}
     assert tried(spec_for(8, "qwen2.5-7b"), "actor", "cp") == {1}
     assert tried(spec_for(8, "qwen2.5-7b", ("models.actor.cp=2",)), "actor", "cp") == {2}
+    assert tried(spec_for(8, "qwen3-30b-a3b", **long), "actor", "cp") == {1, 2, 4, 8}
 
 
 def test_expert_parallel_ranks_are_a_choice_of_models_with_experts() -> None:
@@ -317,6 +318,12 @@ def test_expert_parallel_ranks_are_a_choice_of_models_with_experts() -> None:
     assert tried(spec_for(8, "qwen1.5-moe-a2.7b", ("models.actor.ep=2",)), "actor", "ep") == {2}
     assert tried(spec_for(8, "qwen1.5-moe-a2.7b", ("models.actor.compile=true",)), "actor", "ep") == {1}
     assert tried(spec_for(8, "qwen2.5-1.5b"), "actor", "ep") == {1}
+
+
+def test_an_engine_with_experts_may_have_several_nodes() -> None:
+    """Of 4 key-value heads, which more ranks have several times."""
+    assert tried(spec_for(32, "qwen3-30b-a3b"), "actor.rollout", "tp", 32) == {1, 2, 4, 8, 16, 32}
+    assert tried(spec_for(32, "qwen2.5-7b"), "actor.rollout", "tp", 32) == {1, 2, 4}
 
 
 def test_activations_are_offloaded_where_nothing_else_fits() -> None:

@@ -222,6 +222,22 @@ def test_key_value_heads_are_copied_to_devices_beyond_their_number() -> None:
     assert four == eight
 
 
+def test_a_step_reads_the_experts_that_its_rows_take() -> None:
+    """One row takes 8 of 128, many rows take all; ranks that share a layer have their part of it."""
+    sizes = model_sizes(MODELS["qwen3-235b-a22b"])
+    assert sizes is not None
+    model = Transformer(**sizes.by_name)
+    dense = model.parameters - model.expert_parameters - model.hidden * (model.vocabulary + 1)
+
+    def read(rows: int, tp: int = 8) -> float:
+        seconds = one_step(call_of(model=model), mesh_of("H100-80G", tp=tp), rows, 1000).parts["weights"]
+        return seconds * FIGURES.weights * tp * 3350e9 / 2
+
+    assert read(1) == pytest.approx(dense + model.expert_parameters / 16, rel=0.01)
+    assert read(32) == pytest.approx(dense + model.expert_parameters * (1 - (1 - 1 / 16) ** 32), rel=0.01)
+    assert read(512) == pytest.approx(dense + model.expert_parameters, rel=0.01) == read(512, tp=16)
+
+
 def test_latents_are_read_by_every_device_and_made_into_keys_by_transformers() -> None:
     """A latent of 576 numbers a layer is whole on each of two devices; of its keys and values each makes half."""
     sizes = model_sizes(MODELS["deepseek-v2-lite"])

@@ -14,6 +14,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.kernels import attention_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds
 from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.weights.decoder_sizes import ExpertSizes
 
 ENGINES = sorted(PROFILES.keys() - {"serving", "lmdeploy"})
 """Those that train."""
@@ -218,6 +219,18 @@ def test_tiles_of_an_mlp_cost_less_where_layers_are_computed_again_anyway():
             whole, tiled = (train_cost(replace(each, tiled_mlp=on), mesh).parts["compute"] for on in (False, True))
             more[recompute] = tiled - whole
         assert 0 < more["full"] < more["none"]
+
+
+def test_dispatched_tokens_are_moved_as_often_as_the_engine_moves_them():
+    """Not as often as a layer's own elements, of which an engine without fused kernels moves more than are counted."""
+    model = Transformer(2, 4096, 1, 64, 4, 128, 1000, experts=ExpertSizes(128, 8, 1536))
+    dense, profile = replace(model, experts=None, ffn=8 * 1536), PROFILES["torch"]
+    alone, over_ranks = training.PassShape(1, 512, 0, 2), training.PassShape(1, 512, 0, 2, ep=8)
+    moved = [training.element_bytes(model, profile, shape, 1) for shape in (alone, over_ranks)]
+    plain = training.element_bytes(dense, profile, alone, 1)
+    assert [each - plain for each in moved] == pytest.approx([passes * 512 * 2 * 8 * 4096 for passes in (7, 17)])
+    fused = [training.element_bytes(each, PROFILES["serving"], alone, 1) for each in (model, dense)]
+    assert fused[0] - fused[1] == pytest.approx(PROFILES["serving"].elements * (moved[0] - plain))
 
 
 def test_no_rows_are_no_compute():
