@@ -29,7 +29,7 @@ LEAST_RESPONSE = 128
 MOST_TIMES = 64
 """Most devices that are suggested, as a multiple of those there are."""
 OF_MODELS = (
-    *("zero", "shard", "tp", "pp", "cp", "micro_batch_tokens", "generate_tokens"),
+    *("zero", "shard", "tp", "pp", "cp", "ep", "micro_batch_tokens", "generate_tokens"),
     *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
 )
 OF_ROLLOUT = ("tp", "pp", "kv_tokens")
@@ -107,6 +107,9 @@ def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
         changes = {**_of_any_copy(model), **_smaller_batches(plan, model, rank)}
         if model.facts.cp and plan.lengths.of_role(model.role).total >= LONG_ROW:
             changes["cp"] = [2 * model.settings.cp]
+        sizes = plan.shapes[model.role].sizes if model.role in plan.shapes else None
+        if model.facts.ep and sizes is not None and sizes.experts is not None:
+            changes["ep"] = [times * model.settings.ep for times in (4, 16, 64)]
         if not model.is_shadow:
             changes |= _of_role(model, has_shape=model.role in plan.shapes)
         section = f"models.{model.role}" + ".shadow" * model.is_shadow

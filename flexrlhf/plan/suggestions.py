@@ -34,7 +34,7 @@ REPLANNED_RANKS = 4096
 COMBINED = 8
 """Changes of which two or three are tried together if none suffices alone: those that free most."""
 BY_TIME = (
-    *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "shard"),
+    *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "shard", "ep"),
     *("tiled_mlp", "activation_checkpointing", "offload_activations", "cp", "tp", "pp", "overlap"),
     *("offload_optimizer", "offload_parameters"),
 )

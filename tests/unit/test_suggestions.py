@@ -93,6 +93,17 @@ def test_context_parallel_ranks_are_suggested_for_long_rows() -> None:
     assert "models.actor.cp" not in settings_of(memory_suggestions(large(), 0))
 
 
+def test_expert_parallel_ranks_are_suggested_for_models_with_experts() -> None:
+    experts = "{model_type: mixtral, hidden_size: 512, intermediate_size: 1024, num_hidden_layers: 4, "
+    init = f"models.actor.init={experts}num_attention_heads: 8, num_key_value_heads: 8, num_local_experts: 8}}"
+    plan = large(None, 4, init)
+    found = {suggestion.change: suggestion for suggestion in memory_suggestions(plan, 0)}
+    shared = large(None, 4, init, "models.actor.ep=4")
+    assert found["models.actor.ep=4"].freed == plan.memory(0).peak_bytes - shared.memory(0).peak_bytes > 0
+    assert found["models.actor.ep=4"].same_numbers
+    assert "models.actor.ep" not in settings_of(memory_suggestions(large(), 0))
+
+
 def test_only_settings_of_the_engine_are_suggested() -> None:
     torch, deepspeed = (
         settings_of(memory_suggestions(large(), 0)),
