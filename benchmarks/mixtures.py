@@ -1,12 +1,12 @@
-"""Models with experts on 64 to 1,024 H100: what ``flexrlhf advise`` recommends, its time by part and memory, and beside
-published steps.
+"""Models with experts on 32 to 1,024 H100: the placement that ``flexrlhf advise`` recommends, its time by part and
+memory, next to published steps.
 
     python -m benchmarks.mixtures [--only WORDS]
 
-GRPO with a rule, without a KL penalty, in bfloat16. Published steps are those of NeMo-RL, where Megatron trains, in
-``docs/about/performance-summary.md`` at its release 0.6: OpenMathInstruct-2, whose prompts are counted with 100 tokens;
-those with a lag of 1 have one here. The others have a prompt of 1,024 tokens for each device, eight responses, 1,024
-tokens in the mean of at most 2,048, and one optimizer step. vLLM generates; with latent attention it is planned alone.
+GRPO with a rule, without a KL penalty, in bfloat16. Published steps are from ``docs/about/performance-summary.md`` of
+NeMo-RL 0.6, where Megatron trains and vLLM generates: OpenMathInstruct-2, whose prompts are counted with 100 tokens. The
+other steps have a prompt of 1,024 tokens for each device, eight responses, 1,024 tokens in the mean of at most 2,048,
+and one optimizer step. vLLM generates here, too; with latent attention it is planned alone.
 """
 
 from __future__ import annotations
