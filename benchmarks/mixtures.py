@@ -4,9 +4,9 @@ memory, next to published steps.
     python -m benchmarks.mixtures [--only WORDS]
 
 GRPO with a rule, without a KL penalty, in bfloat16. Published steps are from ``docs/about/performance-summary.md`` of
-NeMo-RL 0.6, where Megatron trains and vLLM generates: OpenMathInstruct-2, whose prompts are counted with 100 tokens. The
-other steps have a prompt of 1,024 tokens for each device, eight responses, 1,024 tokens in the mean of at most 2,048,
-and one optimizer step. vLLM generates here, too; with latent attention it is planned alone.
+NeMo-RL 0.6, where Megatron trains and vLLM generates: OpenMathInstruct-2, whose prompts are counted with 100 tokens.
+The other steps have a prompt of 1,024 tokens for each device, eight responses, 1,024 tokens in the mean of at most
+2,048, and one optimizer step. vLLM generates here, too; with latent attention it is planned alone.
 """
 
 from __future__ import annotations
