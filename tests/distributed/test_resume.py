@@ -142,9 +142,9 @@ DEFAULT = [
     *(
         pair
         for pair in ALIKE
-        # PPO under a lag is in the pair with its own tokenizer, too
+        # PPO under a lag is in the pair with corrections, too, and segments are in those of groups
         if pair.first == Case("two", "co-located", 2)
-        or pair.first.setting in ("corrected", "retokenized", "scheduled", "segments")
+        or pair.first.setting in ("corrected", "scheduled")
         or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments", "episodes")
     ),
     *(

@@ -28,7 +28,7 @@ from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evalua
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
 
-NUM_SPECS, BY_DEFAULT = 300, 100
+NUM_SPECS, BY_DEFAULT = 300, 75
 """Numbers of random specs, in total and in `make test`."""
 SEED = 32
 MODES: tuple[Mode, ...] = ("asynchronous", "rendezvous")

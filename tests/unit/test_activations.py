@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -33,6 +34,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAMPLING = Sampling(seed=0, step=0, temperature=1.0, eos_token_ids=(10**6,), pad_token_id=0)
 WIDE_MLP = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE_HEADS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+SIZES = {"wide MLP": WIDE_MLP, "wide heads": WIDE_HEADS}
+TYPES = {name: name for name in DTYPES}
+SWITCH = {"no": False, "yes": True}
 
 
 @pytest.fixture(autouse=True)
@@ -123,8 +127,7 @@ EXPERTS = {
 """Sizes in which models with experts differ, by family."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(("kind", "dtype"), [*zip(EXPERTS, [*DTYPES, *DTYPES], strict=True)])
 def test_planned_activations_of_experts(kind: str, dtype: str) -> None:
     """What autograd keeps of choices depends on the family by some bytes; the peaks are those of a tiny MLP."""
     rows, width, layers = 4, 128, 2
@@ -224,9 +227,7 @@ def test_the_gpt_count_of_the_literature_and_ours() -> None:
 # --- what the allocator hands out
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [WIDE_MLP, WIDE_HEADS], ids=["wide MLP", "wide heads"])
+@pytest.mark.parametrize(("sizes", "dtype", "tiled"), pairwise(SIZES, TYPES, SWITCH))
 def test_the_peak_of_a_pass_without_gradients(sizes: dict[str, int], dtype: str, tiled: bool) -> None:
     rows, width = 4, 128
     config = config_of(**sizes)
@@ -242,11 +243,9 @@ def test_the_peak_of_a_pass_without_gradients(sizes: dict[str, int], dtype: str,
     assert_close_above(blocks.forward_bytes(rows * width, width), peak_bytes(work), 0.08 if tiled else 0.06)
 
 
-@pytest.mark.parametrize(("tiled", "recompute"), [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [WIDE_MLP, WIDE_HEADS], ids=["wide MLP", "wide heads"])
+@pytest.mark.parametrize(("sizes", "dtype", "tiled", "recompute"), pairwise(SIZES, TYPES, SWITCH, SWITCH))
 def test_the_peak_of_training(sizes: dict[str, int], dtype: str, tiled: bool, recompute: bool) -> None:
-    rows, width, layers = 4, 256, 6
+    rows, width, layers = 4, 256, 3
     config = config_of("llama" if recompute == tiled else "qwen3", layers, **sizes)
     model, batch = model_of(config, dtype), inputs(rows, width)
     if tiled:
@@ -283,12 +282,12 @@ def first_pass(dtype: str, samples: int, masks: bool) -> MicroBatch:
 
 
 @pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.full), 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [WIDE_MLP, WIDE_HEADS], ids=["wide MLP", "wide heads"])
-@pytest.mark.parametrize("masks", [True, False], ids=["under a mask", "by lengths"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "masks"), pairwise(SIZES, TYPES, {"under a mask": True, "by lengths": False})
+)
 def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int, masks: bool) -> None:
     """A mask is made by the engine, as numbers, and all layers read the same."""
-    config = config_of(layers=6, **sizes)
+    config = config_of(layers=3, **sizes)
     model, blocks, piece = model_of(config, dtype), blocks_of(config, dtype), first_pass(dtype, samples, masks)
     model.config._attn_implementation = "sdpa" if masks else BY_SEQUENCES
 
@@ -313,22 +312,28 @@ def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int
     assert_close_above(planned, peak_bytes(forward), 0.12 if masks or samples == 1 else 0.3)
     train = peak_bytes(lambda: hidden().float().sum().backward())
     assert_close_above(
-        blocks.train_bytes(tokens, width, False, packed=True, masks=masks), train, 0.02 if masks else 0.04
+        blocks.train_bytes(tokens, width, False, packed=True, masks=masks), train, 0.02 if masks else 0.07
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("read", [None, 64, 2048], ids=["waves", "slots, short passes", "slots"])
 @pytest.mark.parametrize(
-    ("sizes", "prompt", "response"),
-    [(WIDE_HEADS, 8, 40), (WIDE_HEADS | {"num_key_value_heads": 8}, 8, 40), (WIDE_MLP, 88, 8)],
-    ids=["groups", "no groups", "long prompts"],
+    ("texts", "read", "dtype"),
+    pairwise(
+        {
+            "groups": (WIDE_HEADS, 8, 40),
+            "no groups": (WIDE_HEADS | {"num_key_value_heads": 8}, 8, 40),
+            "long prompts": (WIDE_MLP, 88, 8),
+        },
+        {"waves": None, "slots, short passes": 64, "slots": 2048},
+        TYPES,
+    ),
 )
-def test_the_peak_of_decoding(sizes: dict[str, int], prompt: int, response: int, read: int | None, dtype: str) -> None:
+def test_the_peak_of_decoding(texts: tuple[dict[str, int], int, int], read: int | None, dtype: str) -> None:
     """At the last token, where waves repeat keys and values of a layer; or at the prompts, where they are long.
 
     The plan repeats them for prompts in slots, too, as some kernels do.
     """
+    sizes, prompt, response = texts
     rows, config = 8, config_of(layers=3, **sizes)
     planned = blocks_of(config, dtype).decode_bytes(rows, prompt, response, read)
     measured = peak_bytes(decoding(config, dtype, rows, prompt, response, read=read))

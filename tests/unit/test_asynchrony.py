@@ -256,13 +256,17 @@ def long_tail(directory: Path, settings: tuple[str, ...], lags: list[int]) -> As
     return compare_lags(spec, AnalyticCosts(), expected_lengths(spec, "heavy-tail"), lags, [8192])
 
 
+@pytest.mark.full
 def test_few_responses_on_each_device_gain_more(tmp_path: Path) -> None:
     found = long_tail(tmp_path, ("algorithm.prompts_per_step=32",), [1])
     assert isinstance(found.co_located, Variant)
     assert found.variants[1].samples / found.co_located.samples == pytest.approx(2.0, abs=0.1)
 
 
-@pytest.mark.parametrize(("column", "settings"), [(2, ()), (4, LARGER)], ids=["7B", "32B"])
+@pytest.mark.parametrize(
+    ("column", "settings"),
+    [pytest.param(2, (), id="7B"), pytest.param(4, LARGER, id="32B", marks=pytest.mark.full)],
+)
 def test_the_figures_of_the_document_are_predicted(column: int, settings: tuple[str, ...], tmp_path: Path) -> None:
     found = long_tail(tmp_path, settings, [0, 1, 4])
     assert isinstance(found.co_located, Variant) and found.enough.lag == 1

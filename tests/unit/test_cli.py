@@ -172,10 +172,17 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize(("arguments", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+# by default one of the commands refuses each
+@pytest.mark.parametrize(
+    ("arguments", "words", "command"),
+    [
+        pytest.param(*case[1:], command, id=f"{case[0]}-{' '.join(command)}", marks=[pytest.mark.full] * (turn > 0))
+        for number, case in enumerate(BAD)
+        for turn, command in enumerate((*COMMANDS[number % 3 :], *COMMANDS[: number % 3]))
+    ],
+)
 def test_a_bad_setting_is_one_sentence(
-    command: tuple[str, ...], arguments: tuple[str, ...], words: tuple[str, ...], invoke: Invoke, tmp_path: Path
+    arguments: tuple[str, ...], words: tuple[str, ...], command: tuple[str, ...], invoke: Invoke, tmp_path: Path
 ) -> None:
     before = files(tmp_path)
     message = refused(invoke(*command, "a.yaml", *arguments))
