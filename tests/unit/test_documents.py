@@ -205,7 +205,7 @@ def check(command: str) -> str:
         case ["flexrlhf", "size", *arguments]:
             return invoke("size", *arguments, "--help")  # test_sizes.py compares some of its cells
         case ["flexrlhf", "advise", *arguments]:
-            return invoke("advise", *arguments, "--seconds", "2")
+            return invoke("advise", *arguments, "--seconds", "0.5")
         case ["flexrlhf", *arguments]:
             return invoke(*arguments)
         case ["torchrun", *arguments]:
