@@ -95,7 +95,7 @@ class Outcome:
 def params(
     cases: Iterable[Case], marked: Collection[Case] = (), mark: pytest.MarkDecorator = pytest.mark.full
 ) -> list[object]:
-    """Return values of a parameter ``case``, by name; ``marked``: those that have the mark."""
+    """Return values of a parameter ``case``, by name; ``marked``: cases that have the mark."""
     return [pytest.param(case, id=case.name, marks=[mark] * (case in marked)) for case in cases]
 
 

@@ -29,7 +29,7 @@ Named = tuple[str, str]
 
 
 def named(pairs: Sequence[Named]) -> list[object]:
-    """Return parameters; in `make test-all` alone those of settings that no default case has."""
+    """Return parameters, in `make test-all` alone if no default case has their setting."""
     by_default = {case.setting for case in DEFAULT}
     return [
         pytest.param(*pair, id="-".join(pair), marks=[pytest.mark.full] * (pair[0].split("_")[0] not in by_default))

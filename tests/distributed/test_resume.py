@@ -142,7 +142,7 @@ DEFAULT = [
     *(
         pair
         for pair in ALIKE
-        # PPO under a lag is in the pair with corrections, too, and segments are in those of groups
+        # PPO under a lag is in the pair with corrections, too, and segments are in pairs of groups
         if pair.first == Case("two", "co-located", 2)
         or pair.first.setting in ("corrected", "scheduled")
         or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments", "episodes")
