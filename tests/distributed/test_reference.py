@@ -25,7 +25,7 @@ from flexrlhf.plan.pipeline import make_plan
 
 FOUR = Case("four", "co-located", 1)
 Named = tuple[str, str]
-"""Name of a case, and what its reference has in part."""
+"""Name of a case, and a share or a reason of its reference."""
 
 
 def named(pairs: Sequence[Named]) -> list[object]:
