@@ -144,10 +144,11 @@ class TrainedValues:
         if self.lora is None:
             return view_of(self.weights[region.name].detach(), part, region.box)
         base, a, b = merged_from(region.name)
-        rows, columns = region.box
-        rank = self.merging[a].box[0]
+        *experts, rows, columns = region.box
+        rank = self.merging[a].box[-2]
         values = view_of(self.weights[base].detach(), part, region.box).float()
-        return merged(self.lora, values, self._adapter(a, (rank, columns)), self._adapter(b, (rows, rank)))
+        first = self._adapter(a, (*experts, rank, columns))
+        return merged(self.lora, values, first, self._adapter(b, (*experts, rows, rank)))
 
     def _adapter(self, name: str, box: Box) -> Tensor:
         return view_of(self.adapters[name], self.merging[name], box)

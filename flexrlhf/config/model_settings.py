@@ -61,7 +61,7 @@ class LoraSpec(StrictModel):
     targets: tuple[str, ...] | None = Field(
         None,
         description="linear layers with adapters, by the last part of their names; null: every linear layer, and in "
-        "models with experts those of attention",
+        "models with experts those of attention, next to which gate_up_proj and down_proj name the experts' weights",
     )
     new: bool | None = Field(
         None,

@@ -9,6 +9,7 @@ a group have different tokens, so all of them call the model equally often (``lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.functional import grouped_mm, pad
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from flexrlhf.comm.reduce import Summed
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.engines.tensor_parallel import SumOfGradients
+from flexrlhf.weights.adapter_files import ADAPTER
 
 OVER_RANKS = "over_ranks"
 """Name of the function in transformers."""
+GROUPED_BYTES = 16
+"""Bytes of which rows of matrices in grouped products are a multiple."""
 
 
 def has_experts(module: nn.Module | None) -> bool:
@@ -71,13 +77,38 @@ def split_experts(model: PreTrainedModel, split: ExpertSplit) -> frozenset[str]:
         if has_experts(module):
             module.expert_split = split
             module.num_experts //= number
-            for name, parameter in list(module.named_parameters(recurse=False)):
+            for name, parameter in list(module.named_parameters()):
                 part = parameter.detach().chunk(number, 0)[split.block].clone()
-                setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+                owner, _, own = name.rpartition(".")
+                setattr(module.get_submodule(owner), own, nn.Parameter(part, requires_grad=parameter.requires_grad))
                 names.add(f"{path}.{name}")
     if names:
         model.config._experts_implementation = OVER_RANKS
     return frozenset(names)
+
+
+@torch.no_grad()
+def add_expert_adapters(model: PreTrainedModel, lora: LoraSpec, targets: Sequence[str]) -> None:
+    """Add to the weights ``targets`` of all experts an A (experts, rank, inputs) and a B (experts, outputs, rank).
+
+    peft has a matrix A and a matrix B for all experts, and adds their products to the weights in every pass, with
+    gradients as large as these. Here tokens are multiplied by the matrices of their experts.
+    """
+    for module in model.modules():
+        if has_experts(module):
+            module.scaling, module._active_adapter = {ADAPTER: lora.alpha / lora.rank}, [ADAPTER]
+            matrices = nn.Module(), nn.Module()
+            for name in (name for name, _ in list(module.named_parameters()) if name in targets):
+                experts, outputs, inputs = getattr(module, name).shape
+                rows = experts * lora.rank
+                # random numbers are peft's, which makes two linear layers and then initialises the first one again
+                first, _ = nn.Linear(inputs, rows, bias=False), nn.Linear(rows, outputs, bias=False)
+                nn.init.kaiming_uniform_(first.weight, a=5**0.5)
+                matrices[0].register_parameter(name, nn.Parameter(first.weight.view(experts, lora.rank, inputs)))
+                matrices[1].register_parameter(name, nn.Parameter(torch.zeros(experts, outputs, lora.rank)))
+            module.lora_A, module.lora_B = (nn.ModuleDict({ADAPTER: matrix}) for matrix in matrices)
+            module.expert_split = ExpertSplit(None, None)
+    model.config._experts_implementation = OVER_RANKS
 
 
 def experts_over_ranks(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -115,10 +146,37 @@ def experts_over_ranks(module: Any, hidden: Tensor, chosen: Tensor, weights: Ten
 def _own_experts(module: Any, rows: Tensor, experts: Tensor) -> Tensor:
     """Return the outputs (S, H) of this rank's ``experts`` (S,), one for each of ``rows`` (S, H)."""
     if len(rows):
-        return grouped_mm_experts_forward(module, rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+        return _outputs(module, rows, experts)
     # weights that nobody asked for have gradients, too: of zero, since FSDP2 sums them on all ranks or on none
-    padding = rows.new_zeros(1, rows.shape[1])
-    return grouped_mm_experts_forward(module, padding, experts.new_zeros(1, 1), padding.new_ones(1, 1))[:0] + rows
+    return _outputs(module, rows.new_zeros(1, rows.shape[1]), experts.new_zeros(1))[:0] + rows
+
+
+def _outputs(module: Any, rows: Tensor, experts: Tensor) -> Tensor:
+    if not hasattr(module, "lora_A"):
+        return grouped_mm_experts_forward(module, rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+    order = torch.argsort(experts, stable=True)
+    ends = torch.bincount(experts, minlength=module.num_experts).cumsum(0).int()
+    inside = module._apply_gate(_adapted(module, "gate_up_proj", rows[order], ends))
+    outputs = _adapted(module, "down_proj", inside, ends)
+    return torch.empty_like(outputs).index_copy(0, order, outputs)
+
+
+def _adapted(module: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the products of ``rows``, by expert, with a weight of their experts and its adapters.
+
+    ends:  for each expert the number of the rows up to its last one.
+    """
+
+    def times(rows: Tensor, weight: Tensor) -> Tensor:
+        return grouped_mm(rows.to(weight.dtype), weight.transpose(1, 2), offs=ends)
+
+    outputs, (adapter,) = times(rows, getattr(module, name)), module._active_adapter
+    if adapter not in module.lora_A or not hasattr(module.lora_A[adapter], name):
+        return outputs
+    a, b = (getattr(matrices[adapter], name) for matrices in (module.lora_A, module.lora_B))
+    if surplus := -a.shape[1] % (GROUPED_BYTES // a.element_size()):
+        a, b = pad(a, (0, 0, 0, surplus)), pad(b, (0, surplus))
+    return outputs.add_(times(times(rows, a), b), alpha=module.scaling[adapter])
 
 
 class _TokenExchange(Function):

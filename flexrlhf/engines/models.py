@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
+from flexrlhf.engines.experts import add_expert_adapters
 from flexrlhf.engines.rms_norm import use_own_norms
 from flexrlhf.engines.rotary_positions import use_own_rotation
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
@@ -46,7 +47,7 @@ from flexrlhf.weights.adapter_files import (
     stored_adapters,
 )
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
-from flexrlhf.weights.lora import START, is_mixture, lora_candidates
+from flexrlhf.weights.lora import START, expert_candidates, is_mixture, lora_candidates
 from flexrlhf.weights.model_files import (
     SCALAR_HEAD,
     lacking,
@@ -241,11 +242,17 @@ def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
     parameters = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
     # of layers with experts "all-linear" of peft would adapt router and experts, which it has as parameters
     every = lora_candidates(parameters) if is_mixture(parameters) else "all-linear"
-    targets = list(lora.targets) if lora.targets is not None else every
+    of_experts = [name for name in expert_candidates(parameters) if name in (lora.targets or ())]
+    targets = [name for name in lora.targets if name not in of_experts] if lora.targets is not None else every
     # "all-linear" excludes a scalar head only for this task type
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type=kind)
-    inject_adapter_in_model(config, model)
+    if targets:
+        inject_adapter_in_model(config, model)
+    else:
+        model.requires_grad_(False)
+    if of_experts:
+        add_expert_adapters(model, lora, of_experts)
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
 
@@ -273,9 +280,7 @@ def starting_weights(model: PreTrainedModel) -> Iterator[None]:
 
     peft's own switches would also change ``requires_grad``, after sharding has relied on it.
     """
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert layers, "this model has no adapters"
     for layer in layers:
         layer._active_adapter = [START]

@@ -33,6 +33,8 @@ from flexrlhf.memory.attention_bytes import AttentionBytes
 from flexrlhf.weights.decoder_sizes import LatentSizes, Sizes
 from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
 
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_EXPERTS = ("gate_up_proj", "down_proj")
 CACHE = "KV cache"
 NOISE_BYTES = 35
 """Bytes per row and vocabulary entry while one token is sampled with top-p, which sorts float32 next to float64 logits.
@@ -103,12 +105,19 @@ class Blocks:
 
     @property
     def _adapted(self) -> tuple[str, ...]:
-        return () if self.lora is None else self.lora.targets or (*COLUMNWISE, *ROWWISE)
+        if self.lora is None or self.lora.targets is not None:
+            return () if self.lora is None else self.lora.targets or ()
+        return _ATTENTION if self.sizes.experts is not None else (*COLUMNWISE, *ROWWISE)
+
+    @property
+    def _adapted_experts(self) -> tuple[str, ...]:
+        """Weights of experts that have adapters."""
+        return tuple(name for name in self._adapted if name in _EXPERTS) if self.sizes.experts is not None else ()
 
     @property
     def _narrow(self) -> int:
         """Features between the matrices of a layer's adapters."""
-        return 0 if self.lora is None else self.lora.rank * len(self._adapted)
+        return 0 if self.lora is None else self.lora.rank * len({*self._adapted} - {*self._adapted_experts})
 
     @property
     def _joined(self) -> int:
@@ -187,10 +196,15 @@ class Blocks:
         dense = (4 + self.fused) * self.item * sizes.ffn // self.tp
         if experts is None:
             return dense
-        # frozen matrices need neither of their inputs
-        inputs, features = (2, 4) if self.lora is None else (1, 3)
+        # frozen matrices need neither of their inputs, which adapters of theirs do
+        inputs, features, adapted = 2, 4, self._adapted_experts
         of_routed = features + (3 if sizes.sinks else 0)
-        inside = self.item * experts.active * (inputs * sizes.hidden + of_routed * experts.ffn)
+        if self.lora is not None:
+            inputs, features = 1, 3
+            of_routed += len({"down_proj"} & {*adapted}) - 1
+        inputs = 2 if "gate_up_proj" in adapted else inputs
+        narrow = 0 if self.lora is None else self.lora.rank * len(adapted)
+        inside = self.item * experts.active * (inputs * sizes.hidden + of_routed * experts.ffn + narrow)
         routed = self._on_fullest(inside, is_kept=True)
         shared = self.item * (features * experts.shared // self.tp + sizes.hidden + 1) if experts.shared else 0
         sparse = routed + shared + 4 * experts.number + CHOICE_BYTES * (1 + experts.active)
@@ -235,7 +249,9 @@ class Blocks:
         if experts is None:
             return 0
         outputs = 2 * (self.item + self._weighted_item) * sizes.hidden
-        inside = max(self.item * (sizes.hidden + (11 if sizes.sinks else 4) * experts.ffn), outputs)
+        # an adapter's output is next to its weight's, when inputs are there in both orders
+        hidden = (2 if self._adapted_experts else 1) * sizes.hidden
+        inside = max(self.item * (hidden + (11 if sizes.sinks else 4) * experts.ffn), outputs)
         shared = 2 * self.item * sizes.hidden if experts.shared else 0
         return self._on_fullest(experts.active * (inside + CHOICE_BYTES)) + shared
 

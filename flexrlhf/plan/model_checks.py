@@ -29,6 +29,7 @@ from flexrlhf.plan.engine_checks import engines_with
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import ModelShape, read_config
+from flexrlhf.weights.shards import is_of_experts
 
 FLASH = Package("flash_attn", "flash", "flash-attn")
 FLASH_CAPABILITY = 8.0
@@ -270,8 +271,8 @@ def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
         _check_heads(model, shape)
     if settings.ep > 1:
         _check_experts(model, shape)
-    if settings.ep > 1 or (settings.tp > 1 and sizes is not None and sizes.experts is not None and model.facts.ep):
-        _check_tokens_of_experts(model)
+    if sizes is not None and sizes.experts is not None:
+        _check_tokens_of_experts(model, shape)
     if settings.cp > 1:
         _check_parts_of_rows(model, shape, longest)
     if settings.pp > 1 and sizes is not None and sizes.layers % settings.pp:
@@ -335,15 +336,19 @@ def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
         )
 
 
-def _check_tokens_of_experts(model: PlacedModel) -> None:
-    """Raise UserError for passes that read nothing on the host, of a model whose experts are on several ranks."""
-    split = "ep" if model.settings.ep > 1 else "tp"
-    for name in ("compile", "cuda_graphs"):
-        if getattr(model.settings, name):
-            raise UserError(
-                f"{model.key(split)}: how many tokens a rank's experts have is read there, so it goes with {name} "
-                f"false, found true; use false, or {split} 1"
-            )
+def _check_tokens_of_experts(model: PlacedModel, shape: ModelShape) -> None:
+    """Raise UserError for passes that read nothing on the host, of a model whose experts are on several ranks or have
+    adapters."""
+    settings, is_adapted = model.settings, any(map(is_of_experts, shape.adapters))
+    reasons = {"ep": settings.ep > 1, "tp": settings.tp > 1 and model.facts.ep, "lora.targets": is_adapted}
+    for setting in (name for name, holds in reasons.items() if holds):
+        instead = "of attention alone" if setting == "lora.targets" else "1"
+        for name in ("compile", "cuda_graphs"):
+            if getattr(settings, name):
+                raise UserError(
+                    f"{model.key(setting)}: how many tokens a rank's experts have is read there, so it goes with "
+                    f"{name} false, found true; use false, or {setting} {instead}"
+                )
 
 
 def _check_heads(model: PlacedModel, shape: ModelShape) -> None:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,10 +31,11 @@ from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, r
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.weights.adapter_files import frozen_model, has_adapters
-from flexrlhf.weights.expert_files import is_router_bias
-from flexrlhf.weights.lora import merged_from
+from flexrlhf.weights.expert_files import file_pieces, is_router_bias
+from flexrlhf.weights.lora import merged_from, without_adapter
 from flexrlhf.weights.model_files import stored_tensors, weight_files
 from flexrlhf.weights.shapes import stored_type
+from flexrlhf.weights.shards import is_of_experts
 
 
 @dataclass(frozen=True)
@@ -188,12 +190,23 @@ def _base_tensors(settings: ModelSpec) -> dict[str, safe_open]:
 
 def _reader(model: TrainedModel, base: Mapping[str, safe_open]) -> Callable[[str], Tensor]:
     """Return a function from the name of a weight to its tensor, with adapters merged."""
-    trained, lora = set(model.names), model.settings.lora
+    trained, lora, tensor = set(model.names), model.settings.lora, cache(model.tensor)
+    experts: dict[str, tuple[str, tuple[range, ...]]] = {}
+    for first in trained if lora is not None else ():
+        weight, matrix = without_adapter(first)
+        if matrix == "lora_A" and is_of_experts(first):
+            (number, _, inputs), (_, outputs, _) = tensor(first).shape, tensor(merged_from(weight)[2]).shape
+            pieces = file_pieces(json.loads(model.config)["model_type"], weight, (number, outputs, inputs))
+            experts |= {piece.name: (weight, piece.box) for piece in pieces}
 
     def read(name: str) -> Tensor:
         if name in trained:
             return model.tensor(name)
         plain: Tensor = base[name].get_tensor(name).float()
+        if lora is not None and name in experts:
+            weight, (expert, rows, _) = experts[name]
+            _, a, b = merged_from(weight)
+            return merged(lora, plain, tensor(a)[expert.start], tensor(b)[expert.start, rows.start : rows.stop])
         _, a, b = merged_from(name)
         return merged(lora, plain, model.tensor(a), model.tensor(b)) if lora is not None and a in trained else plain
 

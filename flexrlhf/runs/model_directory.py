@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,9 @@ from flexrlhf.runs.run_directory import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
 from flexrlhf.weights.adapter_files import ADAPTER, PREFIX, frozen_model
 from flexrlhf.weights.expert_files import FilePiece, file_pieces
+from flexrlhf.weights.lora import without_adapter
 from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD, SINGLE
+from flexrlhf.weights.shards import is_of_experts
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -252,21 +254,37 @@ def save_adapters(
     from peft import LoraConfig
 
     assert model.lora is not None, "a model without adapters has none to save"
-    targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in weights if ".lora_" in name})
+    of_experts = sorted({name.rpartition(".")[2] for name in weights if ".lora_" in name and is_of_experts(name)})
+    linear = (name for name in weights if ".lora_" in name and not is_of_experts(name))
+    targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in linear})
     modules = ["score"] if SCALAR_HEAD in weights and head != "both" else None
     config = LoraConfig(
         r=model.lora.rank,
         lora_alpha=model.lora.alpha,
         target_modules=targets,
+        target_parameters=[f"mlp.experts.{name}" for name in of_experts] or None,
         modules_to_save=modules,
         base_model_name_or_path=frozen_model("", model).path,
         task_type="SEQ_CLS" if modules else "CAUSAL_LM",
         inference_mode=True,
     )
-    tensors = {f"{PREFIX}{name.replace(f'.{ADAPTER}', '')}": tensor for name, tensor in weights.items()}
+    tensors = dict(_as_peft(name, tensor, of_experts) for name, tensor in weights.items())
     with _replacing(directory, tokenizer, best, texts) as fresh:
         config.save_pretrained(fresh)
         save_tensors(tensors, fresh / "adapter_model.safetensors")
+
+
+def _as_peft(name: str, tensor: Tensor, of_experts: Sequence[str]) -> tuple[str, Tensor]:
+    """Return the name and the tensor of a parameter in peft's file: of all experts A is (experts * rank, inputs) and B
+    (outputs, rank * experts), the experts fastest; ``of_experts``: their weights that have adapters, of which peft
+    wraps the last one's layer around the others'."""
+    if not is_of_experts(name):
+        return f"{PREFIX}{name.replace(f'.{ADAPTER}', '')}", tensor
+    plain, matrix = without_adapter(name)
+    path, _, target = plain.rpartition(".")
+    wrapped = "base_layer." * (target == "gate_up_proj" and len(of_experts) > 1)
+    flat = tensor.flatten(0, 1) if matrix == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+    return f"{PREFIX}{path}.{wrapped}{matrix}.weight", flat.contiguous()
 
 
 @contextmanager

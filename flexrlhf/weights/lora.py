@@ -13,7 +13,7 @@ from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import ADAPTER, MATRICES, NOT_ADAPTED
-from flexrlhf.weights.expert_files import FUSED
+from flexrlhf.weights.expert_files import DOWN, FUSED, OF_EXPERTS
 from flexrlhf.weights.model_files import SCALAR_HEAD
 from flexrlhf.weights.shapes import ModelShape, Parameters
 
@@ -41,13 +41,23 @@ def is_mixture(parameters: Parameters) -> bool:
     return any(name.endswith(FUSED) for name, _ in parameters)
 
 
+def expert_candidates(parameters: Parameters) -> list[str]:
+    """Return the last names of the experts' weights, which have adapters if they are targets by name; of experts with
+    biases (gpt-oss), whose weights are transposed, none has."""
+    found = {name.rpartition(".")[2] for name, _ in parameters if name.endswith(OF_EXPERTS)}
+    weights = {end.rpartition(".")[2] for end in (FUSED, DOWN)}
+    return sorted(found) if found <= weights else []
+
+
 def with_adapters(role: str, shape: ModelShape, lora: LoraSpec, keeps_start: bool = False) -> ModelShape:
-    """Return ``shape`` with adapters: A (rank, inputs) and B (outputs, rank) for each target.
+    """Return ``shape`` with adapters: A (rank, inputs) and B (outputs, rank) for each target, of experts one tensor of
+    all A and one of all B.
 
     ``keeps_start``: whether there is a frozen copy of them. Raises UserError for targets that the model does not have.
     """
-    candidates = lora_candidates(shape.parameters)
-    where = " in attention, which alone has adapters in a model with experts" if is_mixture(shape.parameters) else ""
+    linear, of_experts = lora_candidates(shape.parameters), expert_candidates(shape.parameters)
+    candidates = [*linear, *of_experts]
+    where = f" in attention{' or experts' * bool(of_experts)}" if is_mixture(shape.parameters) else ""
     if lora.targets == ():
         raise UserError(f"models.{role}.lora.targets: names no module; candidates: {', '.join(candidates)}")
     for target in lora.targets or ():
@@ -58,9 +68,19 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec, keeps_start: boo
             )
     parameters: dict[str, tuple[int, ...]] = {}
     adapters = {SCALAR_HEAD} & {name for name, _ in shape.parameters}
+    within, targets = _ATTENTION if of_experts else "", lora.targets or linear
     for name, size in shape.parameters:
         path, _, kind = name.rpartition(".")
-        if path.split(".")[-1] not in (lora.targets or candidates):
+        if kind in targets and name.endswith(OF_EXPERTS):
+            experts, outputs, inputs = size
+            parameters[name] = size
+            for matrix, added in zip(
+                MATRICES, ((experts, lora.rank, inputs), (experts, outputs, lora.rank)), strict=True
+            ):
+                parameters[f"{path}.{matrix}.{ADAPTER}.{kind}"] = added
+                adapters.add(f"{path}.{matrix}.{ADAPTER}.{kind}")
+            continue
+        if path.split(".")[-1] not in targets or within not in name:
             parameters[name] = size
             continue
         parameters[f"{path}.base_layer.{kind}"] = size
@@ -96,10 +116,10 @@ def shape_of(model: PlacedModel, shape: ModelShape) -> ModelShape:
 @lru_cache(maxsize=16)
 def with_adapters_merged(shape: ModelShape) -> ModelShape:
     """Return ``shape`` without adapters; the weights that they change count as trained."""
-    bases = {name: name.replace(BASE, ".") for name, _ in shape.parameters if BASE in name and name.endswith(".weight")}
+    bases = {base for base, matrix in map(without_adapter, shape.names) if matrix}
     plain = [(name, size) for name, size in shape.parameters if not {*MATRICES} & set(name.split("."))]
     parameters = {name.replace(BASE, "."): size for name, size in plain}
-    return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(bases.values()))
+    return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(bases))
 
 
 @lru_cache(maxsize=16)
@@ -157,5 +177,7 @@ def without_adapter(name: str) -> tuple[str, str]:
 
 def merged_from(name: str) -> tuple[str, str, str]:
     """Return the names that the merged weight ``name`` is computed from: the base weight, A and B."""
-    path = name.removesuffix(".weight")
+    path, _, kind = name.rpartition(".")
+    if name.endswith(OF_EXPERTS):
+        return name, f"{path}.lora_A.{ADAPTER}.{kind}", f"{path}.lora_B.{ADAPTER}.{kind}"
     return f"{path}{BASE}weight", f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight"

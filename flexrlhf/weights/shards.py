@@ -111,9 +111,9 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     """
     plain, matrix = without_adapter(name)
     *_, module, kind = ("", *plain.split("."))
-    if kind == "sinks":
+    if kind == "sinks" or is_of_experts(name):
         return 0
-    if is_of_experts(name) or module in (*COLUMNWISE, *OF_HEADS) or (name == "lm_head.weight" and size[0] % tp == 0):
+    if module in (*COLUMNWISE, *OF_HEADS) or (name == "lm_head.weight" and size[0] % tp == 0):
         return None if matrix == "lora_A" else 0
     return 1 if module in ROWWISE and kind == "weight" and matrix != "lora_B" else None
 
@@ -273,7 +273,7 @@ def _part_keys(parameters: Parameters) -> tuple[dict[str, PartKey], dict[PartKey
 
 def is_of_experts(name: str) -> bool:
     """Whether parameter ``name`` has the experts of a layer as its first dim."""
-    return name.endswith(OF_EXPERTS)
+    return without_adapter(name)[0].endswith(OF_EXPERTS)
 
 
 def _is_of_keys(name: str) -> bool:

@@ -254,12 +254,14 @@ SETTINGS["experts-grpo"] = {
     **ALGORITHMS["grpo"],
     "models": {role: {"path": "assets:models/experts-actor"} for role in ("actor", "ref")},
 }
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SETTINGS["experts-adapters"] = {
     **_ppo(num_mini_batches=2),
     "models": {
-        # peft by itself would adapt experts, too
-        "actor": {"path": "assets:models/experts-actor", "lora": {"rank": 4, "targets": ATTENTION}, "optimizer": FAST},
+        "actor": {
+            "path": "assets:models/experts-actor",
+            "lora": {"rank": 4, "targets": ["q_proj", "v_proj", "gate_up_proj", "down_proj"]},
+            "optimizer": FAST,
+        },
         "ref": {"path": "assets:models/experts-actor"},
         "critic": {"path": "assets:models/experts-critic", "lora": {"targets": ["v_proj"]}, "optimizer": FAST},
     },

@@ -56,8 +56,12 @@ def _loaded(kind: Any, path: str, lora: LoraSpec | None, seed: int, **further: A
 
 def lora_config(lora: LoraSpec, task: TaskType) -> LoraConfig:
     """peft itself trains the head of a sequence classifier in addition to the adapters."""
-    targets = "all-linear" if lora.targets is None else list(lora.targets)
-    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type=task)
+    experts = ["gate_up_proj", "down_proj"] if "gate_up_proj" in (lora.targets or ()) else []
+    targets = "all-linear" if lora.targets is None else [name for name in lora.targets if name not in experts]
+    parameters = [f"mlp.experts.{name}" for name in experts] or None
+    return LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, target_parameters=parameters, task_type=task
+    )
 
 
 class Policy:

@@ -334,9 +334,16 @@ def test_an_export_is_the_model_that_the_run_saved(resumptions: Resumptions, cas
 
 
 @pytest.mark.full
-def test_an_export_merges_adapters(resumptions: Resumptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("adapters", "co-located", 2, "deepspeed-1"), id="linear"),
+        pytest.param(Case("experts-adapters", "co-located", 2, "ep"), id="experts"),
+    ],
+)
+def test_an_export_merges_adapters(resumptions: Resumptions, case: Case, tmp_path: Path) -> None:
     """peft reads the adapters that are exported alone, and merges them to the same weights."""
-    whole = resumptions.whole(Case("adapters", "co-located", 2, "deepspeed-1"))
+    whole = resumptions.whole(case)
     for name, option in (("adapters", []), ("merged", ["--merge-adapters"])):
         exported = CliRunner().invoke(app, ["export", str(whole.directory), "-o", str(tmp_path / name), *option])
         assert exported.exit_code == 0, exported.output

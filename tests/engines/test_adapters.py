@@ -34,6 +34,11 @@ peft = pytest.importorskip("peft")
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 6}
 FAST = {"learning_rate": 0.05}
+EXPERTS = {
+    **TINY,
+    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "mlp_only_layers": [0],
+}
 
 
 def loss_of(role: str) -> Loss:
@@ -127,9 +132,9 @@ def test_a_copy_takes_the_adapters_alone() -> None:
 # --- saved
 
 
-def base_directory(role: str, directory: Path) -> str:
+def base_directory(role: str, directory: Path, **settings: Any) -> str:
     """The model before training, as transformers writes it."""
-    load_model(placed(role), SEED).save_pretrained(directory / "base")
+    load_model(placed(role, **settings), SEED).save_pretrained(directory / "base")
     return str(directory / "base")
 
 
@@ -150,9 +155,18 @@ def with_peft(kind: Any, base: str, adapters: Path, **extra: Any) -> PreTrainedM
 TEXT = torch.randint(0, TINY["vocab_size"], (3, 7), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
-def test_peft_loads_a_saved_policy(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
-    base = base_directory("actor", tmp_path)
+@pytest.mark.parametrize(
+    ("init", "targets"),
+    [
+        (TINY, None),
+        (TINY, ("q_proj", "down_proj")),
+        (EXPERTS, ("v_proj", "gate_up_proj", "down_proj")),
+        (TINY | {"model_type": "mixtral", "num_local_experts": 3}, ("down_proj",)),
+    ],
+    ids=["all", "some", "experts", "experts alone"],
+)
+def test_peft_loads_a_saved_policy(init: dict[str, Any], targets: tuple[str, ...] | None, tmp_path: Path) -> None:
+    base = base_directory("actor", tmp_path, init=init)
     lora = LORA | {"targets": targets}
     engine = trained_engine(path=base, lora=lora)
     adapters = saved(engine, tmp_path, path=base, lora=lora)

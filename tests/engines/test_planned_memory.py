@@ -43,7 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd"}},
     "experts": {"init": EXPERTS},
     "experts in bfloat16": {"init": EXPERTS, "dtype": "bfloat16"},
-    "experts, lora": {"init": EXPERTS, "lora": LoraSpec(rank=4)},
+    "experts, lora": {
+        "init": EXPERTS,
+        "lora": LoraSpec(rank=4, targets=("v_proj", "gate_up_proj", "down_proj")),
+    },
 }
 
 

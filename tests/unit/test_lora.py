@@ -77,8 +77,16 @@ def test_of_a_model_with_experts_attention_alone_has_adapters(kind: str, role: s
     assert {name for name, _ in shape.trained} == trained
     assert all(".self_attn." in name for name in trained - {"score.weight"}) and len(trained) >= 2 * 4 * 2
     for target in ("gate_proj", "gate", "experts"):
-        with pytest.raises(UserError, match=f"no module '{target}' in attention, which alone has adapters"):
+        with pytest.raises(UserError, match=f"no module '{target}' in attention or experts.*: .*, down_proj"):
             adapted(role, config, targets=(target,))
+    model, shape = (make(role, config, targets=("q_proj", "down_proj")) for make in (real_model, adapted))
+    assert dict(shape.parameters) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = dict(shape.trained)
+    assert set(found) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    experts = "model.layers.1.mlp.experts"
+    inputs = dict(shape.parameters)[f"{experts}.down_proj"][2]
+    assert found[f"{experts}.lora_A.default.down_proj"] == (config["num_experts"], 8, inputs)
+    assert found[f"{experts}.lora_B.default.down_proj"] == (config["num_experts"], 8, 8)
 
 
 def test_a_copy_that_is_not_trained_has_the_same_parameters() -> None:
