@@ -203,11 +203,13 @@ def _reader(model: TrainedModel, base: Mapping[str, safe_open]) -> Callable[[str
         if name in trained:
             return model.tensor(name)
         plain: Tensor = base[name].get_tensor(name).float()
-        if lora is not None and name in experts:
-            weight, (expert, rows, _) = experts[name]
-            _, a, b = merged_from(weight)
-            return merged(lora, plain, tensor(a)[expert.start], tensor(b)[expert.start, rows.start : rows.stop])
-        _, a, b = merged_from(name)
-        return merged(lora, plain, model.tensor(a), model.tensor(b)) if lora is not None and a in trained else plain
+        weight, box = experts.get(name, (name, ()))
+        _, a, b = merged_from(weight)
+        if lora is None or a not in trained:
+            return plain
+        if not box:
+            return merged(lora, plain, model.tensor(a), model.tensor(b))
+        (expert,), rows, _ = box
+        return merged(lora, plain, tensor(a)[expert], tensor(b)[expert, rows.start : rows.stop])
 
     return read

@@ -71,26 +71,18 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec, keeps_start: boo
     within, targets = _ATTENTION if of_experts else "", lora.targets or linear
     for name, size in shape.parameters:
         path, _, kind = name.rpartition(".")
-        if kind in targets and name.endswith(OF_EXPERTS):
-            experts, outputs, inputs = size
-            parameters[name] = size
-            for matrix, added in zip(
-                MATRICES, ((experts, lora.rank, inputs), (experts, outputs, lora.rank)), strict=True
-            ):
-                parameters[f"{path}.{matrix}.{ADAPTER}.{kind}"] = added
-                adapters.add(f"{path}.{matrix}.{ADAPTER}.{kind}")
-            continue
-        if path.split(".")[-1] not in targets or within not in name:
+        is_expert = kind in targets and name.endswith(OF_EXPERTS)
+        if not is_expert and (path.split(".")[-1] not in targets or within not in name):
             parameters[name] = size
             continue
-        parameters[f"{path}.base_layer.{kind}"] = size
-        if kind == "weight":
-            outputs, inputs = size
+        parameters[name if is_expert else f"{path}.base_layer.{kind}"] = size
+        if is_expert or kind == "weight":
+            *experts, outputs, inputs = size
             for matrix, added in zip(MATRICES, ((lora.rank, inputs), (outputs, lora.rank)), strict=True):
-                parameters[f"{path}.{matrix}.{ADAPTER}.weight"] = added
-                adapters.add(f"{path}.{matrix}.{ADAPTER}.weight")
+                parameters[f"{path}.{matrix}.{ADAPTER}.{kind}"] = (*experts, *added)
+                adapters.add(f"{path}.{matrix}.{ADAPTER}.{kind}")
                 if keeps_start:
-                    parameters[f"{path}.{matrix}.{START}.weight"] = added
+                    parameters[f"{path}.{matrix}.{START}.{kind}"] = (*experts, *added)
     return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(adapters))
 
 
