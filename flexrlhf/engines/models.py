@@ -31,6 +31,7 @@ from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.experts import add_expert_adapters
 from flexrlhf.engines.rms_norm import use_own_norms
 from flexrlhf.engines.rotary_positions import use_own_rotation
+from flexrlhf.engines.routing import use_float32_routers
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.engines.weight_files import PartReader
@@ -314,6 +315,8 @@ def use_kernels(model: PreTrainedModel, settings: ModelSpec) -> None:
     elif not settings.compile:
         use_own_norms(model)
         use_own_rotation(model)
+    if settings.dtype != "float32":
+        use_float32_routers(model)
     if settings.tiled_mlp:
         tile_mlps(model)
     if settings.compile:

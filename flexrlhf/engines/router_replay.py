@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.engines.base import Moments
-from flexrlhf.engines.experts import has_experts
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.router_biases import BiasController
 from flexrlhf.engines.router_losses import RouterLosses, RouterTotals, loss_coefficients
+from flexrlhf.engines.routing import routers_of, scores_of, weights_of
 from flexrlhf.operators.columns import EXPERTS, expert_item_bytes
 
 MISMATCH = "router_mismatch"
@@ -178,8 +178,8 @@ class Routers:
             empty = self._weights.new_zeros(self._experts)
             self._loads[layer] = empty.index_add_(0, taken.flatten(), self._weights.repeat_interleave(self.top))
             if self.losses is not None:
-                self.losses.read(layer, logits, _scores(router, logits), self._weights)
-        return None if taken is chosen else (logits, _weights_of(taken, router, logits).to(weights.dtype), taken)
+                self.losses.read(layer, logits, scores_of(router, logits), self._weights)
+        return None if taken is chosen else (logits, weights_of(taken, router, logits).to(weights.dtype), taken)
 
 
 def _sequences_of_tokens(piece: MicroBatch) -> Tensor:
@@ -191,30 +191,12 @@ def _sequences_of_tokens(piece: MicroBatch) -> Tensor:
     return (counts if piece.part is None else counts[:, piece.part.columns]).flatten()
 
 
-def _scores(router: Any, logits: Tensor) -> Tensor:
-    """Return the scores (T, E) of experts by which ``router`` weighs them, from its logits."""
-    is_sigmoid = hasattr(router, "e_score_correction_bias")
-    return logits.float().sigmoid() if is_sigmoid else logits.softmax(-1, dtype=torch.float32)
-
-
-def _weights_of(taken: Tensor, router: Any, logits: Tensor) -> Tensor:
-    """Return the weights (T, k) of the experts ``taken``, as ``router`` weighs the ones that it chooses."""
-    if hasattr(router, "bias"):  # of gpt-oss, which knows the logits of the chosen ones alone
-        return logits.gather(1, taken).softmax(-1)
-    weights = _scores(router, logits).gather(1, taken)
-    # routers of DeepSeek-V2, which have no such attribute either, do not norm them
-    if getattr(router, "norm_topk_prob", not hasattr(router, "topk_method")):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights * getattr(router, "routed_scaling_factor", 1.0)
-
-
 def make_routers(model: PreTrainedModel, settings: ModelSpec, is_trained: bool) -> Routers | None:
     """Return the routers of ``model``, whose tokens are counted if it is trained; None if nobody reads their choice."""
-    blocks = [module for module in model.modules() if has_experts(getattr(module, "experts", None))]
+    routers = routers_of(model)
     is_read = is_trained or settings.router_replay != NO_REPLAY
     # a compiled layer would be interrupted at each router
-    if not (blocks and is_read) or settings.compile:
+    if not (routers and is_read) or settings.compile:
         return None
-    gates = [block.router if hasattr(block, "router") else block.gate for block in blocks]
     coefficients, rate = (loss_coefficients(settings), settings.router_bias_update_rate) if is_trained else ({}, 0.0)
-    return Routers(gates, settings.router_replay == "rollout", coefficients, rate)
+    return Routers(routers, settings.router_replay == "rollout", coefficients, rate)

@@ -67,8 +67,8 @@ def test_losses_are_those_of_the_whole_mini_batch_however_it_is_computed(family:
         of_loss = balanced.losses([(batch, likelihood())])
         found = balanced.train([(batch, likelihood())])
         for statistics in (of_loss, found):
-            assert statistics["router_aux_loss"].tolist()[:2] == pytest.approx([1, float(auxiliary)], rel=1e-5)
-            assert statistics["router_z_loss"].tolist()[:2] == pytest.approx([1, float(squares)], rel=1e-5)
+            assert statistics["router_aux_loss"].tolist()[:2] == pytest.approx([1, float(auxiliary.detach())], rel=1e-5)
+            assert statistics["router_z_loss"].tolist()[:2] == pytest.approx([1, float(squares.detach())], rel=1e-5)
         weighted = float(total) + AUXILIARY * float(auxiliary) + SQUARES * float(squares)
         assert float(of_loss["total_loss"][1]) == pytest.approx(weighted, rel=1e-5)
         for name, weights in snapshot(balanced).items():

@@ -98,7 +98,7 @@ def test_a_replay_turns_a_planted_mismatch_to_zero(family: str, settings: dict[s
 
 
 def test_in_bfloat16_a_replay_leaves_rounding_alone() -> None:
-    """Log-probs differ from generation's by some hundredths, as a dense model's do."""
+    """Log-probs differ from generation's by a hundredth, as a dense model's do."""
     replaying, comparing = (engine("olmoe", mode, dtype="bfloat16") for mode in ("rollout", "compare"))
     hooks = plant(replaying)
     batch = responses(replaying)
@@ -108,7 +108,7 @@ def test_in_bfloat16_a_replay_leaves_rounding_alone() -> None:
     found = [
         float((output(each, "logprobs", batch=batch) - sampled)[mask].abs().max()) for each in (replaying, comparing)
     ]
-    assert found[0] < 0.05 < 5 * found[0] < found[1], found
+    assert 0 < found[0] < 0.03 and 5 * found[0] < found[1], found
     for each in (replaying, comparing):
         read, differing, _ = each.train([(batch, likelihood())])["router_mismatch"].tolist()
         assert 0.9 * read < differing <= read

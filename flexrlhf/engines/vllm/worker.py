@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -86,12 +87,16 @@ def _end_with(parent: int) -> None:
 def _patched_vllm() -> Iterator[None]:
     """Patch vLLM while it starts.
 
-    Its ranks create no queue in shared memory, which is not used here and which a rank that is killed would leave. On a
-    CPU, linear layers and experts multiply by their own weights, since packed copies could not be overwritten, and the
-    memory of the process is not bound to one NUMA node.
+    Its ranks create no queue in shared memory, which is not used here and which a rank that is killed would leave.
+    Routers compute in float32, as those of ``engines/routing.py``. On a CPU, linear layers and experts multiply by
+    their own weights, since packed copies could not be overwritten, and the memory of the process is not bound to one
+    NUMA node.
     """
     with ExitStack() as patches:
         patches.enter_context(_replaced(MessageQueue, "create_from_process_group", staticmethod(_nothing)))
+        patches.enter_context(
+            _replaced(GateLinear, "__init__", partialmethod(GateLinear.__init__, out_dtype=torch.float32))
+        )
         if current_platform.is_cpu():
             from flexrlhf.engines.vllm.cpu_experts import OwnWeightExperts
 
@@ -117,7 +122,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _use_own_weight(layer: Any, remove_weight: bool) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
+    layer.cpu_linear = _float32_linear if isinstance(layer, GateLinear) else torch.nn.functional.linear
+
+
+def _float32_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
 def lora_of(config: Any) -> LoraSpec | None:
