@@ -48,10 +48,10 @@ def use_float32_routers(model: PreTrainedModel) -> None:
     """Have routers of a model in 16 bits compute in float32; parameters and their names stay as they are."""
     for router in routers_of(model):
         if not _is_sigmoid(router) and not hasattr(router, "topk_method"):
-            router.forward = _Forward(router, router.forward)
+            router.forward = _Float32Forward(router, router.forward)
 
 
-class _Forward:
+class _Float32Forward:
     """Forward of a router. ``other``: that of weights in float32."""
 
     def __init__(self, router: Any, other: Any) -> None:
@@ -61,7 +61,7 @@ class _Forward:
         router = self._router
         if router.weight.dtype == torch.float32:
             return self._other(hidden)
-        logits = _Product.apply(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+        logits = _Float32Product.apply(hidden.reshape(-1, hidden.shape[-1]), router.weight)
         if hasattr(router, "bias"):
             logits = logits + router.bias.float()
         chosen = logits.topk(router.top_k, dim=-1).indices
@@ -71,7 +71,7 @@ class _Forward:
         return logits, weights if is_kept else weights.to(hidden.dtype), chosen
 
 
-class _Product(torch.autograd.Function):
+class _Float32Product(torch.autograd.Function):
     """``hidden`` (T, H) times ``weight`` (E, H) in float32; autograd keeps both in their own types."""
 
     @staticmethod
