@@ -38,6 +38,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        # few objects of plans are in cycles: by default a twentieth of the time is spent on searches for them
+        gc.set_threshold(50_000)
         # extensions report objects that are frozen at the exit as leaks
         atexit.register(gc.unfreeze)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations, product
 
 import pytest
 
 
-def pairwise(*factors: Mapping[str, object]) -> list[object]:
-    """Return all combinations of the factors' values as parameters, with ids of their names. By default as few run as
-    have every pair of values of two factors; all others in `make test-all`."""
-    rows = list(product(*factors))
+def pairwise(*factors: Iterable[object]) -> list[object]:
+    """Return all combinations of the factors' values as parameters; a mapping has the values by id.
+
+    By default as few run as have every pair of values of two factors; the others run in `make test-all`.
+    """
+    named = [each if isinstance(each, Mapping) else {str(value): value for value in each} for each in factors]
+    rows = list(product(*named))
     chosen: list[tuple[str, ...]] = []
     left = set().union(*map(_pairs, rows))
     while left:
@@ -19,7 +22,7 @@ def pairwise(*factors: Mapping[str, object]) -> list[object]:
         left -= _pairs(chosen[-1])
     return [
         pytest.param(
-            *(factor[name] for factor, name in zip(factors, row, strict=True)),
+            *(values[name] for values, name in zip(named, row, strict=True)),
             id="-".join(row),
             marks=[pytest.mark.full] * (row not in chosen),
         )

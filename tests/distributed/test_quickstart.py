@@ -140,6 +140,8 @@ def test_a_chat_template_without_end_is_one_sentence(runs: Path, tmp_path: Path)
     assert found.exit_code == 2 and "flexrlhf: the chat template takes more than 1.07 GB" in found.output
 
 
+# tests/unit/test_command_line.py shows it of commands
+@pytest.mark.full
 def test_output_that_cannot_be_written_ends_no_run(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs, tmp_path / "runs")
     words = [word for setting in (*FEWER[:2], "quickstart-ppo:steps=2") for word in ("--set", setting)]

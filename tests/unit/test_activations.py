@@ -35,8 +35,6 @@ SAMPLING = Sampling(seed=0, step=0, temperature=1.0, eos_token_ids=(10**6,), pad
 WIDE_MLP = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE_HEADS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 SIZES = {"wide MLP": WIDE_MLP, "wide heads": WIDE_HEADS}
-TYPES = {name: name for name in DTYPES}
-SWITCH = {"no": False, "yes": True}
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +225,7 @@ def test_the_gpt_count_of_the_literature_and_ours() -> None:
 # --- what the allocator hands out
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "tiled"), pairwise(SIZES, TYPES, SWITCH))
+@pytest.mark.parametrize(("sizes", "dtype", "tiled"), pairwise(SIZES, DTYPES.keys(), (False, True)))
 def test_the_peak_of_a_pass_without_gradients(sizes: dict[str, int], dtype: str, tiled: bool) -> None:
     rows, width = 4, 128
     config = config_of(**sizes)
@@ -243,7 +241,9 @@ def test_the_peak_of_a_pass_without_gradients(sizes: dict[str, int], dtype: str,
     assert_close_above(blocks.forward_bytes(rows * width, width), peak_bytes(work), 0.08 if tiled else 0.06)
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "tiled", "recompute"), pairwise(SIZES, TYPES, SWITCH, SWITCH))
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "tiled", "recompute"), pairwise(SIZES, DTYPES.keys(), (False, True), (False, True))
+)
 def test_the_peak_of_training(sizes: dict[str, int], dtype: str, tiled: bool, recompute: bool) -> None:
     rows, width, layers = 4, 256, 3
     config = config_of("llama" if recompute == tiled else "qwen3", layers, **sizes)
@@ -283,7 +283,7 @@ def first_pass(dtype: str, samples: int, masks: bool) -> MicroBatch:
 
 @pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "masks"), pairwise(SIZES, TYPES, {"under a mask": True, "by lengths": False})
+    ("sizes", "dtype", "masks"), pairwise(SIZES, DTYPES.keys(), {"under a mask": True, "by lengths": False})
 )
 def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int, masks: bool) -> None:
     """A mask is made by the engine, as numbers, and all layers read the same."""
@@ -325,7 +325,7 @@ def test_the_peak_of_packed_rows(sizes: dict[str, int], dtype: str, samples: int
             "long prompts": (WIDE_MLP, 88, 8),
         },
         {"waves": None, "slots, short passes": 64, "slots": 2048},
-        TYPES,
+        DTYPES.keys(),
     ),
 )
 def test_the_peak_of_decoding(texts: tuple[dict[str, int], int, int], read: int | None, dtype: str) -> None:

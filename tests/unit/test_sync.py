@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from pairwise import pairwise
 from small_runs import TINY, placed_model, plan_of
 from torch import Tensor
 
@@ -364,9 +365,9 @@ def test_biases_of_routers_are_not_rounded(source: dict[str, Any], overlap: bool
         assert biases == 8 and moved.num_bytes == case.planned_bytes() + 2 * len(case.shadow.ranks) * biases
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("source", [{}, {"zero": 3}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("source", "overlap", "dtype"), pairwise(({}, {"zero": 3}, {"tp": 2}), (False, True), ("bfloat16", "float16"))
+)
 def test_a_copy_of_a_larger_type_gets_rounded_weights(
     source: dict[str, Any], overlap: bool, dtype: str, wires: Wires
 ) -> None:
@@ -397,9 +398,7 @@ def test_a_smaller_copy_gets_its_own_type(wires: Wires) -> None:
 SOURCES = ["{}", "{zero: 3}", "{engine: deepspeed, zero: 3}", "{tp: 2}"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "tp", "dtype"), pairwise(SOURCES, (1, 2), ("float32", "bfloat16")))
 def test_an_engine_on_the_same_ranks_gets_what_they_lack(source: str, tp: int, dtype: str, wires: Wires) -> None:
     """Of 32 words that are padded to 64 the second tensor-parallel rank has none."""
     for settings in SETTINGS:
@@ -437,10 +436,15 @@ def merged_by_peft(tensors: dict[str, Tensor], lora: LoraSpec) -> dict[str, Tens
     return {name.replace(".base_layer.", "."): value.detach() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("zero", ["", "zero: 3", "engine: deepspeed, zero: 3", "tp: 2", "tp: 2, zero: 3"])
-@pytest.mark.parametrize("colocated", [True, False])
+@pytest.mark.parametrize(
+    ("colocated", "zero", "tp", "dtype"),
+    pairwise(
+        (True, False),
+        ("", "zero: 3", "engine: deepspeed, zero: 3", "tp: 2", "tp: 2, zero: 3"),
+        (1, 2),
+        ("float32", "bfloat16"),
+    ),
+)
 def test_an_engine_gets_the_weights_that_peft_merges(
     colocated: bool, zero: str, tp: int, dtype: str, wires: Wires
 ) -> None:
