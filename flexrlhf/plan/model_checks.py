@@ -320,6 +320,10 @@ def _check_routers(model: PlacedModel, shape: ModelShape | None) -> None:
                 f"{model.key(name)}: {found} is for {either(SIGMOID_ROUTED)} models, whose routers have biases, and "
                 f"models.{model.role} is of {sizes.family}; use 0, or router_aux_loss_coef"
             )
+        if name == "router_bias_update_rate" and model.settings.lora is not None:
+            raise UserError(
+                f"{model.key(name)}: {found} goes with lora null, since adapters alone are synced and saved; use 0"
+            )
 
 
 def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
