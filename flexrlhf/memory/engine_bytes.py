@@ -106,7 +106,7 @@ class EngineBytes:
 
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         per = self.per_parameter(model)
-        trained = elements_on_rank(model, shape.trained, rank)
+        trained = elements_on_rank(model, shape.with_gradients, rank)
         frozen = elements_on_rank(model, shape.parameters, rank) - trained
         return State(
             weights=per.weights * trained + item_bytes(model) * frozen,
@@ -182,8 +182,8 @@ class DeepSpeedBytes(EngineBytes):
         weights, gradients, optimizer = zero_split(stage, model.layout.of_weights.dp)
         state = State(
             weights=per.weights * _deepspeed_elements(shape.parameters, stage, weights),
-            gradients=per.gradients * _deepspeed_elements(shape.trained, stage, gradients),
-            optimizer=per.optimizer * _deepspeed_elements(shape.trained, stage, optimizer),
+            gradients=per.gradients * _deepspeed_elements(shape.with_gradients, stage, gradients),
+            optimizer=per.optimizer * _deepspeed_elements(shape.with_gradients, stage, optimizer),
             # its reduce bucket is made once at stage 3, and for every backward pass at stages 1 and 2
             buffers=4 * _deepspeed_setting(settings, "reduce_bucket_size") if stage == 3 else 0,
             keeps_gradients=stage == 3 or _is_bf16_optimizer(settings),
@@ -201,7 +201,7 @@ class DeepSpeedBytes(EngineBytes):
         Stage 1 keeps whole gradients on the device; stage 2 in 16 bits keeps its partition there.
         """
         stage, item = model.settings.zero, item_bytes(model)
-        partition = _deepspeed_elements(shape.trained, stage, model.layout.of_weights.dp)
+        partition = _deepspeed_elements(shape.with_gradients, stage, model.layout.of_weights.dp)
         if stage == 3:
             return replace(state, gradients=0, optimizer=0, host=state.optimizer + 2 * 4 * partition)
         largest = item * max((math.prod(size) for _, size in shape.trained), default=0)
@@ -297,7 +297,7 @@ class MegatronBytes(EngineBytes):
         replica updates a part.
         """
         per, is_split = self.per_parameter(model), model.settings.zero == 1
-        elements = elements_on_rank(model, shape.trained, rank)
+        elements = elements_on_rank(model, shape.with_gradients, rank)
         frozen = elements_on_rank(model, shape.parameters, rank) - elements
         buffer = megatron_buffer(model, shape.trained, rank) if is_split else elements
         updated = buffer // model.layout.of_weights.dp if is_split else elements

@@ -194,7 +194,7 @@ def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
 
 def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
     """Return the units of the trained parameters of the stage on ``rank``."""
-    return _units(model, _stage(model, shape, rank).trained, rank)
+    return _units(model, _stage(model, shape, rank).with_gradients, rank)
 
 
 def _stage(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:

@@ -100,6 +100,12 @@ class ModelShape:
         return HashedParameters((name, shape) for name, shape in self.parameters if name in self.adapters)
 
     @cached_property
+    def with_gradients(self) -> Parameters:
+        """Trained parameters that the optimizer updates: all but biases of routers."""
+        found = HashedParameters((name, shape) for name, shape in self.trained if not is_router_bias(name))
+        return self.trained if len(found) == len(self.trained) else found
+
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.parameters)
 

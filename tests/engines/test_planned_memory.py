@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd"}},
     "experts": {"init": EXPERTS},
     "experts in bfloat16": {"init": EXPERTS, "dtype": "bfloat16"},
+    "experts, losses of routers": {"init": EXPERTS, "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.1},
     "experts, lora": {
         "init": EXPERTS,
         "lora": LoraSpec(rank=4, targets=("v_proj", "gate_up_proj", "down_proj")),
