@@ -501,7 +501,10 @@ def _adapter_seconds(
 ) -> float:
     if not model.adapters:
         return 0.0
-    results = sum(each.share * each.n for each in layer_products(model, tp, shape.tokens, shape.ep))
+    # of a layer with experts attention alone has adapters unless they are named, too
+    is_dense = model.experts is None
+    products = layer_products(model, tp, shape.tokens) if is_dense else _attention_products(model, tp, shape.tokens)
+    results = sum(each.share * each.n for each in products)
     return elements_seconds(profile.adapter_elements * shape.item * shape.tokens * results, device)
 
 
