@@ -105,9 +105,9 @@ class Blocks:
 
     @property
     def _adapted(self) -> tuple[str, ...]:
-        if self.lora is None or self.lora.targets is not None:
-            return () if self.lora is None else self.lora.targets or ()
-        return _ATTENTION if self.sizes.experts is not None else (*COLUMNWISE, *ROWWISE)
+        if self.lora is None:
+            return ()
+        return self.lora.targets or (_ATTENTION if self.sizes.experts is not None else (*COLUMNWISE, *ROWWISE))
 
     @property
     def _adapted_experts(self) -> tuple[str, ...]:
@@ -197,14 +197,11 @@ class Blocks:
         if experts is None:
             return dense
         # frozen matrices need neither of their inputs, which adapters of theirs do
-        inputs, features, adapted = 2, 4, self._adapted_experts
-        of_routed = features + (3 if sizes.sinks else 0)
-        if self.lora is not None:
-            inputs, features = 1, 3
-            of_routed += len({"down_proj"} & {*adapted}) - 1
-        inputs = 2 if "gate_up_proj" in adapted else inputs
+        adapted, (inputs, features) = self._adapted_experts, (2, 4) if self.lora is None else (1, 3)
+        of_routed = features + ("down_proj" in adapted) + (3 if sizes.sinks else 0)
+        hidden = (inputs + ("gate_up_proj" in adapted)) * sizes.hidden
         narrow = 0 if self.lora is None else self.lora.rank * len(adapted)
-        inside = self.item * experts.active * (inputs * sizes.hidden + of_routed * experts.ffn + narrow)
+        inside = self.item * experts.active * (hidden + of_routed * experts.ffn + narrow)
         routed = self._on_fullest(inside, is_kept=True)
         shared = self.item * (features * experts.shared // self.tp + sizes.hidden + 1) if experts.shared else 0
         sparse = routed + shared + 4 * experts.number + CHOICE_BYTES * (1 + experts.active)

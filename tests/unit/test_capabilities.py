@@ -340,6 +340,14 @@ def test_expert_parallel_ranks_are_replicas_with_as_many_experts_each(
     assert refused(None, devices, *overrides) == f"models.actor.ep: {words}"
 
 
+def test_adapters_of_experts_go_without_compiled_layers() -> None:
+    overrides = (MOE, "models.actor.lora={targets: [down_proj]}", "models.actor.compile=true")
+    assert refused(None, 2, *overrides) == (
+        "models.actor.lora.targets: how many tokens a rank's experts have is read there, so it goes with compile "
+        "false, found true; use false, or lora.targets of attention alone"
+    )
+
+
 def test_experts_of_neighbours_are_split_and_those_of_the_others_are_copies() -> None:
     plan = plan_of(None, 4, MOE, "models.actor.ep=2", "models.critic.zero=3")
     assert {(group.purpose, group.ranks) for group in plan.groups if "experts" in group.purpose} == {
