@@ -19,6 +19,8 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 """Families with experts whose attention is built as Llama's is."""
 SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 """Families whose tensors are mapped to the ones in files and in a rollout engine."""
+STAGED = (*LLAMA_LIKE, "mixtral", "qwen3_moe")
+"""Families that Megatron-Core's stages compute."""
 SIGMOID_ROUTED = ("glm4_moe", "deepseek_v3")
 """Families whose experts are chosen by the sigmoid of logits plus a bias, which may balance them."""
 WITH_SPLIT_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")

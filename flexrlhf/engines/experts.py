@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import grouped_mm, pad
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from flexrlhf.comm.reduce import Summed
@@ -66,11 +66,11 @@ class ExpertSplit:
         return (0 if self.ep is None else self.ep.rank()) * self.num_tp + self.tp_index
 
 
-def split_experts(model: PreTrainedModel, split: ExpertSplit) -> frozenset[str]:
+def split_experts(model: nn.Module, config: PreTrainedConfig, split: ExpertSplit) -> frozenset[str]:
     """Leave each rank of ``split`` its block of the experts of every layer of ``model``, as many as any other; return
     the names of their parameters.
 
-    Parameters may be on the meta device.
+    ``config``: of the layers. Parameters may be on the meta device.
     """
     names, number = set[str](), split.num_ep * split.num_tp
     for path, module in model.named_modules():
@@ -83,7 +83,7 @@ def split_experts(model: PreTrainedModel, split: ExpertSplit) -> frozenset[str]:
                 setattr(module.get_submodule(owner), own, nn.Parameter(part, requires_grad=parameter.requires_grad))
                 names.add(f"{path}.{name}")
     if names:
-        model.config._experts_implementation = OVER_RANKS
+        config._experts_implementation = OVER_RANKS
     return frozenset(names)
 
 

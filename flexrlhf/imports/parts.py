@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import LLAMA_LIKE, SERVED, named_sizes
+from flexrlhf.config.model_names import SERVED, STAGED, named_sizes
 from flexrlhf.config.presets.filling import PEERS, trainer_of
 from flexrlhf.config.presets.table import MiniBatchesOf
 from flexrlhf.errors import UserError
@@ -95,7 +95,7 @@ def check_families(out: Translation) -> None:
     served = [
         each for each in (out.value("models.all.engine"), out.value("rollout.engine")) if each in ("megatron", "vllm")
     ]
-    families = LLAMA_LIKE if "megatron" in served else SERVED
+    families = STAGED if "megatron" in served else SERVED
     for key in [key for key in out.lines if key.startswith("models.") and key.endswith(".path")]:
         name, source = out.lines[key]
         if served and key != "models.reward.path":

@@ -365,8 +365,10 @@ class Blocks:
         """Return the bytes of ``routed`` tokens, which a token has at each of its experts, on the fullest of several
         ranks, and of its outputs as they are back; ``is_kept``: of its rank's own ones alone."""
         experts = self.sizes.experts
-        if self.ep * self.expert_tp == 1 or experts is None:
+        if self.ep * self.expert_tp * self.sharers == 1 or experts is None:
             return routed
+        if self.sharers > 1:  # any of them may get the tokens of all
+            return routed + self.item * experts.active * self.sizes.hidden
         back = self.item * experts.active * self.sizes.hidden // (self.expert_tp if is_kept else 1)
         return int(IMBALANCE * routed / self.expert_tp) + back
 
@@ -379,9 +381,10 @@ class Blocks:
         """Return the bytes of the backward pass itself where a layer is computed again."""
         mlp = self.item * self.sizes.ffn // self.tp
         if self.fused:
-            widest = self.item * max(2 * self.sizes.ffn, self._query) // self.tp
-            attended = 0 if masks else self._by_lengths.gradients - 4 * mlp
-            return tokens * (max(2 * widest, attended) + self.item * width + self._copied)
+            widest = self.item * max(2 * self.sizes.ffn * self._has_dense, self._query) // self.tp
+            attended = 0 if masks else self._by_lengths.gradients - 4 * mlp * self._has_dense
+            inside = max(2 * widest, attended, self._expert_gradients(again=True))
+            return tokens * (inside + self.item * width + self._copied)
         if self.tiled:
             return self._in_tiles(tokens, masks)
         if self.sizes.experts is not None:

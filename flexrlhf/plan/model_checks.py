@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import cycle, islice
@@ -14,6 +14,7 @@ from flexrlhf.config.model_names import (
     LLAMA_LIKE,
     SERVED,
     SIGMOID_ROUTED,
+    STAGED,
     WITH_EXPERTS,
     WITH_SINKS,
     WITH_SPLIT_EXPERTS,
@@ -126,10 +127,16 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
     ``longest``: tokens of a text that it reads.
     """
     others = engines_with(lambda other: other.transformers_modules)
-    found = _other_family(shape)
+    found = _other_family(shape, STAGED)
     if shape is None or found is not None:
         raise UserError(
-            f"{model.key('engine')}: {model.engine} maps {', '.join(LLAMA_LIKE)} models, found {found}; use {others}"
+            f"{model.key('engine')}: {model.engine} maps {', '.join(STAGED)} models, found {found}; use {others}"
+        )
+    is_shared = model.settings.tp > 1 and shape.sizes is not None and shape.sizes.experts is not None
+    if is_shared and not model.settings.sequence_parallel:
+        raise UserError(
+            f"{model.key('sequence_parallel')}: {model.settings.tp} tensor-parallel ranks share experts by the tokens "
+            f"of each, found false; use true, or tp 1"
         )
     unmapped = _unmapped(shape, longest)
     if unmapped:
@@ -158,11 +165,11 @@ def _biases(shape: ModelShape) -> str:
     return ""
 
 
-def _other_family(shape: ModelShape | None) -> str | None:
-    """Return the family of a model that is not built as Llama is; None of one that is."""
+def _other_family(shape: ModelShape | None, families: Sequence[str] = LLAMA_LIKE) -> str | None:
+    """Return the family of a model that is none of ``families``; None of one that is."""
     if shape is None or shape.sizes is None:
         return "an unknown family"
-    return None if shape.sizes.family in LLAMA_LIKE else shape.sizes.family
+    return None if shape.sizes.family in families else shape.sizes.family
 
 
 def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
@@ -361,8 +368,8 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     """
     tp, sizes = model.settings.tp, shape.sizes
     families: tuple[str, ...] = LLAMA_LIKE
-    if model.rollout is not None and not model.facts.transformers_modules:
-        families = SERVED + LATENT
+    if not model.facts.transformers_modules:
+        families = STAGED if model.rollout is None else SERVED + LATENT
     elif model.facts.ep:
         families += WITH_SPLIT_EXPERTS
     if sizes is None or sizes.family not in families:

@@ -22,6 +22,10 @@ UPDATES = 3
 LLAMA = {**TINY, "intermediate_size": 32, "num_hidden_layers": 4}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+# one stage has a layer without experts
+QWEN3_MOE = {**QWEN3, **_EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [1]}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 TIED = {"tie_word_embeddings": True}
 PADDED = {"pad_token_id": 3}
 SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
@@ -73,6 +77,9 @@ CASES = {
     "one pass, tp pp": Case(FOUR, {**LLAMA, **PADDED}, settings={"tp": 2, "pp": 2, "micro_batch_tokens": 512}),
     "one pass, dp": Case((0, 1), settings={"micro_batch_tokens": 512}),
     "tied, tp": Case((0, 1), {**LLAMA, **TIED, **PADDED}, settings={"tp": 2}),
+    "experts, tp pp, recomputed": Case(FOUR, QWEN3_MOE, settings={"tp": 2, "pp": 2, "activation_checkpointing": True}),
+    "experts, tp dp, distributed optimizer": Case(FOUR, MIXTRAL, settings={"tp": 2, "zero": 1}),
+    "experts, values, 16 bits, pp": Case((0, 1), MIXTRAL, head="scalar", settings={"pp": 2, "dtype": "bfloat16"}),
     "files, tp pp": Case(FOUR, settings={"tp": 2, "pp": 2}, is_from_files=True),
     "16 bits, files, tp dp": Case(FOUR, settings={"tp": 2, "dtype": "bfloat16"}, is_from_files=True),
     "16 bits, tp dp": Case(FOUR, settings={"tp": 2, "dtype": "bfloat16", "zero": 1}),

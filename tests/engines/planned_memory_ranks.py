@@ -61,12 +61,15 @@ class Case:
 
 MANY_KEYS = {**LLAMA, "num_key_value_heads": 4}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 64}
 RECOMPUTED = {"activation_checkpointing": True}
 ALONE = {
     "float32": Case(),
     "bfloat16": Case(settings={"dtype": "bfloat16"}),
     "recomputed": Case(settings=RECOMPUTED),
     "qwen3, values, zero 1": Case(head="scalar", init=QWEN3, settings={"zero": 1}),
+    "experts": Case(init=MIXTRAL),
+    "experts, recomputed, bfloat16": Case(init=MIXTRAL, settings={"dtype": "bfloat16", **RECOMPUTED}),
     "adapters, zero 1": Case(settings={"zero": 1, "lora": {"rank": 8}}),
     "many keys, unpacked, sgd": Case(init=MANY_KEYS, settings={"pack_texts": False, "optimizer": {"name": "sgd"}}),
 }
@@ -74,6 +77,8 @@ TOGETHER = {
     "tp": Case(2, settings={"tp": 2}),
     "tp, whole norms": Case(2, settings={"tp": 2, "sequence_parallel": False}),
     "tp, recomputed": Case(2, settings={"tp": 2, **RECOMPUTED}),
+    "tp, experts": Case(2, init=MIXTRAL, settings={"tp": 2}),
+    "tp, two stages, experts, recomputed": Case(4, init=MIXTRAL, settings={"tp": 2, "pp": 2, **RECOMPUTED}),
     "pp": Case(2, settings={"pp": 2}),
     "four stages": Case(4, settings={"pp": 4}),
     "four stages, recomputed, values": Case(4, head="scalar", settings={"pp": 4, **RECOMPUTED}),

@@ -19,6 +19,7 @@ from flexrlhf.weights.families import rope_type
 CRITIC, VLLM = "models.critic.engine=megatron", "rollout.engine=vllm"
 SIX = [0.5] * 6
 LLAMA = {**TINY, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4}
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4}
 
 
 def critic(**changes: Any) -> tuple[str, str]:
@@ -64,13 +65,23 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             (CRITIC, "models.critic.init={model_type: gpt2}"),
-            "models.critic.engine: megatron maps llama, mistral, qwen2, qwen3 models, found an unknown family; use "
-            "engine torch or deepspeed",
+            "models.critic.engine: megatron maps llama, mistral, qwen2, qwen3, mixtral, qwen3_moe models, found an "
+            "unknown family; use engine torch or deepspeed",
         ),
         (
             critic(model_type="gemma"),
-            "models.critic.engine: megatron maps llama, mistral, qwen2, qwen3 models, found an unknown family; use "
-            "engine torch or deepspeed",
+            "models.critic.engine: megatron maps llama, mistral, qwen2, qwen3, mixtral, qwen3_moe models, found an "
+            "unknown family; use engine torch or deepspeed",
+        ),
+        (
+            (*critic(**EXPERTS), "models.critic.tp=2", "models.critic.sequence_parallel=false"),
+            "models.critic.sequence_parallel: 2 tensor-parallel ranks share experts by the tokens of each, found false; "
+            "use true, or tp 1",
+        ),
+        (
+            (*critic(**EXPERTS), "models.critic.router_z_loss_coef=0.1"),
+            "models.critic.router_z_loss_coef: engine megatron has no losses of routers, found 0.1; use 0, or engine "
+            "torch or deepspeed",
         ),
         (
             critic(model_type="mistral", sliding_window=8),

@@ -47,7 +47,7 @@ def transformer_config(placed: PlacedModel, sizes: Sizes, config: Any) -> Transf
         activation_func=silu,
         add_bias_linear=False,
         add_qkv_bias=sizes.family == "qwen2",
-        qk_layernorm=sizes.family == "qwen3",
+        qk_layernorm=sizes.family in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,

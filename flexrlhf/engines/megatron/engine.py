@@ -31,6 +31,7 @@ from flexrlhf.engines.base import (
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.megatron.adapters import starting_weights
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
+from flexrlhf.engines.megatron.experts import expert_blocks
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, add_adapters, rows_by_name
 from flexrlhf.engines.megatron.update import StageUpdate
@@ -195,6 +196,7 @@ def _stage(context: EngineContext, skeleton: Skeleton, groups: ProcessGroupColle
         is_tied=is_tied(placed, config),
         padding_token=skeleton.model.get_input_embeddings().padding_idx,
         chunk_elements=placed.settings.logits_at_a_time,
+        blocks=expert_blocks(skeleton.model),
     )
     frequencies: Any = skeleton.model.base_model.rotary_emb.inv_freq
     stage = Stage(transformer_config(placed, sizes, config), shape, frequencies, groups)

@@ -7,8 +7,8 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +32,7 @@ from flexrlhf.config.model_settings import Head, LoraSpec
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.megatron.adapters import Adapter
+from flexrlhf.engines.megatron.experts import RoutedExperts
 from flexrlhf.weights.adapter_files import ADAPTER
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.families import LANGUAGE_HEAD
@@ -48,6 +49,7 @@ class StageShape:
     is_tied:         whether the embedding is also the language head.
     padding_token:   whose embedding is not trained, as in transformers; None: all are.
     chunk_elements:  logits that exist at a time.
+    blocks:          transformers' blocks of the layers with experts, by number.
     """
 
     sizes: Sizes
@@ -55,6 +57,7 @@ class StageShape:
     is_tied: bool
     padding_token: int | None
     chunk_elements: int
+    blocks: Mapping[int, nn.Module]
 
 
 class Stage(GPTModel):
@@ -69,9 +72,10 @@ class Stage(GPTModel):
         self, config: TransformerConfig, shape: StageShape, frequencies: Tensor, groups: ProcessGroupCollection
     ) -> None:
         number, count = groups.pp.rank(), groups.pp.size()
+        layers = config.num_layers // count
         super().__init__(
             config,
-            layers_spec(config, config.num_layers // count),
+            layers_spec(config, range(number * layers, (number + 1) * layers), shape.blocks),
             vocab_size=shape.sizes.vocabulary,
             max_sequence_length=1,  # of learned positions, which there are none of
             pre_process=number == 0,
@@ -80,6 +84,9 @@ class Stage(GPTModel):
             position_embedding_type="none",
             pg_collection=groups,
         )
+        for layer in self.decoder.layers:
+            if block := shape.blocks.get(layer.layer_number - 1):
+                layer.mlp = RoutedExperts(block, self.tp_group, config.params_dtype)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         self.head: LanguageHead | None = None
         self._padding_token = shape.padding_token
@@ -185,8 +192,8 @@ class ContiguousAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value
 
 
-def layers_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """Return the modules of ``num_layers`` layers and the norm behind the last."""
+def layers_spec(config: TransformerConfig, layers: range, without: Collection[int]) -> TransformerBlockSubmodules:
+    """Return the modules of ``layers`` and the norm behind the last. ``without``: those that get another MLP."""
     of_heads = RmsNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -195,15 +202,18 @@ def layers_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
         q_layernorm=of_heads,
         k_layernorm=of_heads,
     )
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     layer = TransformerLayerSubmodules(
         input_layernorm=RmsNorm,
         self_attention=ModuleSpec(ContiguousAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RmsNorm,
-        mlp=ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
-    return TransformerBlockSubmodules([ModuleSpec(TransformerLayer, submodules=layer)] * num_layers, RmsNorm)
+    bare = replace(layer, mlp=IdentityOp)
+    each = [ModuleSpec(TransformerLayer, submodules=bare if number in without else layer) for number in layers]
+    return TransformerBlockSubmodules(each, RmsNorm)
 
 
 SCORE = "score.weight"
@@ -266,6 +276,9 @@ def _of_layer(layer: TransformerLayer) -> Iterator[tuple[str, Rows]]:
             yield f"self_attn.{name}_norm.weight", _all(norm.weight)
     for prefix, linear, outputs in _linears(layer):
         yield from _split(prefix, linear, outputs)
+    if isinstance(layer.mlp, RoutedExperts):
+        for name, parameter in layer.mlp.block.named_parameters():
+            yield f"mlp.{name}", _all(parameter)
 
 
 def _linears(layer: TransformerLayer) -> Iterator[tuple[str, nn.Module, dict[str, int]]]:
@@ -276,6 +289,8 @@ def _linears(layer: TransformerLayer) -> Iterator[tuple[str, nn.Module, dict[str
     queries = attention.num_attention_heads_per_partition * size
     yield "self_attn", attention.linear_qkv, {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     yield "self_attn", attention.linear_proj, {"o_proj": len(attention.linear_proj.weight)}
+    if isinstance(mlp, RoutedExperts):
+        return
     features = len(mlp.linear_fc1.weight) // 2
     yield "mlp", mlp.linear_fc1, {"gate_proj": features, "up_proj": features}
     yield "mlp", mlp.linear_fc2, {"down_proj": len(mlp.linear_fc2.weight)}

@@ -226,7 +226,7 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
         lambda p: torch.empty(p.shape, dtype=torch.float32 if p.requires_grad else dtype, device="meta")
     )
     group, ep = context.tp.group, None if context.experts is None else context.experts.parts.group
-    of_experts = frozenset[str]() if group is ep is None else split_experts(model, ExpertSplit(ep, group))
+    of_experts = frozenset[str]() if group is ep is None else split_experts(model, model.config, ExpertSplit(ep, group))
     names = TensorParallelNames()
     if group is not None:
         names = apply_tensor_parallel(model, head, group)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
+from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, grouped_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import (
@@ -200,9 +201,9 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
             + times * training * _parts_seconds(call, mesh, profile, shape, backward=True)
             for times, shape in shapes
         )
-    if mesh.ep > 1:
-        exchanges = 1 + repeats + training
-        parts["expert parallel"] = sum(times * exchanges * expert_seconds(call, mesh, s.tokens) for times, s in shapes)
+    exchanges = 1 + repeats + training
+    if exchanged := sum(times * exchanges * expert_seconds(call, mesh, shape.tokens) for times, shape in shapes):
+        parts["expert parallel"] = exchanged
     if mesh.pp > 1:
         parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * sum(stages[0].values()) / profile.chunks
         hops = (number + mesh.pp - 1) * (2 if training else 1)
@@ -267,13 +268,14 @@ def expert_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
     """Return the time in which ``tokens`` of a rank travel to their experts and outputs back, or as much of gradients.
 
     As many stay as on any rank: experts are taken equally often. Of tensor-parallel ranks, which have the same tokens,
-    each sends the ones of its own experts.
+    each sends the ones of its own experts; under sequence parallelism they have different ones, and send them to each
+    other.
     """
-    model, others = call.model, mesh.ep - 1
-    if model.experts is None:
+    model, ranks = call.model, mesh.ep * mesh.tp
+    others = (ranks if facts_of(call.engine).sequence_parallel else mesh.ep) - 1
+    if model.experts is None or others == 0:
         return 0.0
-    size = int(tokens * model.experts.active * model.hidden * call.item * others / (mesh.ep * mesh.tp))
-    ranks = mesh.ep * mesh.tp
+    size = int(tokens / mesh.tp * model.experts.active * model.hidden * call.item * others / (1 + others))
     if ranks <= mesh.per_node:
         traffic = Traffic(size, 0, others)
     else:  # what leaves a node, of all its ranks
