@@ -75,8 +75,8 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             (*critic(**EXPERTS), "models.critic.tp=2", "models.critic.sequence_parallel=false"),
-            "models.critic.sequence_parallel: 2 tensor-parallel ranks share experts by the tokens of each, found false; "
-            "use true, or tp 1",
+            "models.critic.sequence_parallel: 2 tensor-parallel ranks share experts by the tokens of each, found "
+            "false; use true, or tp 1",
         ),
         (
             (*critic(**EXPERTS), "models.critic.router_z_loss_coef=0.1"),

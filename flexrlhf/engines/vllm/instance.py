@@ -81,10 +81,11 @@ class VllmInstance:
             if context.placed.settings.pp > 1:
                 self._join_stages()
             self.views: dict[str, Tensor] = self._call("weight_views") if self.child is None else self.child.views()
-            if goes_on(context.placed.settings):
-                self._read_adapters()
             self.padding_bytes: int = self._call("padding_bytes")
             self.sleep_mode = SleepMode(self.engine, context.device)
+        # not isolated: this rank is then numbered in its replica
+        if goes_on(context.placed.settings):
+            self._read_adapters()
 
     def _start(self, directory: str) -> Any:
         """Return vLLM's engine with the weights in ``directory``."""
