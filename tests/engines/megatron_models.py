@@ -87,7 +87,10 @@ CASES = {
 }
 
 
-IN_FULL_ALONE = ("tp", "pp", "dp", "tp pp", "one pass, dp", "16 bits, files, tp dp")
+IN_FULL_ALONE = (
+    *("tp", "pp", "dp", "tp pp", "one pass, dp", "16 bits, files, tp dp", "qwen3, tp dp"),
+    *("experts, tp dp, distributed optimizer", "experts, values, 16 bits, pp"),
+)
 """Cases that others have with a further setting."""
 TOGETHER = "pp dp, distributed optimizer, tied"
 """The case of two models at once."""
