@@ -29,6 +29,7 @@ from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import engines_with
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.decoder_sizes import Sizes
+from flexrlhf.weights.lora import expert_candidates
 from flexrlhf.weights.shapes import ModelShape, read_config
 from flexrlhf.weights.shards import is_of_experts
 
@@ -137,6 +138,13 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
         raise UserError(
             f"{model.key('sequence_parallel')}: {model.settings.tp} tensor-parallel ranks share experts by the tokens "
             f"of each, found false; use true, or tp 1"
+        )
+    lora = model.settings.lora
+    adapted = {*expert_candidates(shape.parameters)} & {*(() if lora is None else lora.targets or ())}
+    if adapted:
+        raise UserError(
+            f"{model.key('lora')}: {model.engine} has no adapters of experts, found targets "
+            f"{', '.join(sorted(adapted))}; use targets of attention, or {others}"
         )
     unmapped = _unmapped(shape, longest)
     if unmapped:

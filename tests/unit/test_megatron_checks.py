@@ -79,9 +79,14 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "false; use true, or tp 1",
         ),
         (
+            (*critic(**EXPERTS), "models.critic.lora={targets: [q_proj, down_proj]}"),
+            "models.critic.lora: megatron has no adapters of experts, found targets down_proj; use targets of "
+            "attention, or engine torch or deepspeed",
+        ),
+        (
             (*critic(**EXPERTS), "models.critic.router_z_loss_coef=0.1"),
-            "models.critic.router_z_loss_coef: engine megatron has no losses of routers, found 0.1; use 0, or engine "
-            "torch or deepspeed",
+            "models.critic.router_z_loss_coef: engine megatron does not count tokens of experts, found 0.1; use "
+            "0, or engine torch or deepspeed",
         ),
         (
             critic(model_type="mistral", sliding_window=8),
