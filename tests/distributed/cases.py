@@ -908,7 +908,7 @@ def _every_split_of_experts() -> list[Case]:
     sampled += [Case("experts", "co-located", 4, "ep-tp", rollout) for rollout in ("transformers", "vllm-tp")]
     sampled += [Case("experts-adapters", "co-located", 4, way) for way in ("ep-tp", "experts-tp")]
     # Megatron has no losses of routers
-    sampled += [Case("experts-adapters", "six", 4, "megatron-tp"), Case("experts-grpo", "lag", 4, "megatron-pp")]
+    sampled += [Case("experts-grpo", "lag", 4, way) for way in ("megatron-tp", "megatron-pp")]
     return sampled + [
         Case(setting, shape, ranks, way)
         for setting in WITH_EXPERTS

@@ -273,7 +273,7 @@ def named_views(model: torch.nn.Module, lora: LoraSpec | None = None) -> dict[st
     for path, layer in adapted_layers(model):
         for own, a, b in zip(_fused(model, path), layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
             if lora is not None and _has_adapter(own, lora):
-                _, name_a, name_b = merged_from(own)
+                _, name_a, name_b = merged_from(f"{own}.weight")
                 views |= {name_a: a[0, 0, : lora.rank], name_b: b[0, 0, :, : lora.rank]}
     renamed = _OF_SINKS if has_sinks else (MIXTRAL_BLOCK[::-1],)
     for theirs, own in renamed:
