@@ -30,7 +30,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.recorded_columns import EVALUATION_PREFIX
 from flexrlhf.runs.resume import RunOrder
-from flexrlhf.runs.run_directory import prepare_directory, read_lines
+from flexrlhf.runs.run_directory import prepare_directory, read_lines, read_status
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,9 @@ def _launches(selected: list[Case]) -> list[list[Case]]:
 
 
 def _has_ended(plan: Plan) -> bool:
-    """Whether the last thing exists that a run writes."""
-    return (plan.spec.directory / "timeline.json").exists()
+    """Whether a run has finished, and the last thing exists that it writes, which one that failed may have, too."""
+    status = read_status(plan.spec.directory)
+    return status is not None and status.state == "finished" and (plan.spec.directory / "timeline.json").exists()
 
 
 def _missing_package(case: Case) -> str | None:
