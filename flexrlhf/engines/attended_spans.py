@@ -131,7 +131,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, spans: AttendedSpans, sc
     out = query.new_zeros(query.shape)
     lse = query.new_full((query.shape[1], len(query)), NO_KEYS, dtype=torch.float32)
     for calls in _calls(query, key, spans):
-        part, part_lse = _dense(calls.query(query), calls.key(key), calls.key(value), spans.causal, scale)
+        part, part_lse = dense(calls.query(query), calls.key(key), calls.key(value), spans.causal, scale)
         calls.query(out).copy_(part)
         calls.lse(lse).copy_(part_lse)
     return out, lse
@@ -156,7 +156,7 @@ def gradients(
         return _flash_gradients(gradient, query, key, value, out, lse, spans, scale)
 
     def found(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-        of_query, of_key, of_value = _dense_gradients(
+        of_query, of_key, of_value = dense_gradients(
             call.query(gradient),
             call.query(query),
             call.key(key),
@@ -321,29 +321,43 @@ def _flat(part: Tensor) -> Tensor:
     return part.transpose(1, 2).flatten(0, 1)
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return attention and log-sum-exp of tensors (rows, heads, length, D), without a mask."""
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return attention and log-sum-exp of tensors (rows, heads, length, D). ``mask``: added to scores."""
     if not query.is_cuda:
         found: tuple[Tensor, Tensor] = ops._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
         return found
-    out, lse, *_ = ops._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal, scale=scale)
+    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
+    out, lse, *_ = ops._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)
     return out, lse[..., : query.shape[2]]
 
 
-def _dense_gradients(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+def dense_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of ``dense``, whose result is joined with others."""
     if not query.is_cuda:
         found: tuple[Tensor, Tensor, Tensor] = ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, lse, 0.0, causal, scale=scale
+            gradient, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         return found
     # the kernel reads log-sum-exps of a multiple of 32 queries
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
     unread = torch.zeros((), dtype=torch.int64, device=query.device)
+    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
+    needed = [True, True, True, False]
     of_query, of_key, of_value, _ = ops._scaled_dot_product_efficient_attention_backward(
-        gradient, query, key, value, None, out, lse, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
+        gradient, query, key, value, bias, out, lse, unread, unread, 0.0, needed, causal, scale=scale
     )
     return of_query, of_key, of_value

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from flexrlhf.config.model_names import WITH_SINKS
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.experts import add_expert_adapters
@@ -33,6 +34,7 @@ from flexrlhf.engines.rms_norm import use_own_norms
 from flexrlhf.engines.rotary_positions import use_own_rotation
 from flexrlhf.engines.routing import use_float32_routers
 from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
+from flexrlhf.engines.sink_attention import SINK_ATTENTION
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
@@ -120,6 +122,8 @@ def settle(model: PreTrainedModel, placed: PlacedModel, pad_token_id: int | None
     model.config.architectures = [type(model).__name__]
     if has_lengths(model.config.model_type, placed.settings.attention):
         model.config._attn_implementation = BY_SEQUENCES
+    elif model.config.model_type in WITH_SINKS and placed.settings.attention == "auto":
+        model.config._attn_implementation = SINK_ATTENTION
     if not placed.trained:
         model.requires_grad_(False)
     model.eval()

@@ -10,7 +10,7 @@ a row and b bytes per number, autograd keeps
     under a mask        4b * A + 4a + b * w       q, repeated k and v, output; log-sum-exp; the mask as numbers
     gated MLP           4b * f                    gate, its activation, up, product; gpt-oss's clamped one 7b * f
     Qwen3's head norms  (4 + b) * (A + K) + 4 * (a + heads of K)
-    sinks               4b * A + b * a * (w + 1)  in place of it: weights, as eager attention keeps them
+    with sinks          4b * A + 4a               the same; masks are made once for all layers
     latent attention    b * (2A + a * (n + 2v)) + 4a, norms; n features of a head without angles, v of values
     adapters            b * rank for each; norms are counted as if they were trained
 
@@ -150,7 +150,7 @@ class Blocks:
         if sizes.latent is not None:
             attention = self._saved_by_latent(sizes.latent) + item * width
         elif sizes.sinks:
-            attention = item * 4 * query + self._weights(width)
+            attention = item * 4 * query + 4 * sizes.heads
         elif masks or self.fused:
             projected = 3 * query + 3 * key if self.fused else 4 * query
             attention = (item * projected + 4 * sizes.heads) // tp + (item * width if masks else 0)
@@ -170,17 +170,9 @@ class Blocks:
         models with sinks are rounded after their weights."""
         return (4 + (4 if self.sizes.sinks else self.item) + self.item) * self.sizes.hidden
 
-    def _weights(self, width: int) -> int:
-        """Return the bytes per token of weights of attention, and those of sinks."""
-        return self.item * self.sizes.heads * (width + 1)
-
-    def _weight_gradients(self, width: int) -> int:
-        """Return the bytes per token of gradients of weights of attention, where transformers keeps these."""
-        return (2 if self.item == 4 else 3) * self._weights(width) * self.sizes.sinks
-
     def _made_masks(self, width: int) -> int:
         """Return the bytes per token of the masks of layers with a window and without, as numbers, which a pass makes
-        once for eager attention."""
+        once for all layers."""
         return 2 * self.item * width * self.sizes.sinks
 
     def _saved_by_latent(self, latent: LatentSizes) -> int:
@@ -231,8 +223,8 @@ class Blocks:
             return max(mlp, tokens * self._attended) + tokens * (always + self._places)
         if packed:  # the mask is made from one of two numbers a place, before the first layer
             return max(mlp, tokens * max(attention, 2 * width)) + tokens * (always + self._given_mask(width))
-        under_mask = 3 * self._weights(width) if sizes.sinks else item * width
-        return max(mlp, tokens * (attention + under_mask)) + tokens * (always + width + self._made_masks(width))
+        own_mask = 0 if sizes.sinks else item * width
+        return max(mlp, tokens * (attention + own_mask)) + tokens * (always + width + self._made_masks(width))
 
     @property
     def _has_dense(self) -> bool:
@@ -248,7 +240,7 @@ class Blocks:
         outputs = 2 * (self.item + self._weighted_item) * sizes.hidden
         # an adapter's output is next to its weight's, when inputs are there in both orders
         hidden = (2 if self._adapted_experts else 1) * sizes.hidden
-        inside = max(self.item * (hidden + (11 if sizes.sinks else 4) * experts.ffn), outputs)
+        inside = max(self.item * (hidden + (9 if sizes.sinks else 4) * experts.ffn), outputs)
         shared = 2 * self.item * sizes.hidden if experts.shared else 0
         return self._on_fullest(experts.active * (inside + CHOICE_BYTES)) + shared
 
@@ -307,7 +299,7 @@ class Blocks:
     def backward_bytes(self, tokens: int, width: int, recompute: bool, masks: bool = True) -> int:
         """Return the bytes that the backward pass of one layer needs in addition. ``width``: of a mask of its own."""
         if not recompute:
-            return self._in_tiles(tokens, masks) if self.tiled else tokens * self._backward(masks, width)
+            return self._in_tiles(tokens, masks) if self.tiled else tokens * self._backward(masks)
         # in float32 a layer's first norm keeps its input, which is kept already
         known = self.item * self.sizes.hidden if self.item == 4 and not self.fused else 0
         kept = self.saved_by_layer(width, masks, largest=True) - known
@@ -336,7 +328,7 @@ class Blocks:
         """
         return self.item * width + PLACE_BYTES
 
-    def _backward(self, masks: bool, width: int) -> int:
+    def _backward(self, masks: bool) -> int:
         """Return the bytes per token of the backward pass itself: gradients of the widest activations.
 
         In 16 bits the last norm computes its own in float32, before the layers' activations are freed. Attention by
@@ -345,10 +337,10 @@ class Blocks:
         ffn = self.sizes.ffn if self._has_dense else 0
         widest = self.item * max(ffn * (1 + self.fused), self._query) // self.tp
         freed = self._saved_by_mlp(largest=True) if self.sizes.experts else 4 * self.item * ffn // self.tp
-        attended = self._weight_gradients(width) if masks else self._by_lengths.gradients
+        attended = 0 if masks else self._by_lengths.gradients - freed
         outside = 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
         of_experts = self._expert_gradients() + (0 if self.item == 4 else 8 * self.sizes.hidden)
-        return max(outside, attended - freed, of_experts) + self._copied
+        return max(outside, attended, of_experts) + self._copied
 
     def _expert_gradients(self, again: bool = False) -> int:
         """Return the bytes per token of gradients inside experts: of outputs, weighted and not, in both orders; or of
@@ -391,7 +383,7 @@ class Blocks:
             inside = self._expert_gradients(again=True) + self.item * self.sizes.hidden
             dense = 2 * mlp if self._has_dense else 0
             kept = self._saved_by_mlp(largest=True)
-            return max(max(inside, dense) * tokens, self._behind_mlp(tokens, masks, width) - kept * tokens)
+            return max(max(inside, dense) * tokens, self._behind_mlp(tokens, masks) - kept * tokens)
         # what the MLP keeps is freed before other parts of the layer compute their gradients
         return max(2 * mlp * tokens, self._behind_mlp(tokens, masks) - 4 * mlp * tokens)
 
@@ -402,14 +394,13 @@ class Blocks:
         tile = 7 * self.item * self.sizes.ffn // self.tp * self._mlp_tokens(tokens)
         return max(tile + self.item * self.sizes.hidden * tokens, self._behind_mlp(tokens, masks))
 
-    def _behind_mlp(self, tokens: int, masks: bool, width: int = 0) -> int:
+    def _behind_mlp(self, tokens: int, masks: bool) -> int:
         """Return the bytes of gradients in a layer once those of its MLP are there: of a norm, in 16 bits in float32;
         or of attention's output, queries, keys and values, when one norm is done.
         """
         item, hidden = self.item, self.sizes.hidden
         norm = (8 if item == 4 else 16) * hidden
-        masked = 4 * item * self._query // self.tp + self._weight_gradients(width)
-        gradients = masked if masks else self._by_lengths.gradients
+        gradients = 4 * item * self._query // self.tp if masks else self._by_lengths.gradients
         return tokens * max(norm, gradients - (4 + 2 * item) * hidden)
 
     def _mlp_tokens(self, tokens: int) -> int:

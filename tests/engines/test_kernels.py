@@ -20,6 +20,7 @@ from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.models import compile_layers, load_model, use_kernels
 from flexrlhf.engines.optimizers import make_optimizer, optimizer_moments
+from flexrlhf.engines.sink_attention import SINK_ATTENTION
 
 
 def logits_of(model: PreTrainedModel) -> Tensor:
@@ -36,6 +37,31 @@ def test_attention_is_chosen_at_load_and_gives_the_same_results() -> None:
     assert found == {"auto": BY_SEQUENCES, "sdpa": "sdpa", "eager": "eager"}
     for model in named.values():
         assert torch.allclose(logits_of(model), logits_of(named["eager"]), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_sinks_equals_the_eager_one(dtype: torch.dtype) -> None:
+    """With its gradients, those of sinks among them; one row has padding, and half of the layers a window."""
+    found = {}
+    for name in ("auto", "eager"):
+        settings = ModelSpec(init={**TINY, "model_type": "gpt_oss", **FAMILIES["gpt_oss"]}, attention=name)
+        model = load_model(replace(placed(), settings=settings), 3)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.5)
+        model.to(dtype)
+        logits = logits_of(model)
+        logits.float().square().mean().backward()
+        kind = model.config._attn_implementation
+        found[kind] = {
+            "logits": logits.detach(),
+            **{each: parameter.grad for each, parameter in model.named_parameters()},
+        }
+    ours, expected = found[SINK_ATTENTION], found["eager"]
+    for name, tensor in expected.items():
+        assert tensor is not None and ours[name] is not None
+        tolerance = (2e-6 if dtype == torch.float32 else 0.03) * float(tensor.abs().max())
+        assert torch.allclose(ours[name], tensor, atol=tolerance, rtol=0), name
 
 
 def test_compiled_layers_keep_their_names_and_results() -> None:

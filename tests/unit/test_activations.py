@@ -24,6 +24,7 @@ from flexrlhf.engines.models import use_kernels
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.passes import no_search_for_texts
 from flexrlhf.engines.sampling import sample_tokens
+from flexrlhf.engines.sink_attention import SINK_ATTENTION
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.memory.activations import NOISE_BYTES, Blocks
 from flexrlhf.operators.columns import Lengths
@@ -171,13 +172,20 @@ def test_planned_activations_of_latent_attention() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_planned_activations_of_sinks(dtype: str) -> None:
-    """Attention keeps its weights, so that wide rows need most of the memory."""
+    """Masks of both kinds of layers are made once, and kept."""
     config = config_of("gpt_oss", 2, num_local_experts=8, num_experts_per_tok=2, intermediate_size=96, sliding_window=8)
     blocks, rows = blocks_of(config, dtype), 4
-    planned = 2 * blocks.saved_by_layer(20) + blocks.saved_outside_layers()
-    assert_close_above(3 * 20 * planned, saved_bytes(model_of(config, dtype), 3, 20), 0.02)
+
+    def made() -> PreTrainedModel:
+        model = model_of(config, dtype)
+        model.config._attn_implementation = SINK_ATTENTION
+        return model
+
+    masks = 2 * 20 * DTYPES[dtype].itemsize
+    planned = 2 * blocks.saved_by_layer(20) + blocks.saved_outside_layers() + masks
+    assert_close_above(3 * 20 * planned, saved_bytes(made(), 3, 20), 0.02)
     for width in (64, 256):
-        model, batch = model_of(config, dtype), inputs(rows, width)
+        model, batch = made(), inputs(rows, width)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
