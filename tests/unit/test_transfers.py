@@ -15,6 +15,7 @@ from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.placement.layout import Layout, generation_layout, received_share
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, parts_on
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, Way, chains_to
@@ -35,7 +36,9 @@ def holdings(
 
 
 def drawn_shape(draw: random.Random) -> ModelShape:
-    """Four layers of small tensors, which tensor parallelism of 1, 2 and 4 divides, and others of any size."""
+    """Four layers of small tensors, which tensor parallelism of 1, 2 and 4 divides, keys of fewer heads than ranks, and
+    others of any size."""
+    heads = draw.choice((1, 2, 4))
     sizes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (draw.randint(1, 9), draw.randint(1, 3)),
         "model.norm.weight": (draw.randint(1, 5),),
@@ -45,7 +48,9 @@ def drawn_shape(draw: random.Random) -> ModelShape:
     for layer in range(LAYERS):
         sizes[f"model.layers.{layer}.mlp.up_proj.weight"] = (4 * draw.randint(1, 2), draw.randint(1, 3))
         sizes[f"model.layers.{layer}.mlp.down_proj.weight"] = (draw.randint(1, 3), 4)
-    return ModelShape(tuple(sorted(sizes.items())), is_tied="lm_head.weight" not in sizes)
+        sizes[f"model.layers.{layer}.self_attn.k_proj.weight"] = (2 * heads, draw.randint(1, 3))
+    decoder = Sizes(LAYERS, 1, 1, 4, heads, 2, 1, family="any")
+    return ModelShape(tuple(sorted(sizes.items())), sizes=decoder, is_tied="lm_head.weight" not in sizes)
 
 
 def drawn_holdings(draw: random.Random, shape: ModelShape) -> Holdings:
