@@ -231,6 +231,11 @@ def test_dispatched_tokens_are_moved_as_often_as_the_engine_moves_them():
     assert [each - plain for each in moved] == pytest.approx([passes * 512 * 2 * 8 * 4096 for passes in (7, 17)])
     fused = [training.element_bytes(each, PROFILES["serving"], alone, 1) for each in (model, dense)]
     assert fused[0] - fused[1] == pytest.approx(PROFILES["serving"].elements * (moved[0] - plain))
+    # of two ranks with the same tokens each moves a half of the choices, but zeros and the sum of all of them
+    halves = (training.element_bytes(each, profile, over_ranks, 2) for each in (model, dense))
+    assert next(halves) - next(halves) == pytest.approx((2 + 15 / 2) * 512 * 2 * 8 * 4096)
+    one, two = (training.layer_products(model, tp, 512, 8)[-1] for tp in (1, 2))
+    assert (two.m, two.k, two.n, two.groups) == (one.m, one.k, one.n, one.groups / 2)
 
 
 def test_no_rows_are_no_compute():

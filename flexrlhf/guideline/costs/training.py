@@ -39,6 +39,8 @@ JOINED_BYTES = 44
 # Reads and writes of each token at each of its experts: in transformers' ``grouped_mm_experts_forward``, and in
 # ``experts_over_ranks`` of engines/experts.py, which calls it on the ranks of the experts.
 DISPATCH_PASSES, RANKS_DISPATCH_PASSES = 7, 17
+# Of the latter the ones over all choices of a token, of which a tensor-parallel rank computes its own: zeros, the sum.
+WHOLE_DISPATCH_PASSES = 2
 # Sums of weight gradients over the tiles of an MLP: a 32-bit sum read and written, a 16-bit gradient written and read.
 TILE_SUM_BYTES = 12
 
@@ -480,7 +482,7 @@ def element_bytes(model: Transformer, profile: EngineProfile, shape: PassShape, 
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim / tp
     moved = profile.elements * (hidden + heads + _ffn_elements(model, tp))
     # all passes of dispatch are counted, of which an engine may have fewer
-    moved += min(1.0, profile.elements) * _dispatched(model, shape.ep)
+    moved += min(1.0, profile.elements) * _dispatched(model, shape.ep, tp)
     return shape.item * shape.tokens * moved
 
 
@@ -489,12 +491,13 @@ def _ffn_elements(model: Transformer, tp: int) -> float:
     return (3 if model.gated else 2) * model.active_ffn / tp
 
 
-def _dispatched(model: Transformer, ep: int) -> float:
+def _dispatched(model: Transformer, ep: int, tp: int) -> float:
     """Return the numbers that are read and written for a token as it is copied to its experts, and as their outputs are
     weighted, brought back in its order and added."""
     if model.experts is None:
         return 0.0
-    passes = DISPATCH_PASSES if ep == 1 else RANKS_DISPATCH_PASSES
+    own = (RANKS_DISPATCH_PASSES - WHOLE_DISPATCH_PASSES) / tp
+    passes = DISPATCH_PASSES if ep == 1 else own + WHOLE_DISPATCH_PASSES
     return passes * model.experts.active * model.hidden * model.sparse_layers / model.layers
 
 
