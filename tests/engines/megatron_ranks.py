@@ -9,26 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from engine_on_rank import engine_on_rank
 from megatron_models import CASES, TOGETHER, UPDATES, Case, parts_of, poisoned, rows_of
 from small_models import LENGTHS, SEED, mini_batch, train_in_turn
 from torch import Tensor
 
-from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, World, open_world
-from flexrlhf.engines.base import Engine, EngineContext, make_engine
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.placement.groups import compute_groups
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.trainer.loaded_models import stage_ranks
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import parts_on
 
 SECONDS = 100.0
-
-
-def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
-    work.wait()
 
 
 def named(name: str, case: Case, path: Path) -> PlacedModel:
@@ -37,35 +30,11 @@ def named(name: str, case: Case, path: Path) -> PlacedModel:
     return PlacedModel(ModelName(name), model.layout, True, model.settings, head=model.head)
 
 
-def engine_of(model: PlacedModel, world: World, groups: Groups) -> Engine:
-    rank, layout = world.rank, model.layout
-
-    def ranks_of(purpose: str, ranks: tuple[int, ...]) -> RankGroup:
-        return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, wait)
-
-    return make_engine(
-        EngineContext(
-            placed=model,
-            lengths=LENGTHS,
-            temperature=1.0,
-            seed=SEED,
-            num_updates=UPDATES,
-            dp=ranks_of("compute", layout.dp_set(rank)),
-            tp=ranks_of("tp", next(ranks for ranks in layout.tp_sets if rank in ranks)),
-            alone=groups.alone(rank),
-            device=torch.device("cpu"),
-            kv_bytes=0,
-            store=dist.PrefixStore(model.name, world.store),
-            stages=stage_ranks(layout, rank, ranks_of),
-        )
-    )
-
-
 def run_case(model: PlacedModel, case: Case, world: World, groups: Groups) -> dict[str, Tensor]:
     """Columns of this rank's rows before and after some updates, norms of gradients, and its parts of the weights."""
     shape = model_shape("actor", model.settings, model.head)
     assert shape is not None
-    engine, rows = engine_of(model, world, groups), rows_of(model.layout, world.rank)
+    engine, rows = engine_on_rank(model, world, groups, LENGTHS, SEED, UPDATES), rows_of(model.layout, world.rank)
     planned = {each: part.num_elements for each, part in parts_on(model, shape, world.rank).items()}
     assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, model.name
     batch = mini_batch(20, rows=7).select(rows)
@@ -95,8 +64,8 @@ def run_together(world: World, groups: Groups, models: dict[str, PlacedModel]) -
     """
     case, model = CASES[TOGETHER], models[TOGETHER]
     rows, batch = rows_of(model.layout, world.rank), mini_batch(20, rows=7)
-    trained = engine_of(model, world, groups)
-    frozen = engine_of(replace(model, trained=False), world, groups)
+    trained = engine_on_rank(model, world, groups, LENGTHS, SEED, UPDATES)
+    frozen = engine_on_rank(replace(model, trained=False), world, groups, LENGTHS, SEED, UPDATES)
     own = batch.select(rows)
     found = {"stale": frozen.forward(own, [case.column])[case.column.name]}
     for step in range(UPDATES):

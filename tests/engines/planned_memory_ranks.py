@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from engine_on_rank import engine_on_rank
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.model_settings import Head, ModelSpec
-from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs, make_engine
+from flexrlhf.engines.base import Batch, Engine, Loss, Moments, Outputs
 from flexrlhf.engines.host_offload import storage_bytes
 from flexrlhf.engines.megatron.engine import MegatronEngine
 from flexrlhf.operators.columns import Column, Lengths, column_of
 from flexrlhf.placement.groups import compute_groups
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.trainer.loaded_models import stage_ranks
 
 LENGTHS, ROWS, VOCABULARY, SECONDS = Lengths(24, 40), 16, 2000, 100.0
 LLAMA = {
@@ -90,30 +88,6 @@ TOGETHER = {
 }
 
 
-def engine_of(model: PlacedModel, world: World, groups: Groups) -> Engine:
-    rank, layout = world.rank, model.layout
-
-    def ranks_of(purpose: str, ranks: tuple[int, ...]) -> RankGroup:
-        return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, lambda work, _: work.wait())
-
-    return make_engine(
-        EngineContext(
-            placed=model,
-            lengths=LENGTHS,
-            temperature=1.0,
-            seed=0,
-            num_updates=3,
-            dp=ranks_of("compute", layout.dp_set(rank)),
-            tp=ranks_of("tp", next(ranks for ranks in layout.tp_sets if rank in ranks)),
-            alone=groups.alone(rank),
-            device=torch.device("cpu"),
-            kv_bytes=0,
-            store=dist.PrefixStore(model.name, world.store),
-            stages=stage_ranks(layout, rank, ranks_of),
-        )
-    )
-
-
 def batch() -> Batch:
     width = LENGTHS.prompt + LENGTHS.response
     tokens = torch.randint(3, VOCABULARY, (ROWS, width), generator=torch.Generator().manual_seed(0)).int()
@@ -164,7 +138,7 @@ def run_rank(directory: Path, cases: dict[str, Case], world: World) -> None:
     required = [group for model in models.values() for group in compute_groups(model)]
     groups = world.make_groups(dict.fromkeys(each for each in required if len(each.ranks) > 1 or each.alone), SECONDS)
     found = {
-        name: measure(case, engine_of(models[name], world, groups))
+        name: measure(case, engine_on_rank(models[name], world, groups, LENGTHS, 0, 3))
         for name, case in cases.items()
         if world.rank in models[name].ranks
     }
