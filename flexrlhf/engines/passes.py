@@ -182,6 +182,8 @@ class Passes:
     @torch.no_grad()
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         """Compute the losses, each of its own mini-batch, as ``Engine.losses``."""
+        if self.routers is not None:
+            self.routers.clear()
         statistics = losses_of(self._training_passes(parts), parts, self.dp)
         if self.routers is not None and self.routers.losses is not None:
             found = self.routers.losses.statistics(self._over_all_rows, self.dp.is_first, self.model.device)
