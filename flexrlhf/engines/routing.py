@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from flexrlhf.engines.experts import has_experts
 
 
-def routers_of(model: PreTrainedModel) -> list[Any]:
+def routers_of(model: nn.Module) -> list[Any]:
     """Return the routers of all layers with experts, in order."""
     blocks = [module for module in model.modules() if has_experts(getattr(module, "experts", None))]
     return [block.router if hasattr(block, "router") else block.gate for block in blocks]
@@ -44,7 +43,7 @@ def _is_sigmoid(router: Any) -> bool:
     return hasattr(router, "e_score_correction_bias")
 
 
-def use_float32_routers(model: PreTrainedModel) -> None:
+def use_float32_routers(model: nn.Module) -> None:
     """Have routers of a model in 16 bits compute in float32; parameters and their names stay as they are."""
     for router in routers_of(model):
         if not _is_sigmoid(router) and not hasattr(router, "topk_method"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexrlhf.engines.experts import ExpertSplit, has_experts, split_experts
+from flexrlhf.engines.routing import use_float32_routers
 
 
 class RoutedExperts(nn.Module):
@@ -32,6 +33,7 @@ class RoutedExperts(nn.Module):
         if group.size() > 1:
             split_experts(made, config, ExpertSplit(group, None))
         self.block = made.to(dtype).to_empty(device=torch.cuda.current_device())
+        use_float32_routers(self.block)
         # of this rank's tokens: Megatron sums its gradients over the tensor-parallel ranks
         for parameter in self.block.gate.parameters():
             parameter.sequence_parallel = group.size() > 1
