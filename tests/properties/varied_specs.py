@@ -28,7 +28,7 @@ from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, SourceSpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.model_settings import OF_ROUTERS, ModelSpec
 from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
@@ -138,7 +138,7 @@ EXAMPLES: Examples = {
     ),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_activations", "tiled_mlp")], NOTHING),
-    **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens")], NOTHING),
+    **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens", *OF_ROUTERS)], NOTHING),
 }
 RULES: tuple[Raw, ...] = (
     {"rule": "exact_answer"},
@@ -146,6 +146,11 @@ RULES: tuple[Raw, ...] = (
     {"rule": "format", "pattern": r"<think>.*</think>\s"},
     {"rule": "length", "target_tokens": 12},
 )
+BALANCED = {
+    **{**INIT, "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"num_key_value_heads": 4, "first_k_dense_replace": 0},
+}
+"""A model whose routers have biases."""
 DEEPSPEED: tuple[Raw, ...] = ({"wall_clock_breakdown": True}, {"zero_optimization": {"reduce_bucket_size": 5_000_000}})
 
 
@@ -171,7 +176,20 @@ class VariedSpecs:
         if chance(self.rng, 0.2):
             raw, plan = with_shards_in_nodes(raw, plan)
         raw, plan = with_parts_of_rows(*with_rollout_stages(*with_stages(raw, plan)))
-        return _with_environment(raw, plan)
+        return _with_environment(*_with_routers(raw, plan))
+
+
+def _with_routers(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
+    """Train the routers of an actor with experts in some specs; unchanged if that is not valid."""
+    rng = Random(f"routers {raw}")
+    if not chance(rng, 0.2) or "init" not in raw["models"].get("actor", {}):
+        return raw, plan
+    actor = raw["models"]["actor"] | {"init": BALANCED} | {name: rng.choice((0.001, 1)) for name in OF_ROUTERS}
+    changed = raw | {"models": raw["models"] | {"actor": actor}}
+    try:
+        return changed, make_plan(parse_spec(changed))
+    except UserError:
+        return raw, plan
 
 
 def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
