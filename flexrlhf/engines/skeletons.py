@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle
+from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import base_model, goes_on, stored_adapters
@@ -27,7 +28,7 @@ from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import BASE
 from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, named_as, stored_tensors
 from flexrlhf.weights.shapes import ModelShape, read_config
-from flexrlhf.weights.shards import Part, parts_on
+from flexrlhf.weights.shards import Part, parts_on, whole
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,14 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     model, path = empty_model(placed), str(base_model(placed.role, settings).path)
     pieces = {name: tuple(file_pieces(family, name, tuple(p.shape))) for name, p in model.named_parameters()}
     shapes = {each.name: each.shape for of_parameter in pieces.values() for each in of_parameter}
+    shapes |= {name: tuple(bias.shape) for name, bias in router_biases(model).items()}
     found = named_as(stored_tensors(f"models.{placed.role}.path", Path(path)), shapes)
     if goes_on(settings) and SCALAR_HEAD in stored_adapters(placed.role, settings.path):
         found.pop(SCALAR_HEAD, None)
     missing = set(shapes) - set(found)
     if missing - ({SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):
         return None
-    _replace_meta(model)
+    _replace_meta(model, found)
     if missing:
         random = torch.empty(shapes[SCALAR_HEAD]).normal_(0.0, model.config.initializer_range)
         swap_values(model.score.weight, random)
@@ -149,8 +151,17 @@ def _fit(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], found: M
     return not tied and all(each.shape == shapes[name] and each.dtype in TORCH_TYPES for name, each in stored.items())
 
 
-def _replace_meta(model: PreTrainedModel) -> None:
-    """Replace parameters on the meta device by placeholders, and modules with buffers there by new ones."""
+def _replace_meta(model: PreTrainedModel, found: Mapping[str, StoredTensor]) -> None:
+    """Replace parameters on the meta device by placeholders, and modules with buffers there by new ones.
+
+    ``found``: stored tensors, of which biases of routers are read whole.
+    """
+    reader = PartReader()
+    for name, bias in router_biases(model).items():
+        owner, _, own = name.rpartition(".")
+        values = torch.empty(bias.shape)
+        reader.read(found[name], whole(tuple(bias.shape)), values)
+        model.get_submodule(owner).register_buffer(own, values)
     for parameter in list(model.parameters()):
         swap_values(parameter, placeholder(parameter.shape, parameter.dtype))
     for name, module in list(model.named_modules()):

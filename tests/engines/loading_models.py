@@ -12,6 +12,7 @@ from small_models import TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flexrlhf.config.model_settings import Head
+from flexrlhf.engines.router_biases import router_biases
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,16 @@ MODELS = {
         },
         sharded=True,
     ),
+    # routers with biases in float32, latents; sinks and fused experts
+    "latent": StoredModel(
+        {
+            **{"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 4},
+            **{"qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+            **{"n_group": 2, "topk_group": 1},
+        },
+    ),
+    "sinks": StoredModel({"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     "expert scores": StoredModel({"model_type": "mixtral", "num_local_experts": 5}, head="scalar"),
     "long": StoredModel({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, head="both"),
 }
@@ -64,6 +75,8 @@ def write_models(directory: Path) -> None:
         kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
         config = AutoConfig.for_model(**{**TINY, **stored.config, **({"num_labels": 1} if is_scalar else {})})
         model = kind.from_config(config).to(stored.dtype)
+        for bias in router_biases(model).values():
+            bias.normal_()
         model.save_pretrained(directory / name, max_shard_size="4KB" if stored.sharded else "5GB")
         if stored.renamed[0]:
             rename(directory / name / "model.safetensors", stored.renamed, without_head=name == "base")
@@ -94,6 +107,8 @@ CASES: dict[str, dict[str, Any]] = {
     "torch-0 experts": {"model": "experts", **SIXTEEN},
     "torch-3 experts": {"model": "experts", "zero": 3},
     "torch-3 expert scores": {"model": "expert scores", "zero": 3},
+    "torch-3 latent": {"model": "latent", "zero": 3},
+    "torch-0 ep sinks": {"model": "sinks", "ep": 2, "role": "ref"},
     "torch-0 ep": {"model": "experts", "ep": 2, "role": "ref"},
     "torch-3 ep": {"model": "experts", "ep": 2, "zero": 3},
     "deepspeed-0": {"model": "llama", "engine": "deepspeed"},

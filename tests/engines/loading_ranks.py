@@ -25,6 +25,7 @@ from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext, ExpertRanks, make_engine
 from flexrlhf.engines.models import load_model
+from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
@@ -96,7 +97,8 @@ def peak_bytes(work: Callable[[], Engine]) -> tuple[Engine, int]:
 def run_case(directory: Path, name: str, world: World, groups: Groups) -> dict[str, Any]:
     """Names whose values differ from the whole model's; bytes that were read, allocated, and are stored."""
     model = placed_case(directory, name, tuple(range(world.size)))
-    whole = {each: parameter.detach() for each, parameter in load_model(model, SEED).named_parameters()}
+    plain = load_model(model, SEED)
+    whole = {each: parameter.detach() for each, parameter in plain.named_parameters()} | router_biases(plain)
     shape = ModelShape(tuple((each, tuple(tensor.shape)) for each, tensor in sorted(whole.items())))
     gc.collect()
     with counted_reads() as reads:
