@@ -12,7 +12,7 @@ from flexrlhf.imports.translation import DOT, Translation
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import model_shape
 
-NO_MEGATRON = "Megatron computes models without experts here; torch with shards and expert-parallel ranks stands for it"
+NO_MEGATRON = "of a model with experts torch with shards and expert-parallel ranks stands for Megatron"
 
 NO_SPLIT = "shards and expert-parallel ranks of torch stand for Megatron's splits"
 
