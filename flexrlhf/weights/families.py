@@ -250,6 +250,10 @@ def _experts(kind: str, known: Mapping[str, Any], layers: int) -> ExpertSizes | 
     return ExpertSizes(number, int(known["num_experts_per_tok"]), ffn, shared, frozenset(dense))
 
 
+_CAPACITIES = ("capacity_factor", "expert_capacity", "moe_capacity_factor", "moe_expert_capacity_factor")
+"""Settings of systems that drop an expert's tokens beyond a number of them."""
+
+
 def _wrong_size(config: Mapping[str, Any]) -> str | None:
     """Return which size of a model is invalid, and which values are valid; None if all are."""
     optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
@@ -266,6 +270,11 @@ def _wrong_size(config: Mapping[str, Any]) -> str | None:
             return f"{key} {value}: use at most {most}"
     if experts and config["num_experts_per_tok"] > config[experts[0]]:
         return f"num_experts_per_tok {config['num_experts_per_tok']}: use at most {experts[0]}, {config[experts[0]]}"
+    for key in _CAPACITIES if experts else ():
+        if config.get(key):
+            return (
+                f"{key} {shown(config[key])}: experts take all of their tokens here, and none is dropped; leave it out"
+            )
     return _wrong_groups(config) if groups else None
 
 

@@ -151,6 +151,10 @@ def test_a_written_critic_keeps_its_own_weights() -> None:
         ),
         # transformers reads the second name in some families alone
         (("models.critic.init={model_type: qwen2_moe, num_local_experts: 8}",), ("num_local_experts", "num_experts")),
+        (
+            ("models.critic.init={model_type: mixtral, capacity_factor: 1.5}",),
+            ("capacity_factor 1.5", "none is dropped"),
+        ),
         # transformers would end at the first layer
         (
             ("models.critic.init={model_type: deepseek_v2, num_key_value_heads: 2, num_experts_per_tok: 2}",),
