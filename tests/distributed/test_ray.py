@@ -92,7 +92,9 @@ def end_of(process: subprocess.Popen[str], pids: list[int]) -> tuple[str, float]
         assert time.monotonic() - began < NAMED_SECONDS, "a rank is left"
         time.sleep(0.1)
     assert process.returncode == 1, output[-2000:]
-    return output.rstrip().splitlines()[-1], time.monotonic() - began
+    # lines of Ray's log may come behind it
+    sentence = next(line for line in reversed(output.splitlines()) if line.startswith("flexrlhf: "))
+    return sentence, time.monotonic() - began
 
 
 @pytest.mark.full
