@@ -91,7 +91,7 @@ CHANGED = [
     FILTERED,
     # copies that lag are called otherwise
     Pair(Case("grpo", "lag-2-alone", 2), Case("grpo", "operators-lag-alone", 2)),
-    Pair(Case("corrected", "lag", 2), Case("corrected", "operators-lag", 2, rollout="vllm")),
+    Pair(Case("corrected", "lag", 2, rollout="vllm"), Case("corrected", "operators-lag", 2, rollout="vllm")),
     Pair(Case("segments-corrected", "halves", 2), Case("segments-corrected", "co-located", 4)),
     Pair(Case("grpo-dynamic-segments", "lag-2", 2), Case("grpo-dynamic-segments", "lag-2", 4)),
     same("segments-corrected", "co-located", 2, rollout="vllm"),
