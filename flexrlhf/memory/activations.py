@@ -359,8 +359,8 @@ class Blocks:
         experts = self.sizes.experts
         if self.ep * self.expert_tp * self.sharers == 1 or experts is None:
             return routed
-        if self.sharers > 1:  # any of them may get the tokens of all
-            return routed + self.item * experts.active * self.sizes.hidden
+        if self.sharers > 1:  # any of them may get the tokens of all; own ones are sent and come back
+            return routed + 2 * self.item * experts.active * self.sizes.hidden
         back = self.item * experts.active * self.sizes.hidden // (self.expert_tp if is_kept else 1)
         return int(IMBALANCE * routed / self.expert_tp) + back
 
