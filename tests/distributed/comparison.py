@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from launcher import Outcome
 from reference import Reference
 from reference_models import distance
@@ -182,10 +181,7 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
             differing = int((columns[name].long() != expected.long()).sum())
             yield Deviation(number, name, float(differing), 0.0)
         else:
-            # a reference point is a mean of differences of sums, which are rounded
-            sums = step.columns["logprobs.mismatched"].sum(1) if name == "reference_point" else torch.zeros(1)
-            rounding = torch.finfo(torch.float32).eps * float(sums.abs().max())
-            yield Deviation(number, name, _largest(columns[name], expected, rounding / RELATIVE), RELATIVE)
+            yield Deviation(number, name, _largest(columns[name], expected), RELATIVE)
     metrics = outcome.metrics[number]
     further = {name for name in metrics.keys() - step.metrics.keys() if not UNREFERENCED_METRICS.fullmatch(name)}
     assert not further, f"{outcome.case.name} reports {sorted(further)}, which nothing is compared with"
@@ -216,16 +212,14 @@ def _check_written(outcome: Outcome, written: set[str], expected: set[str]) -> N
     assert not further, f"{outcome.case.name} wrote {sorted(further)}, which nothing is compared with"
 
 
-def _largest(column: Tensor, reference: Tensor, least: float = 0.0) -> float:
-    """Largest difference, relative to the largest magnitude of the column or to ``least``; non-finite entries must
-    be the same in both."""
+def _largest(column: Tensor, reference: Tensor) -> float:
+    """Largest difference, relative to the column's largest magnitude; non-finite entries must be the same in both."""
     known = reference.isfinite()
     if not known.equal(column.isfinite()):
         return float("inf")
     if not known.any():
         return 0.0
     difference, size = (float(x[known].abs().max()) for x in (column - reference, reference))
-    size = max(size, least)
     return difference / size if size else difference
 
 

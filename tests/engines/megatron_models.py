@@ -79,6 +79,7 @@ CASES = {
     "tied, tp": Case((0, 1), {**LLAMA, **TIED, **PADDED}, settings={"tp": 2}),
     "experts, tp pp, recomputed": Case(FOUR, QWEN3_MOE, settings={"tp": 2, "pp": 2, "activation_checkpointing": True}),
     "experts, tp dp, distributed optimizer": Case(FOUR, MIXTRAL, settings={"tp": 2, "zero": 1}),
+    "experts, values, 16 bits, pp": Case((0, 1), MIXTRAL, head="scalar", settings={"pp": 2, "dtype": "bfloat16"}),
     "experts, 16 bits, pp": Case((0, 1), QWEN3_MOE, settings={"pp": 2, "dtype": "bfloat16"}),
     "files, tp pp": Case(FOUR, settings={"tp": 2, "pp": 2}, is_from_files=True),
     "16 bits, files, tp dp": Case(FOUR, settings={"tp": 2, "dtype": "bfloat16"}, is_from_files=True),
@@ -89,7 +90,7 @@ CASES = {
 
 IN_FULL_ALONE = (
     *("tp", "pp", "dp", "tp pp", "one pass, dp", "16 bits, files, tp dp", "qwen3, tp dp"),
-    *("experts, tp dp, distributed optimizer", "experts, 16 bits, pp"),
+    *("experts, tp dp, distributed optimizer", "experts, 16 bits, pp", "experts, values, 16 bits, pp"),
 )
 """Cases that others have with a further setting."""
 TOGETHER = "pp dp, distributed optimizer, tied"
