@@ -11,14 +11,12 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, deadline, listed
+from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, Waiting, await_device, deadline, listed
 from flexrlhf.comm.world import Waitable, World
 
 Sign = Literal["silent", "waits", "runs"]
 ENDING_SECONDS = 6.0
 """Time in which a rank that has closed its connections reports its end."""
-POLL_SECONDS = 1e-4
-"""Time between two looks at a device."""
 SILENT_SECONDS = 3.0
 """Time in which a rank that runs writes a beat."""
 
@@ -40,14 +38,6 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A wait of this rank for ``ranks``, since a time of ``time.monotonic``."""
-
-    ranks: tuple[int, ...]
-    since: float
-
-
-@dataclass(frozen=True)
 class Beat:
     """Sign of life that the watch of a rank writes every second. ``is_waiting``: whether its main thread waits."""
 
@@ -66,7 +56,6 @@ class RankProgress:
     def __init__(self, world: World, run: str, models: Mapping[int, str], timeout_seconds: float) -> None:
         """Start before the first instruction. ``models``: names of the placed models of each rank."""
         self.timeout_seconds = timeout_seconds
-        self.waiting: Waiting | None = None
         self._world = world
         self._run = run
         self._models = models
@@ -85,41 +74,45 @@ class RankProgress:
         with suppress(RuntimeError):
             self._set(Position(at.at, at.what, at.host, sentence))
 
+    @property
+    def waiting(self) -> Waiting | None:
+        """Wait of this rank now."""
+        return self._world.waits.current
+
     def wait(self, work: Waitable, ranks: tuple[int, ...]) -> None:
         """Wait for ``work`` with ``ranks``. Raises DeadlineError."""
-        with self.deadline(ranks):
-            self.waiting = Waiting(ranks, time.monotonic())
-            if self._world.backend == "nccl":
-                self._await_device(work)
+        with self._world.waits.on(ranks, self.timeout_seconds), self.deadline(ranks):
+            if self._world.backend == "nccl" and isinstance(work, dist.Work):
+                await_device(work, self.timeout_seconds)
             work.wait()
-            self.waiting = None
-
-    def _await_device(self, work: Waitable) -> None:
-        """Wait until a device has done ``work``: with NCCL its own wait holds up the main stream, and not the host."""
-        limit = time.monotonic() + self.timeout_seconds
-        while isinstance(work, dist.Work) and not work.is_completed():
-            if time.monotonic() > limit:
-                raise RuntimeError(f"timed out after {self.timeout_seconds:g} s")
-            time.sleep(POLL_SECONDS)
 
     def deadline(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Return a context that names a failed wait for ``ranks`` by this rank's instruction."""
         return deadline(self.here, lambda cause: self.explain(cause, ranks))
 
     @property
-    def here(self) -> str:
-        """Name of this rank, with its models and host, and its instruction."""
-        return f"{self._name(self._world.rank, self.position)} at {self.position.what}"
+    def name(self) -> str:
+        """Name of this rank, with its models and host."""
+        return self._name(self._world.rank, self.position)
 
-    def explain(self, cause: Cause, ranks: Iterable[int]) -> str:
-        """Return who of ``ranks`` has arrived at this rank's position and who has not, or whose connection closed."""
+    @property
+    def here(self) -> str:
+        """Name of this rank, and its instruction."""
+        return f"{self.name} at {self.position.what}"
+
+    def explain(self, cause: Cause, ranks: Iterable[int], seconds: float | None = None) -> str:
+        """Return who of ``ranks`` has arrived at this rank's position and who has not, or whose connection closed.
+
+        ``seconds``: limit of the wait; None: the one of the run.
+        """
+        seconds = seconds or self.timeout_seconds
         others = [rank for rank in ranks if rank != self._world.rank]
         seen = self._await_ends(others) if cause == "closed" else {rank: self._seen(rank) for rank in others}
         if ended := [f"{self._name(*each)} ended ({each[1].ended})" for each in seen.items() if each[1].ended]:
-            return f"{_reason(cause, self.timeout_seconds)}, {listed(ended)}"
+            return f"{_reason(cause, seconds)}, {listed(ended)}"
         if cause == "closed":
             return f"the connection to {' or '.join(self._where(*each) for each in seen.items())} closed"
-        return self._missing(seen)
+        return self._missing(seen, seconds)
 
     def _await_ends(self, ranks: Sequence[int]) -> dict[int, Position]:
         """Return the reports of ``ranks``, once one reports its end: one that closes connections may do so later."""
@@ -130,7 +123,7 @@ class RankProgress:
                 return seen
             time.sleep(0.2)
 
-    def _missing(self, seen: Mapping[int, Position]) -> str:
+    def _missing(self, seen: Mapping[int, Position], seconds: float) -> str:
         """Return which ranks do not come.
 
         First ranks without a sign of life, also ahead of this one: their messages may be incomplete. If all have one,
@@ -144,7 +137,7 @@ class RankProgress:
         named = [self._where(rank, seen[rank], "does not respond" if rank in stuck else "") for rank in missing]
         arrived = [self._name(rank, seen[rank]) for rank in seen if rank not in missing]
         return (
-            f"{_reason('expired', self.timeout_seconds)}, waiting for {listed(named)}; "
+            f"{_reason('expired', seconds)}, waiting for {listed(named)}; "
             f"arrived: {listed(arrived) or 'none of the others'}"
         )
 

@@ -11,15 +11,16 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupMember
+from torch.distributed.distributed_c10d import GroupMember, GroupName, _new_process_group_helper, _world
 
-from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, DeadlineError, deadline, listed
+from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, DeadlineError, Waits, await_device, deadline, listed
 from flexrlhf.comm.store import (
     INTERFACES,
     Endpoint,
@@ -39,6 +40,13 @@ ABORT_SECONDS = 60.0
 """Time after a deadline in which a rank ends by itself before NCCL's watchdog aborts it without a sentence."""
 LEAVE_SECONDS = 30.0
 """Longest wait of the rank that serves the store for ranks that end after it."""
+
+INTERFACE_ADVICE = {
+    "gloo": "set GLOO_SOCKET_IFNAME to the network interface of the job on every machine",
+    "nccl": "set NCCL_SOCKET_IFNAME to the network interface of the job on every machine, and NCCL_DEBUG=INFO to see "
+    "what NCCL tries",
+}
+"""Advice for ranks that do not reach each other, by back end."""
 
 
 class SealedWorld(dist.ProcessGroup):
@@ -88,6 +96,7 @@ class World:
     backend:     of process groups: nccl if every rank has a GPU of its own, else gloo.
     host:        name of this machine.
     local_rank:  number of this rank among those of this machine.
+    waits:       the wait of this rank's main thread.
     """
 
     rank: int
@@ -97,6 +106,8 @@ class World:
     backend: str
     host: str = ""
     local_rank: int = 0
+    waits: Waits = field(default_factory=Waits)
+    _numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def first_here(self) -> int:
@@ -118,20 +129,36 @@ class World:
         if group not in groups.handles and len(group.ranks) > 1:
             groups.handles[group] = self._connect(group, timeout_seconds)
 
+    def close_groups(self, groups: Groups, timeout_seconds: float) -> None:
+        """Drop ``groups``. Their threads and sockets end with the last reference, so no other one may be left.
+
+        With NCCL each is destroyed by all its ranks together.
+        """
+        with self.waits.on(range(self.size), timeout_seconds):
+            for handle in dict.fromkeys(groups.handles.values()):
+                if handle is not None:
+                    dist.destroy_process_group(handle)
+        groups.handles.clear()
+
     def _connect(self, group: Group, timeout_seconds: float) -> dist.ProcessGroup | None:
-        """Create a group on all ranks; return it on its own."""
-        with self._connecting(group):
-            handle = dist.new_group(
-                list(group.ranks),
-                backend=self.backend,
-                timeout=timedelta(seconds=timeout_seconds + ABORT_SECONDS * (self.backend == "nccl")),
-                group_desc=group.communicator[0],
-            )
+        """Create a group on its own ranks, with a number that all ranks count; return None elsewhere."""
+        number = next(self._numbers)
         if self.rank not in group.ranks:
             return None
-        # the first batch of messages needs all ranks of its communicator
-        if self.backend == "nccl" and len(group.ranks) > 1:
-            dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
+        with self.waits.on(group.ranks, timeout_seconds), self._connecting(group):
+            handle = new_group(
+                group.ranks,
+                self.rank,
+                self.backend,
+                self.store,
+                f"flexrlhf-{number}",
+                timeout_seconds + ABORT_SECONDS * (self.backend == "nccl"),
+                group.communicator[0],
+            )
+            # the first batch of messages needs all ranks of its communicator
+            if self.backend == "nccl" and len(group.ranks) > 1:
+                first = dist.all_reduce(torch.zeros(1, device=self.device), group=handle, async_op=True)
+                await_device(posted(first), timeout_seconds)
         return handle
 
     def meet(self, what: str, timeout_seconds: float) -> None:
@@ -170,8 +197,39 @@ class World:
             ranks = listed([str(rank) for rank in group.ranks])
             raise DeadlineError(
                 f"{self} at start-up: ranks {ranks} of the group {group.purpose} do not reach each other ({reason}); "
-                f"if none has ended, set GLOO_SOCKET_IFNAME to the network interface of the job on every machine"
+                f"if none has ended, {INTERFACE_ADVICE[self.backend]}"
             ) from error
+
+
+def new_group(
+    ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    store: dist.Store,
+    name: str,
+    timeout_seconds: float,
+    description: str,
+    in_world: bool = True,
+) -> dist.ProcessGroup:
+    """Create a process group, which its own ranks alone call: for torch's, all ranks of the world meet each time.
+
+    rank:      of this process, among ``ranks``.
+    name:      alike on the ranks of the group, of no other group that the store has had.
+    in_world:  whether ``ranks`` are those of the job's world.
+    """
+    ordered = sorted(ranks)
+    group, _ = _new_process_group_helper(
+        len(ordered),
+        ordered.index(rank),
+        ordered if in_world else [],
+        backend,
+        store,
+        GroupName(name),
+        timeout=timedelta(seconds=timeout_seconds),
+        group_desc=description,
+    )
+    _world.pg_group_ranks[group] = {each: index for index, each in enumerate(ordered)}
+    return group
 
 
 @dataclass(frozen=True)
@@ -188,17 +246,14 @@ class Groups:
         """Return the group of this rank by itself, if a library of one of its engines requires one."""
         return self.handles.get(Group("alone", (rank,), alone=True))
 
-    def close(self) -> None:
-        """Drop the groups. Their threads and sockets end with the last reference, so no other one may be left."""
-        for handle in dict.fromkeys(self.handles.values()):
-            if handle is not None:
-                dist.destroy_process_group(handle)
-        self.handles.clear()
-
 
 @contextmanager
 def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
-    """Join the job that the environment describes. ``device``: cpu or cuda, the same on all ranks."""
+    """Join the job that the environment describes. ``device``: cpu or cuda, the same on all ranks.
+
+    A rank that fails does not destroy its groups: with NCCL it would wait for their messages and for the other ranks,
+    and its error would be read by nobody. They end with the process.
+    """
     rank, size, host = _number("RANK"), _number("WORLD_SIZE"), socket.gethostname()
     store = _join(rank, size, host, timeout_seconds)
     dist.Backend.register_backend("sealed", lambda _, *place: SealedWorld(*place[:2]), devices=["cpu", "cuda"])
@@ -211,11 +266,9 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
         # it builds a plan for each new shape, and packed rows and decoding have a new one nearly every time
         torch.backends.cuda.enable_cudnn_sdp(False)
         backend = cuda_backend(_gpus_of_all(store, rank, size, place, timeout_seconds))
-    try:
-        yield World(rank, size, store, place, backend, host, local_rank())
-        _leave(store, rank, size)
-    finally:
-        dist.destroy_process_group()
+    yield World(rank, size, store, place, backend, host, local_rank())
+    _leave(store, rank, size)
+    dist.destroy_process_group()
 
 
 def _leave(store: dist.Store, rank: int, size: int) -> None:

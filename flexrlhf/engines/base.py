@@ -11,7 +11,7 @@ parts and pipeline stages, receive the same rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexrlhf.comm.deadlines import Waits
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.operators.columns import Column, Lengths, Quantity
@@ -235,6 +236,7 @@ class EngineContext:
     cp:              groups of a model with context-parallel ranks; None: a rank computes all tokens of its rows.
     experts:         groups of a model with expert-parallel ranks; None: a rank has all experts.
     copies:          streams of this rank's copies to host memory and back; None: the engine has its own.
+    waits:           of this rank's main thread, for a library whose ranks wait for each other inside a call.
     """
 
     placed: PlacedModel
@@ -255,6 +257,7 @@ class EngineContext:
     cp: ContextRanks | None = None
     experts: ExpertRanks | None = None
     copies: CopyStreams | None = None
+    waits: Waits = field(default_factory=Waits)
 
     @property
     def same_part(self) -> RankGroup:

@@ -1,12 +1,14 @@
 """Watch over a rank, in a thread: it ends the process if a wait of the main thread cannot end by itself.
 
 A rank waits inside torch, where no signal handler of Python runs, and a connection whose packets are lost blocks for a
-quarter of an hour. The thread reads signals from a pipe, checks the job's store every few seconds, and measures waits.
+quarter of an hour; NCCL closes none, whatever becomes of a rank. The thread reads signals from a pipe, checks the job's
+store every second, where a rank that fails leaves its sentence, and measures waits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import select
@@ -16,14 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from flexrlhf.comm.deadlines import DeadlineError
-from flexrlhf.comm.progress import Beat, Waiting, beat_key
+from flexrlhf.comm.deadlines import DeadlineError, listed
+from flexrlhf.comm.progress import Beat, beat_key
 from flexrlhf.comm.store import second_connection
 from flexrlhf.comm.world import World
 from flexrlhf.launch.failures import sentence_of, write_error
@@ -38,7 +40,11 @@ GRACE_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 """Longest wait for the threads of a watch that is closed; one that waits for a lost store does not return."""
 CLOSED_SECONDS = 3.0
-"""Time that a rank has to end by itself once the job's store is closed."""
+"""Time that a rank has to end by itself once the job's store is closed or another rank has failed."""
+FAILED = "failed"
+"""Key of the job's store with the number and the sentence of the first rank that has failed."""
+LEAVE_SECONDS = 10.0
+"""Time that a rank which has failed has to end: loggers upload, and its processes end."""
 REQUEST_SECONDS = 1.0
 """Time after SIGTERM in which a launcher that got it, too, has made a request of it."""
 _SILENCE_SECONDS = (10.0, 60.0)
@@ -65,6 +71,7 @@ class RankWatch:
         self._store = second_connection(world.store)
         self._flight: FlightRecord | None = None
         self._contact = time.monotonic()
+        self._failed_since: float | None = None
         self._silence = f"has not responded for {self._limit:g} s"
         self._closed = threading.Event()
         self._read, self._write = os.pipe()
@@ -87,6 +94,8 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._report(error)
         self._closed.set()
         os.write(self._write, b"\0")
         # the interpreter ends threads that are left, and one in a call of torch would abort the process
@@ -115,6 +124,16 @@ class RankWatch:
         if error is not None and self._flight is not None:
             self._flight.progress.report_end(sentence_of(error))
             self._record(sentence_of(error), traceback.format_exception(error))
+            self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        """Report ``error`` to the launcher and the other ranks, and end this process soon, wherever it may block."""
+        write_error(error)
+        with suppress(RuntimeError):
+            sentence = f"{self._name} ended ({sentence_of(error)})"
+            self._store.compare_set(FAILED, "", json.dumps([self._world.rank, sentence]))
+        if has_launcher():
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
 
     def _watch(self) -> None:
         """End the process on SIGTERM, or when the job's store is silent."""
@@ -141,12 +160,12 @@ class RankWatch:
         while not self._closed.is_set():
             number += 1
             try:
-                beat = Beat(number, self._waiting is not None)
+                beat = Beat(number, self._world.waits.current is not None)
                 self._store.set(beat_key(self._world.rank), json.dumps(astuple(beat)))
                 # a set does not wait for a response
-                self._store.check([beat_key(self._world.rank)])
+                has_failed = self._store.check([FAILED])
                 self._contact = time.monotonic()
-                problem = self._overlong_wait()
+                problem = self._overlong_wait() or (self._failed_rank() if has_failed else None)
             except RuntimeError:
                 # its server has ended; at the end of a job this rank is about to end, too
                 self._silence = "has closed: the process that serves it has ended"
@@ -158,19 +177,29 @@ class RankWatch:
 
     def _overlong_wait(self) -> str | None:
         """Return whom the main thread waits for long after its deadline; None if it does not."""
-        if self._flight is None or (waiting := self._waiting) is None:
+        waiting = self._world.waits.current
+        if waiting is None or time.monotonic() - waiting.since < waiting.seconds + GRACE_SECONDS:
             return None
-        if time.monotonic() - waiting.since < self._flight.progress.timeout_seconds + GRACE_SECONDS:
-            return None
-        return f"{self._here}: {self._flight.progress.explain('expired', waiting.ranks)}"
+        if self._flight is not None:
+            return f"{self._here}: {self._flight.progress.explain('expired', waiting.ranks, waiting.seconds)}"
+        others = listed([f"rank {rank}" for rank in waiting.ranks if rank != self._world.rank])
+        return f"{self._here}: the deadline of {waiting.seconds:g} s passed, waiting for {others}"
 
-    @property
-    def _waiting(self) -> Waiting | None:
-        return None if self._flight is None else self._flight.progress.waiting
+    def _failed_rank(self) -> str | None:
+        """Return which other rank has failed, once this one has had the time to notice it and to end by itself."""
+        rank, sentence = json.loads(self._store.get(FAILED))
+        self._failed_since = self._failed_since or time.monotonic()
+        if rank == self._world.rank or time.monotonic() - self._failed_since < CLOSED_SECONDS:
+            return None
+        return f"{self._here}: {sentence}"
 
     @property
     def _here(self) -> str:
         return str(self._world) if self._flight is None else self._flight.progress.here
+
+    @property
+    def _name(self) -> str:
+        return str(self._world) if self._flight is None else self._flight.progress.name
 
     def _end(self, sentence: str) -> None:
         error = DeadlineError(sentence)

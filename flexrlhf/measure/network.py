@@ -49,7 +49,7 @@ class Network:
                 if handle is not None and len(group.ranks) > 1:
                     self._sum(handle, group.ranks)
             number, most_open = number + len(plan.groups), max(most_open, _open_files())
-            groups.close()
+            self._world.close_groups(groups, self._seconds)
         seconds = time.monotonic() - began
         pairs = self._world.size * (self._world.size - 1) // 2
         return GroupFacts(number, seconds, pairs, self._largest(most_open), self._world.backend)
@@ -69,7 +69,7 @@ class Network:
             if (partner := partner_of(self._world.rank, pairs)) is not None:
                 self._exchange(handle, partner)
         links = self._measure_links(handle)
-        groups.close()
+        self._world.close_groups(groups, self._seconds)
         return links
 
     def _measure_links(self, group: dist.ProcessGroup) -> list[LinkFacts]:

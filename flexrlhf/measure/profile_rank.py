@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
@@ -27,7 +26,9 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
+from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.lifetime import end_with_launcher
+from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
 from flexrlhf.measure.layer_split import SlimTimes, layer_times, update_times
 from flexrlhf.measure.model_calls import ProfileContext, measure_combine, measure_contention
@@ -69,7 +70,8 @@ def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: flo
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    with open_world(specs[0].cluster.device, specs[0].timeout_seconds) as world:
+    seconds_of_waits = specs[0].timeout_seconds
+    with open_world(specs[0].cluster.device, seconds_of_waits) as world, RankWatch(world, seconds_of_waits):
         plans = [make_plan(spec) for spec in specs]
         share = seconds / len(plans)
         profilers = [
@@ -81,7 +83,7 @@ def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: flo
             write_measurements(path, measurements)
         for profiler in profilers:
             profiler.close()
-        world.meet("the end of the profile", specs[0].timeout_seconds)
+        world.meet("the end of the profile", seconds_of_waits)
 
 
 class PlanProfiler:
@@ -116,7 +118,7 @@ class PlanProfiler:
 
     def close(self) -> None:
         """Close the process groups."""
-        self._groups.close()
+        self._world.close_groups(self._groups, self._progress.timeout_seconds)
 
     def _model_times(self, model: ProfiledModel, before: Sequence[ModelTimes]) -> ModelTimes:
         """Return the times of a model. ``before``: of those with whose layers it may share some."""
@@ -246,11 +248,10 @@ class PlanProfiler:
     @contextmanager
     def _loaded(self, plan: Plan, model: PlacedModel) -> Iterator[LoadedModel]:
         loaded = load_model_on_rank(plan, model, self._world, self._groups, self._progress.wait)
-        try:
-            yield loaded
-        finally:
-            loaded.engine.close()
-            gc.collect()
+        yield loaded
+        # not of a rank that fails: others would have to close it with this one
+        loaded.engine.close()
+        gc.collect()
 
     def _report(self, what: str) -> None:
         self._position += 1
@@ -260,16 +261,16 @@ class PlanProfiler:
             print(f"{self._plan.spec.name}: measuring {what} ({self._position} of {parts})", flush=True)
 
 
-@record
 def main(request_file: str, path: str) -> None:
     """Measure the runs of a request file and write ``path``."""
     # as in launch/worker.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    request = json.loads(Path(request_file).read_text())
-    runs = request["runs"]
-    specs = [parse_spec(read_yaml(run["spec"])) for run in runs]
-    lengths = [LengthSample(tuple(run["prompts"]), tuple(run["responses"])) for run in runs]
-    measure(specs, lengths, request["seconds"], request["most_tp"], Path(path))
+    with ErrorReport():
+        request = json.loads(Path(request_file).read_text())
+        runs = request["runs"]
+        specs = [parse_spec(read_yaml(run["spec"])) for run in runs]
+        lengths = [LengthSample(tuple(run["prompts"]), tuple(run["responses"])) for run in runs]
+        measure(specs, lengths, request["seconds"], request["most_tp"], Path(path))
 
 
 if __name__ == "__main__":

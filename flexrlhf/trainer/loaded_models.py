@@ -201,6 +201,7 @@ def load_model_on_rank(
             stages=stages,
             in_node=in_node,
             copies=copies,
+            waits=world.waits,
         )
     )
     return LoadedModel(model, engine, dp, stages.replica, _shape(plan, model, engine.weights(), rank))

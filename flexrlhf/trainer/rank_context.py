@@ -112,7 +112,7 @@ class RankContext:
         self.closing.close()
         # models keep groups in cycles of hooks and closures
         gc.collect()
-        self.groups.close()
+        self.world.close_groups(self.groups, self.plan.spec.timeout_seconds)
 
 
 def open_rank(

@@ -91,7 +91,7 @@ def run_rank(directory: Path, cases: Sequence[str], world: World) -> None:
     groups = world.make_groups([*(Group(name, BOTH) for name in cases), *own], SECONDS)
     found = {name: run_case(name, CASES[name], world, groups) for name in cases}
     torch.save(found, directory / f"rank-{world.rank}.pt")
-    groups.close()
+    world.close_groups(groups, SECONDS)
     world.meet("end", SECONDS)
 
 

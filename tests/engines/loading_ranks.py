@@ -141,7 +141,7 @@ def run_rank(directory: Path, world: World) -> None:
     groups = world.make_groups([*(Group(name, ranks) for name in cases if len(ranks) > 1), *own], SECONDS)
     found = {name: run_case(directory, name, world, groups) for name in cases}
     (directory / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
-    groups.close()
+    world.close_groups(groups, SECONDS)
     world.meet("end", SECONDS)
 
 

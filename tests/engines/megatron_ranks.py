@@ -99,7 +99,7 @@ def run_rank(directory: Path, files: Path, cases: list[str], world: World) -> No
     }
     found["together"] = run_together(world, groups, models)
     torch.save(found, directory / f"rank-{world.rank}.pt")
-    groups.close()
+    world.close_groups(groups, SECONDS)
     world.meet("end", SECONDS)
 
 

@@ -143,7 +143,7 @@ def run_rank(directory: Path, cases: dict[str, Case], world: World) -> None:
         if world.rank in models[name].ranks
     }
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(found))
-    groups.close()
+    world.close_groups(groups, SECONDS)
     world.meet("end", SECONDS)
 
 

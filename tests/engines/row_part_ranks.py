@@ -66,7 +66,7 @@ def run_rank(world: World) -> None:
         for is_ring in (False, True):
             for whole in (PACKED, WHOLE):
                 compare(world.rank, group, is_ring, whole)
-    groups.close()
+    world.close_groups(groups, SECONDS)
     world.meet("end", SECONDS)
 
 

@@ -39,7 +39,7 @@ def run_rank(directory: Path, world: World) -> None:
     torch.save((found, generate(world, CUT, replica, pp=2)), directory / f"rank-{world.rank}.pt")
     # the job's groups are as they were
     add(group, 3)
-    groups.close()
+    world.close_groups(groups, SECONDS)
     # rank 0 has the store
     world.meet("end", SECONDS)
 

@@ -97,7 +97,7 @@ class VllmEngine(Engine):
 
     def _step(self) -> None:
         """Generate one token of every request in vLLM's batch, and record them."""
-        outputs = self._vllm.engine.step()
+        outputs = self._vllm.step()
         if self._vllm.child is not None:
             self._vllm.child.restart_timeout()
         for output in outputs:

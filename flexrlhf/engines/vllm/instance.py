@@ -41,6 +41,8 @@ _ENVIRONMENT = {
     "TRITON_F32_DEFAULT": "ieee",
 }
 _WORKER = "flexrlhf.engines.vllm.worker"
+START_SECONDS = 1800.0
+"""Least limit of the start of an engine with several ranks."""
 
 
 class VllmInstance:
@@ -71,6 +73,8 @@ class VllmInstance:
             directory = starting.enter_context(model_directory(context))
             self.config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             starting.enter_context(self._isolation.active())
+            # it loads and compiles for minutes, which a short limit of waits does not mean
+            starting.enter_context(self.waiting(max(context.timeout_seconds, START_SECONDS)))
             self.engine = self._start(directory)
             self.child = None
             if self._groups is None:
@@ -156,6 +160,23 @@ class VllmInstance:
         with self._isolation.active(), nullcontext() if self.child is None else self.child.watched():
             yield
 
+    def waiting(self, seconds: float) -> AbstractContextManager[None]:
+        """Return a context in which the ranks of the replica wait for each other inside vLLM, ``seconds`` at most.
+
+        The watch of this rank ends it if a peer has ended or the time has passed: NCCL's communicators that vLLM makes
+        by itself have no limit.
+        """
+        stages = self._context.stages
+        assert stages is not None, "every engine of a run has its replica"
+        if self._groups is None or self._groups.size == 1:
+            return nullcontext()
+        return self._context.waits.on(stages.replica.ranks, seconds)
+
+    def step(self) -> Any:
+        """Generate a token of every request; return vLLM's outputs."""
+        with self.waiting(self._context.timeout_seconds):
+            return self.engine.step()
+
     def isolated(self) -> AbstractContextManager[None]:
         """Return a context for calls into vLLM that concern this process alone."""
         return self._isolation.active()
@@ -178,15 +199,16 @@ class VllmInstance:
     def close(self) -> None:
         """End it, in whatever state its child is."""
         self.views.clear()
-        with self._isolation.active():
-            if self.child is not None:
-                self.child.close()
-            else:
-                self.engine.engine_core.engine_core.shutdown()
-            del self.engine, self.sleep_mode, self.child
-            gc.collect()
-        if self._groups is not None:
-            self._groups.close()
+        with self.waiting(self._context.timeout_seconds):
+            with self._isolation.active():
+                if self.child is not None:
+                    self.child.close()
+                else:
+                    self.engine.engine_core.engine_core.shutdown()
+                del self.engine, self.sleep_mode, self.child
+                gc.collect()
+            if self._groups is not None:
+                self._groups.close()
 
 
 def _check_platform(device: torch.device) -> None:

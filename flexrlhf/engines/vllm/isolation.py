@@ -19,14 +19,14 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupMember, GroupName, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import GroupMember, _world
 
+from flexrlhf.comm.world import new_group
 from flexrlhf.engines.base import EngineContext
 
 
@@ -45,7 +45,7 @@ class PrivateGroups:
         # differs from earlier engines on this store; the ranks of the replica agree on it
         number = replica.largest(secrets.randbits(48), device)
         self._name, self._store = f"vllm-{number:012x}", context.store
-        self._timeout = timedelta(seconds=context.timeout_seconds)
+        self._seconds = context.timeout_seconds
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         # that of the run: gloo where ranks share a GPU
         self._backend = "gloo" if replica.group is None else dist.get_backend(replica.group)
@@ -74,19 +74,8 @@ class PrivateGroups:
         return self._made[key]
 
     def _make(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-        name = GroupName(f"{self._name}-{backend}-{'.'.join(map(str, ranks))}")
-        group, _ = _new_process_group_helper(
-            len(ranks),
-            ranks.index(self.rank),
-            [],
-            backend,
-            self._store,
-            name,
-            timeout=self._timeout,
-            group_desc="vllm",
-        )
-        _world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-        return group
+        name = f"{self._name}-{backend}-{'.'.join(map(str, ranks))}"
+        return new_group(ranks, self.rank, backend, self._store, name, self._seconds, "vllm", in_world=False)
 
 
 _CPU_REPLACEMENTS = "vllm.v1.worker.cpu.shm"
