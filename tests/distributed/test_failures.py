@@ -9,14 +9,16 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import as_nccl
 import pytest
 import torch
 import yaml
 from cases import Case, make_assets
 from commands import children, children_of, is_alive, name_of, read_until, start
+from forked import RANK_ENVIRONMENT, Forked
 from killed_decoders import decoders_of
 from processes import descendants, listening_addresses
 from safetensors.torch import load_file
@@ -208,3 +210,86 @@ def test_user_errors_end_the_ranks_without_a_restart(endless: Path, tmp_path: Pa
     sentence = r"flexrlhf: rank [01] \(actor, critic, .*; host .*\) ended the run, exit code 1: models\.reward\.path .*"
     assert re.fullmatch(sentence + "model.safetensors is empty; copy it again", last), out
     assert "restart" not in out and "Traceback" not in out
+
+
+SENTENCES = {
+    "exception": r"rank 1 \(.*\) ended the run.*, exit code 1: RuntimeError: planted",
+    "memory": r"rank 1 \(.*\) ended the run.*: memory is exhausted \(CUDA out of memory\. Tried to allocate 20",
+    "deadline": r"rank 0 \(.*\) at step 1, .*: the deadline of 5 s passed, waiting for rank 1 \(",
+    "stopped": r"rank 0 \(.*\) at step 1, .*: the deadline of 5 s passed, waiting for rank 1 \(.*does not respond\)",
+    "killed": r"rank 1 \(.*\) ended the run at step .*, killed by SIGKILL",
+    "nan": r"rank [01] \(.*\) ended the run at step 1, .*not finite",
+}
+"""Beginning of the last line of a run, by the fault of rank 1 in step 1."""
+
+
+@pytest.mark.parametrize(
+    "fault", ["memory", *(pytest.param(each, marks=pytest.mark.full) for each in SENTENCES if each != "memory")]
+)
+def test_a_rank_that_fails_is_named_though_groups_are_destroyed_together(fault: str, tmp_path: Path) -> None:
+    """As with NCCL, whose destroy a rank that fails would never leave; nothing of the job is left."""
+    config = write_failing(tmp_path)
+    shared = set(Path("/dev/shm").iterdir())
+    began = time.monotonic()
+    process = start_as_nccl(["flexrlhf", "run", str(config)], tmp_path, fault)
+    read_until(process, "step 1/")
+    everyone = descendants(process.pid)
+    out, _ = process.communicate(timeout=150)
+    assert process.returncode == 1 and time.monotonic() - began < as_nccl.ABORT_SECONDS
+    last = out.strip().splitlines()[-1]
+    assert re.match("flexrlhf: " + SENTENCES[fault], last), out
+    wait_for_the_end_of(everyone)
+    assert not list((tmp_path / "temporary").glob("flexrlhf*")) and set(Path("/dev/shm").iterdir()) <= shared
+    run = tmp_path / "runs" / "failing"
+    assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [0]
+    assert {row["step"] for row in read_lines(run / "samples.jsonl")} == {0}
+
+
+def test_a_rank_without_a_launcher_ends_once_another_has_failed(tmp_path: Path) -> None:
+    """Ranks of another system, of which one computes while the other fails."""
+    config = write_failing(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    job |= {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2"}
+    command, began = ["flexrlhf", "run", str(config)], time.monotonic()
+    ranks = [start_as_nccl(command, tmp_path, "apart", job | {"RANK": each, "LOCAL_RANK": each}) for each in "01"]
+    first, second = (rank.communicate(timeout=150)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1, 1] and time.monotonic() - began < as_nccl.ABORT_SECONDS
+    name = r"rank {} \(actor, ref; host .*\)"
+    sentence = f"flexrlhf: {name.format(0)} at step 1, .*: {name.format(1)} ended \\(RuntimeError: planted\\)"
+    assert re.search(sentence, first), first
+    assert "RuntimeError: planted" in second
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("command", ["doctor", "profile", "verify", "session"])
+def test_ranks_of_other_commands_are_named_too(command: str, tmp_path: Path) -> None:
+    config = write_failing(tmp_path, is_called=command == "session")
+    options = {"profile": ["--seconds", "5"], "verify": ["--against", "[0.5,0.5]"]}.get(command, [])
+    module = ["called", str(config)] if command == "session" else ["flexrlhf", command, str(config), *options]
+    process = start_as_nccl(module, tmp_path, "exception" if command == "verify" else "collective")
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode != 0 and re.search(r"rank 1 \(.*\) ended the run.*: RuntimeError: planted", out), out
+
+
+def write_failing(directory: Path, is_called: bool = False) -> Path:
+    """Write a config whose loop fails; with ``is_called`` one without, for a session."""
+    (directory / "temporary").mkdir()
+    assets = make_assets(directory / "assets")
+    raw = yaml.safe_load(dump_spec(assets.spec(Case("grpo-counted", "co-located", 2))))
+    raw |= {"name": "failing", "steps": 3, "timeout_seconds": 5, "runs": "runs"}
+    if not is_called:
+        raw["algorithm"]["loop"] = f"{as_nccl.__file__}:failing"
+    config = directory / "failing.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    return config
+
+
+def start_as_nccl(command: list[str], directory: Path, fault: str, job: Mapping[str, str] = {}) -> Forked:
+    """Start a module whose ranks destroy groups as NCCL does. ``job``: variables of a rank of another system."""
+    (directory / "destroyed").mkdir(exist_ok=True)
+    variables = {as_nccl.VARIABLE: str(directory / "destroyed"), as_nccl.FAULT: fault}
+    environment = {**os.environ, **RANK_ENVIRONMENT, **variables, "TMPDIR": str(directory / "temporary"), **job}
+    return Forked(["as_nccl", *command], directory, environment)

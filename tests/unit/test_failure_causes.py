@@ -6,6 +6,8 @@ import json
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,24 @@ def test_a_device_that_waits_past_the_deadline_is_named(ranks: Ranks) -> None:
     ranks.progress[1].report(5, "step 2, run a")
     with pytest.raises(DeadlineError, match="0.05 s passed, waiting for rank 1 .reward; host host1; at"):
         progress.wait(Endless(), (0, 1))
+
+
+def test_a_communicator_that_has_failed_is_an_error(ranks: Ranks) -> None:
+    """Its work counts as completed, and its wait returns on a GPU; the next read of the host would block."""
+    made: dict[int, dist.ProcessGroup] = {}
+
+    def connect(rank: int) -> None:
+        made[rank] = dist.ProcessGroupGloo(ranks.store, rank, 2, timedelta(seconds=20))
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(connect, range(2)))
+    work = made[0].allreduce([torch.zeros(1)])
+    del made[1]
+    progress = RankProgress(World(0, 2, ranks.store, torch.device("cpu"), "nccl", "host0"), "run", MODELS, 10.0)
+    ranks.progress[1].report_end("out of memory")
+    with pytest.raises(DeadlineError, match=r"the connection closed, rank 1 \(.*\) ended \(out of memory\)"):
+        progress.wait(work, (0, 1))
+    assert progress.waiting is None
 
 
 def test_a_stopped_rank_is_named_that_has_come_further(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
