@@ -16,7 +16,7 @@ import as_nccl
 import pytest
 import torch
 import yaml
-from cases import Case, make_assets
+from cases import Assets, Case, make_assets
 from commands import children, children_of, is_alive, name_of, read_until, start
 from forked import RANK_ENVIRONMENT, Forked
 from killed_decoders import decoders_of
@@ -32,9 +32,13 @@ LAST_RANK = 1
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    return make_assets(tmp_path_factory.mktemp("failures"))
+
+
+@pytest.fixture(scope="module")
+def endless(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A config whose run does not end by itself: ref on rank 0, reward on rank 1."""
-    assets = make_assets(tmp_path_factory.mktemp("failures"))
     raw = yaml.safe_load(dump_spec(assets.spec(Case("two", "halves", 2))))
     raw |= {"name": "endless", "steps": 100_000, "timeout_seconds": 5, "runs": "runs"}
     path = tmp_path_factory.mktemp("config") / "endless.yaml"
@@ -111,10 +115,9 @@ def test_ranks_are_restarted_and_end_with_their_launcher(endless: Path, tmp_path
 
 
 @pytest.fixture(scope="module")
-def child_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def child_config(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without an end whose responses a process of rank 1 decodes."""
     pytest.importorskip("vllm")
-    assets = make_assets(tmp_path_factory.mktemp("rollouts"))
     raw = yaml.safe_load(dump_spec(assets.spec(Case("four", "six-chunks", 2, rollout="vllm-child"))))
     raw |= {"name": "decoding", "steps": 100_000, "timeout_seconds": 90, "runs": "runs"}
     path = tmp_path_factory.mktemp("config") / "decoding.yaml"
@@ -226,9 +229,11 @@ SENTENCES = {
 @pytest.mark.parametrize(
     "fault", ["memory", *(pytest.param(each, marks=pytest.mark.full) for each in SENTENCES if each != "memory")]
 )
-def test_a_rank_that_fails_is_named_though_groups_are_destroyed_together(fault: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_though_groups_are_destroyed_together(
+    fault: str, assets: Assets, tmp_path: Path
+) -> None:
     """As with NCCL, whose destroy a rank that fails would never leave; nothing of the job is left."""
-    config = write_failing(tmp_path)
+    config = write_failing(assets, tmp_path)
     shared = set(Path("/dev/shm").iterdir())
     began = time.monotonic()
     process = start_as_nccl(["flexrlhf", "run", str(config)], tmp_path, fault)
@@ -245,9 +250,9 @@ def test_a_rank_that_fails_is_named_though_groups_are_destroyed_together(fault: 
     assert {row["step"] for row in read_lines(run / "samples.jsonl")} == {0}
 
 
-def test_a_rank_without_a_launcher_ends_once_another_has_failed(tmp_path: Path) -> None:
+def test_a_rank_without_a_launcher_ends_once_another_has_failed(assets: Assets, tmp_path: Path) -> None:
     """Ranks of another system, of which one computes while the other fails."""
-    config = write_failing(tmp_path)
+    config = write_failing(assets, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
@@ -265,8 +270,8 @@ def test_a_rank_without_a_launcher_ends_once_another_has_failed(tmp_path: Path) 
 @pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("command", ["doctor", "profile", "verify", "session"])
-def test_ranks_of_other_commands_are_named_too(command: str, tmp_path: Path) -> None:
-    config = write_failing(tmp_path, is_called=command == "session")
+def test_ranks_of_other_commands_are_named_too(command: str, assets: Assets, tmp_path: Path) -> None:
+    config = write_failing(assets, tmp_path, is_called=command == "session")
     options = {"profile": ["--seconds", "5"], "verify": ["--against", "[0.5,0.5]"]}.get(command, [])
     module = ["called", str(config)] if command == "session" else ["flexrlhf", command, str(config), *options]
     process = start_as_nccl(module, tmp_path, "exception" if command == "verify" else "collective")
@@ -274,10 +279,9 @@ def test_ranks_of_other_commands_are_named_too(command: str, tmp_path: Path) -> 
     assert process.returncode != 0 and re.search(r"rank 1 \(.*\) ended the run.*: RuntimeError: planted", out), out
 
 
-def write_failing(directory: Path, is_called: bool = False) -> Path:
+def write_failing(assets: Assets, directory: Path, is_called: bool = False) -> Path:
     """Write a config whose loop fails; with ``is_called`` one without, for a session."""
     (directory / "temporary").mkdir()
-    assets = make_assets(directory / "assets")
     raw = yaml.safe_load(dump_spec(assets.spec(Case("grpo-counted", "co-located", 2))))
     raw |= {"name": "failing", "steps": 3, "timeout_seconds": 5, "runs": "runs"}
     if not is_called:
