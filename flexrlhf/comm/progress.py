@@ -100,6 +100,10 @@ class RankProgress:
         """Name of this rank, and its instruction."""
         return f"{self.name} at {self.position.what}"
 
+    def where(self, rank: int, store: dist.Store) -> str:
+        """Return ``rank 1 (reward; host b; at step 3, ...)`` by its last report, over a connection of another thread."""
+        return self._where(rank, self._seen(rank, store))
+
     def explain(self, cause: Cause, ranks: Iterable[int], seconds: float | None = None) -> str:
         """Return who of ``ranks`` has arrived at this rank's position and who has not, or whose connection closed.
 
@@ -171,11 +175,12 @@ class RankProgress:
     def _key(self, rank: int) -> str:
         return f"{self._run}/at/{rank}"
 
-    def _seen(self, rank: int) -> Position:
+    def _seen(self, rank: int, store: dist.Store | None = None) -> Position:
         """Return the last report of ``rank``."""
-        if not self._world.store.check([self._key(rank)]):
+        store = store or self._world.store
+        if not store.check([self._key(rank)]):
             return Position()
-        return Position(*json.loads(self._world.store.get(self._key(rank))))
+        return Position(*json.loads(store.get(self._key(rank))))
 
 
 def _reason(cause: Cause, seconds: float) -> str:

@@ -72,6 +72,9 @@ class RankWatch:
         self._flight: FlightRecord | None = None
         self._contact = time.monotonic()
         self._failed_since: float | None = None
+        self._neighbour = (world.rank + 1) % world.size
+        self._beat, self._beat_since = "", time.monotonic()
+        self._silence_of_ranks = max(_SILENCE_SECONDS[0], timeout_seconds)
         self._silence = f"has not responded for {self._limit:g} s"
         self._closed = threading.Event()
         self._read, self._write = os.pipe()
@@ -165,7 +168,7 @@ class RankWatch:
                 # a set does not wait for a response
                 has_failed = self._store.check([FAILED])
                 self._contact = time.monotonic()
-                problem = self._overlong_wait() or (self._failed_rank() if has_failed else None)
+                problem = self._overlong_wait() or (self._failed_rank() if has_failed else self._silent_rank())
             except RuntimeError:
                 # its server has ended; at the end of a job this rank is about to end, too
                 self._silence = "has closed: the process that serves it has ended"
@@ -192,6 +195,19 @@ class RankWatch:
         if rank == self._world.rank or time.monotonic() - self._failed_since < CLOSED_SECONDS:
             return None
         return f"{self._here}: {sentence}"
+
+    def _silent_rank(self) -> str | None:
+        """Return that the next rank gives no sign of life, though this one may wait for it inside a library."""
+        key, now = beat_key(self._neighbour), time.monotonic()
+        beat = self._store.get(key).decode() if self._store.check([key]) else ""
+        if beat != self._beat:
+            self._beat, self._beat_since = beat, now
+        if not beat or now - self._beat_since < self._silence_of_ranks:
+            return None
+        name = f"rank {self._neighbour}"
+        if self._flight is not None:
+            name = self._flight.progress.where(self._neighbour, self._store)
+        return f"{self._here}: {name} has given no sign of life for {self._silence_of_ranks:g} s"
 
     @property
     def _here(self) -> str:

@@ -250,21 +250,32 @@ def test_a_rank_that_fails_is_named_though_groups_are_destroyed_together(
     assert {row["step"] for row in read_lines(run / "samples.jsonl")} == {0}
 
 
-def test_a_rank_without_a_launcher_ends_once_another_has_failed(assets: Assets, tmp_path: Path) -> None:
-    """Ranks of another system, of which one computes while the other fails."""
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("apart", r" ended \(RuntimeError: planted\)"),
+        pytest.param("stopped apart", " has given no sign of life for 10 s", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_without_a_launcher_ends_once_another_has_failed(
+    fault: str, reason: str, assets: Assets, tmp_path: Path
+) -> None:
+    """Ranks of another system, of which one computes while the other fails or is stopped."""
     config = write_failing(assets, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     job |= {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2"}
     command, began = ["flexrlhf", "run", str(config)], time.monotonic()
-    ranks = [start_as_nccl(command, tmp_path, "apart", job | {"RANK": each, "LOCAL_RANK": each}) for each in "01"]
-    first, second = (rank.communicate(timeout=150)[0] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [1, 1] and time.monotonic() - began < as_nccl.ABORT_SECONDS
+    ranks = [start_as_nccl(command, tmp_path, fault, job | {"RANK": each, "LOCAL_RANK": each}) for each in "01"]
+    first, _ = ranks[0].communicate(timeout=150)
+    assert ranks[0].returncode == 1 and time.monotonic() - began < as_nccl.ABORT_SECONDS
     name = r"rank {} \(actor, ref; host .*\)"
-    sentence = f"flexrlhf: {name.format(0)} at step 1, .*: {name.format(1)} ended \\(RuntimeError: planted\\)"
-    assert re.search(sentence, first), first
-    assert "RuntimeError: planted" in second
+    assert re.search(f"flexrlhf: {name.format(0)} at step 1, .*: {name.format(1)}{reason}", first), first
+    if fault == "apart":
+        second, _ = ranks[1].communicate(timeout=30)
+        assert ranks[1].returncode == 1 and "RuntimeError: planted" in second
+    ranks[1].kill()
 
 
 @pytest.mark.full
