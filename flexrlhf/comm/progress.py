@@ -101,7 +101,7 @@ class RankProgress:
         return f"{self.name} at {self.position.what}"
 
     def where(self, rank: int, store: dist.Store) -> str:
-        """Return ``rank 1 (reward; host b; at step 3, ...)`` by its last report, over a connection of another thread."""
+        """Return ``rank 1 (reward; host b; at step 3, ...)`` by its last report; for another thread."""
         return self._where(rank, self._seen(rank, store))
 
     def explain(self, cause: Cause, ranks: Iterable[int], seconds: float | None = None) -> str:
