@@ -107,14 +107,14 @@ def main() -> None:
     start = subprocess.Popen
 
     def start_session(command: list[str], **further: Any) -> Any:
-        is_session = "flexrlhf.launch.session_ranks" in command
-        return start([*command[:2], "as_nccl", *command[2:]] if is_session else command, **further)
+        return start([*command[:2], "as_nccl", *command[2:]], **further)
 
-    subprocess.Popen = start_session  # type: ignore[assignment,misc]
+    if sys.argv[1] == "called":
+        subprocess.Popen = start_session  # type: ignore[assignment,misc]
     if "RANK" in os.environ:
         destroy_together()
-        if (os.environ["RANK"], os.environ[FAULT]) == ("1", "collective"):
-            fail_in_a_sum()
+    if (os.environ.get("RANK"), os.environ[FAULT]) == ("1", "collective"):
+        fail_in_a_sum()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import mkdtemp
 
 import as_nccl
 import pytest
@@ -226,25 +227,34 @@ SENTENCES = {
 """Beginning of the last line of a run, by the fault of rank 1 in step 1."""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "fault", ["memory", *(pytest.param(each, marks=pytest.mark.full) for each in SENTENCES if each != "memory")]
+    ("fault", "rollout"),
+    [
+        ("memory", ""),
+        *(pytest.param(each, "", marks=pytest.mark.full) for each in SENTENCES if each != "memory"),
+        pytest.param("exception", "vllm-child", marks=pytest.mark.full),
+    ],
 )
 def test_a_rank_that_fails_is_named_though_groups_are_destroyed_together(
-    fault: str, assets: Assets, tmp_path: Path
+    fault: str, rollout: str, assets: Assets, tmp_path: Path
 ) -> None:
     """As with NCCL, whose destroy a rank that fails would never leave; nothing of the job is left."""
-    config = write_failing(assets, tmp_path)
+    if rollout:
+        pytest.importorskip("vllm")
+    config = write_failing(assets, tmp_path, rollout)
     shared = set(Path("/dev/shm").iterdir())
     began = time.monotonic()
     process = start_as_nccl(["flexrlhf", "run", str(config)], tmp_path, fault)
     read_until(process, "step 1/")
     everyone = descendants(process.pid)
     out, _ = process.communicate(timeout=150)
+    temporary = Path((tmp_path / "temporary").readlink())
     assert process.returncode == 1 and time.monotonic() - began < as_nccl.ABORT_SECONDS
     last = out.strip().splitlines()[-1]
     assert re.match("flexrlhf: " + SENTENCES[fault], last), out
     wait_for_the_end_of(everyone)
-    assert not list((tmp_path / "temporary").glob("flexrlhf*")) and set(Path("/dev/shm").iterdir()) <= shared
+    assert not list(temporary.iterdir()) and set(Path("/dev/shm").iterdir()) <= shared
     run = tmp_path / "runs" / "failing"
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [0]
     assert {row["step"] for row in read_lines(run / "samples.jsonl")} == {0}
@@ -282,7 +292,7 @@ def test_a_rank_without_a_launcher_ends_once_another_has_failed(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("command", ["doctor", "profile", "verify", "session"])
 def test_ranks_of_other_commands_are_named_too(command: str, assets: Assets, tmp_path: Path) -> None:
-    config = write_failing(assets, tmp_path, is_called=command == "session")
+    config = write_failing(assets, tmp_path, has_loop=command != "session")
     options = {"profile": ["--seconds", "5"], "verify": ["--against", "[0.5,0.5]"]}.get(command, [])
     module = ["called", str(config)] if command == "session" else ["flexrlhf", command, str(config), *options]
     process = start_as_nccl(module, tmp_path, "exception" if command == "verify" else "collective")
@@ -290,12 +300,12 @@ def test_ranks_of_other_commands_are_named_too(command: str, assets: Assets, tmp
     assert process.returncode != 0 and re.search(r"rank 1 \(.*\) ended the run.*: RuntimeError: planted", out), out
 
 
-def write_failing(assets: Assets, directory: Path, is_called: bool = False) -> Path:
-    """Write a config whose loop fails; with ``is_called`` one without, for a session."""
-    (directory / "temporary").mkdir()
-    raw = yaml.safe_load(dump_spec(assets.spec(Case("grpo-counted", "co-located", 2))))
-    raw |= {"name": "failing", "steps": 3, "timeout_seconds": 5, "runs": "runs"}
-    if not is_called:
+def write_failing(assets: Assets, directory: Path, rollout: str = "", has_loop: bool = True) -> Path:
+    """Write a config whose loop fails; a session's has none."""
+    case = Case("grpo-counted", "six", 2, rollout=rollout) if rollout else Case("grpo-counted", "co-located", 2)
+    raw = yaml.safe_load(dump_spec(assets.spec(case)))
+    raw |= {"name": "failing", "steps": 3, "timeout_seconds": 60 if rollout else 5, "runs": "runs"}
+    if has_loop:
         raw["algorithm"]["loop"] = f"{as_nccl.__file__}:failing"
     config = directory / "failing.yaml"
     config.write_text(yaml.safe_dump(raw))
@@ -305,6 +315,15 @@ def write_failing(assets: Assets, directory: Path, is_called: bool = False) -> P
 def start_as_nccl(command: list[str], directory: Path, fault: str, job: Mapping[str, str] = {}) -> Forked:
     """Start a module whose ranks destroy groups as NCCL does. ``job``: variables of a rank of another system."""
     (directory / "destroyed").mkdir(exist_ok=True)
+    if not (directory / "temporary").exists():
+        # vLLM's sockets are in it, whose paths are short
+        (directory / "temporary").symlink_to(mkdtemp())
     variables = {as_nccl.VARIABLE: str(directory / "destroyed"), as_nccl.FAULT: fault}
-    environment = {**os.environ, **RANK_ENVIRONMENT, **variables, "TMPDIR": str(directory / "temporary"), **job}
+    environment = {
+        **os.environ,
+        **RANK_ENVIRONMENT,
+        **variables,
+        "TMPDIR": str((directory / "temporary").readlink()),
+        **job,
+    }
     return Forked(["as_nccl", *command], directory, environment)
