@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from flexrlhf.comm.world import Wait, posted
+from flexrlhf.comm.world import InOrder, Wait, posted
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,15 @@ class RankGroup:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over the ranks, in place; all get the same bits."""
+        """Sum ``tensor`` over the ranks, in place, and wait for the sum; all get the same bits."""
         if self.group is not None:
             self._done(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return tensor
+
+    def sum_in_order(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` as ``sum``, without a wait of the host, which does not read it before another wait."""
+        if self.group is not None:
+            self.wait(InOrder(posted(dist.all_reduce(tensor, group=self.group, async_op=True))), self.ranks)
         return tensor
 
     def largest(self, number: int, device: torch.device) -> int:

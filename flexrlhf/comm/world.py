@@ -74,6 +74,39 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
+@dataclass(frozen=True)
+class InOrder:
+    """Communication of which the device needs the result only for what it is given later.
+
+    With NCCL its wait returns at once, and nobody polls it. If it hangs, so does all that the device is given later, and
+    the next wait of the host finds it: ``Queued`` at the latest. With gloo the host waits, as for any other.
+    """
+
+    work: Waitable
+
+    def wait(self) -> None:
+        """Have the device's current stream wait."""
+        self.work.wait()
+
+
+class Queued(dist.Work):
+    """All work that a device has been given until now, on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._event: Any = torch.Event(device)
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Return whether the device has done the work."""
+        return bool(self._event.query())
+
+    def wait(self, *_: Any) -> bool:
+        """Wait until the device has done the work."""
+        self._event.synchronize()
+        return True
+
+
 class Wait(Protocol):
     """Function that waits for communication and, when the deadline passes, names the ``ranks`` that are missing."""
 

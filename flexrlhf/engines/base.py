@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flexrlhf.comm.deadlines import Waits
 from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.comm.world import Queued
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
@@ -263,6 +264,15 @@ class EngineContext:
     def same_part(self) -> RankGroup:
         """Ranks that have the same part of the model, over which gradients are summed."""
         return self.dp if self.cp is None else self.cp.weights
+
+    def await_device(self) -> None:
+        """Wait, with a deadline that names ranks of the model, until the device has done what it was given.
+
+        Engines call it where the host is about to read results of communication that it has not waited for
+        (``InOrder``, and collectives of libraries): after forward calls, and before the norm in an optimizer step.
+        """
+        if self.device.type != "cpu" and len(self.placed.ranks) > 1:
+            self.dp.wait(Queued(self.device), self.placed.ranks)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from flexrlhf.comm.point_to_point import exchange
 from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.comm.world import InOrder
 from flexrlhf.engines.attended_spans import NO_KEYS, AttendedSpans, Span, attended, gradients, joined
 from flexrlhf.engines.row_split import RowSplit
 
@@ -153,7 +154,10 @@ class _Neighbours:
         return cls(values, received, (*sending, *receiving), split.ranks)
 
     def wait(self) -> Tensor:
-        """Return the tensor that was received, once both have arrived."""
+        """Return the tensor that was received, for work that is begun from now on: the host does not wait.
+
+        A message that never arrives is found where the engine awaits its device (``EngineContext.await_device``).
+        """
         for work, others in self.messages:
-            self.ranks.wait(work, others)
+            self.ranks.wait(InOrder(work), others)
         return self.received

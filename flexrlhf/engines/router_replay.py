@@ -150,7 +150,7 @@ class Routers:
             return {}
         known, differing = self._recorded.known.sum() * self.layers, torch.stack(self._differing).sum()
         found = torch.stack([known, differing, differing]).double()
-        return {MISMATCH: found if piece.part is None else piece.part.ranks.sum(found)}
+        return {MISMATCH: found if piece.part is None else piece.part.ranks.sum_in_order(found)}
 
     def _recorded_of(self, piece: MicroBatch) -> _Recorded | None:
         places = piece.expert_places

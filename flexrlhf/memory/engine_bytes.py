@@ -134,17 +134,16 @@ class EngineBytes:
 
     def update(self, model: PlacedModel, trained: Units) -> int:
         """Return the bytes of an update. On CUDA torch updates all tensors at once, with a float32 number more for
-        each; FSDP2's shards one after the other.
+        each, as many as buckets of replicas' gradients have at most; FSDP2's shards one after the other.
         """
         if model.split != "whole":
             scattered, stepped = UNREDUCED_BYTES * trained.root, 8 * trained.largest // model.num_shards
             return max(scattered, stepped, self._summed_shards(model, trained))
-        summed = 4 * trained.largest if model.layout.of_weights.dp > 1 else 0
-        return max(summed, 4 * trained.total)
+        return 4 * trained.total
 
     @staticmethod
     def _summed_shards(model: PlacedModel, trained: Units) -> int:
-        """Return the bytes of the largest bucket of gradients that is summed over nodes."""
+        """Return the bytes of the largest bucket of gradients that is summed over nodes. CPUs have smaller ones."""
         if model.num_shards == model.layout.of_weights.dp:
             return 0
         most, largest = (-(-4 * elements // model.num_shards) for elements in (trained.total, trained.largest))

@@ -33,8 +33,12 @@ VOCABULARY = (EMBEDDING, ".lm_head.weight")
 """Tensors that some engines split along the vocabulary."""
 FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """Linear layers that Megatron-Core has in one with another: query, key and value; gate and up."""
-GRADIENT_BUCKET_BYTES = 25_000_000
-"""Bytes of gradients in one collective; DistributedDataParallel's default."""
+GRADIENT_BUCKET_BYTES, CPU_GRADIENT_BUCKET_BYTES = 512_000_000, 25_000_000
+"""Bytes of gradients in one collective: as many as weights in one of a sync; on CPUs DistributedDataParallel's default.
+
+Gloo adds up the parts of a buffer in different orders of the ranks, so with three ranks or more the last bits of a sum
+depend on the size there.
+"""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -311,6 +315,11 @@ def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
     if tensor_bytes:
         buckets.append(range(start, len(tensor_bytes)))
     return buckets
+
+
+def gradient_bucket_bytes(device: str) -> int:
+    """Return the bytes of gradients in one collective between devices of a type, as ``cuda``."""
+    return CPU_GRADIENT_BUCKET_BYTES if device == "cpu" else GRADIENT_BUCKET_BYTES
 
 
 def bucket_names(parts: Parts, item_bytes: int, bucket_bytes: int) -> list[list[str]]:

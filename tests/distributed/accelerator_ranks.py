@@ -1,10 +1,11 @@
-"""One process: a rank of runs on the accelerator made of host memory, which counts reads by the host."""
+"""One process: a rank of runs on the accelerator made of host memory, which counts reads and waits by the host."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import host_accelerator
 import torch.distributed as dist
 
+from flexrlhf.comm.progress import RankProgress
+from flexrlhf.comm.world import InOrder, Waitable
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.launch import worker
@@ -20,18 +23,36 @@ from flexrlhf.trainer import restoration
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.trainer import Trainer
 
+WAITS = Counter[str]()
+"""Waits for communication so far: in the order of the device's work, and of the host, as they are with NCCL."""
+
+
+def counted(wait: Callable[..., None]) -> Callable[..., None]:
+    """Count the calls of ``RankProgress.wait``."""
+
+    def counting(self: RankProgress, work: Waitable, ranks: tuple[int, ...]) -> None:
+        WAITS["in order" if isinstance(work, InOrder) else "host"] += 1
+        wait(self, work, ranks)
+
+    return counting
+
 
 class CountingTrainer(Trainer):
-    """Writes the host reads of the last step, by instruction, to ``reads-RANK.json`` of the run."""
+    """Writes the host's reads and waits of the last step, by instruction, to ``counts-RANK.json`` of the run."""
 
     def _execute(self, execution: Execution) -> None:
-        before = host_accelerator.host_reads()
+        before = self._counts()
         super()._execute(execution)
-        path = self.plan.spec.directory / f"reads-{self._rank.rank}.json"
-        found = Counter(json.loads(path.read_text()) if path.exists() else {})
+        path = self.plan.spec.directory / f"counts-{self._rank.rank}.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
         if execution.step == self.plan.spec.steps - 1:
-            found[execution.instruction.label] += host_accelerator.host_reads() - before
+            label = execution.instruction.label
+            found[label] = Counter(found.get(label, {})) + (self._counts() - before)
         path.write_text(json.dumps(found))
+
+    @staticmethod
+    def _counts() -> Counter[str]:
+        return WAITS + Counter(reads=host_accelerator.host_reads())
 
 
 def on_accelerator(order: RunOrder) -> RunOrder:
@@ -50,4 +71,5 @@ if __name__ == "__main__":
     host_accelerator.register(Path(sys.argv[1]))
     dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
     worker.Trainer = CountingTrainer  # type: ignore[misc]
+    RankProgress.wait = counted(RankProgress.wait)  # type: ignore[method-assign]
     worker.work([on_accelerator(order) for order in ORDERS.validate_json(Path(sys.argv[2]).read_bytes())])

@@ -7,6 +7,7 @@ plan, and the host waits for few of the device's values.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,14 +89,40 @@ def raw_spec(assets: Assets, name: str, micro_batch_tokens: int) -> dict[str, An
     }
 
 
+TOGETHER = {"replicas": {}, "shards": {"zero": 3}, "ring": {"cp": 2, "context_parallel": "ring"}}
+"""Ways in which two ranks train one model."""
+STEPS = 2
+"""Optimizer steps, of several micro-batches each."""
+
+
+def together_spec(assets: Assets, way: str) -> dict[str, Any]:
+    """One step of supervised training of a model on both ranks."""
+    return {
+        "name": way,
+        "algorithm": {"name": "sft", "prompts_per_step": 32, "num_mini_batches": STEPS},
+        "models": {"actor": {"init": INIT | {"intermediate_size": 256}, "micro_batch_tokens": 64, **TOGETHER[way]}},
+        "data": {
+            "path": str(assets.directory / "sft.jsonl"),
+            "tokenizer": str(assets.directory / "tokenizer"),
+            "max_prompt_tokens": 8,
+            "max_response_tokens": 8,
+        },
+        "steps": 1,
+        "cluster": {"devices": 2},
+        "runs": str(assets.directory / "runs"),
+        "timeout_seconds": 60,
+    }
+
+
 @dataclass(frozen=True)
 class Outcomes:
     """Results of the runs: ``whole``, and ``resumed``, which went on from its second step with smaller
-    micro-batches."""
+    micro-batches; ``together``, by the way in which both ranks train a model."""
 
     equal: dict[Case, Outcome]
     whole: Outcome
     resumed: Outcome
+    together: dict[str, Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +141,14 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     )
     # measured first, since weights of checksums stay on the device
     orders = [RunOrder(whole.plan.spec), RunOrder(resumed.plan.spec, (checkpoint_directory(whole.directory, 2),))]
-    orders += [RunOrder(each.plan.spec) for each in equal.values()]
-    for each in (whole, resumed, *equal.values()):
+    together = {way: Outcome(EQUAL[0], make_plan(parse_spec(together_spec(assets, way)))) for way in TOGETHER}
+    orders += [RunOrder(each.plan.spec) for each in (*equal.values(), *together.values())]
+    for each in (whole, resumed, *equal.values(), *together.values()):
         prepare_directory(each.plan, format_plan(each.plan), continues=False).close()
     (directory / "orders").write_bytes(ORDERS.dump_json(orders))
     library = host_accelerator.built(Path(request.config.cache.mkdir("accelerator")))
     run_ranks("accelerator_ranks", library, directory / "orders", number=2, seconds=800)
-    return Outcomes(equal, whole, resumed)
+    return Outcomes(equal, whole, resumed, together)
 
 
 @pytest.mark.parametrize("case", params([*EQUAL, *OTHERS], OTHERS))
@@ -194,14 +222,32 @@ def test_models_are_copied_on_streams_of_their_own(outcomes: Outcomes) -> None:
         assert moving and {int(rank) for rank, times in copies.items() if times["seconds"] > 0} == moving, copies
 
 
+def counts(outcome: Outcome, rank: int, label: str) -> Counter[str]:
+    """Count the host's reads and waits of an instruction on a rank, in the last step."""
+    found: dict[str, dict[str, int]] = json.loads((outcome.directory / f"counts-{rank}.json").read_text())
+    return Counter(found[label])
+
+
+@pytest.mark.parametrize(("way", "waits", "at_end"), [("replicas", 2, 3), ("shards", 3, 3), ("ring", 1, 0)])
+def test_the_host_waits_for_no_gradient_and_no_step_of_a_ring(
+    outcomes: Outcomes, way: str, waits: int, at_end: int
+) -> None:
+    """In an optimizer step it waits for the norm, for counts of other ranks' rows, and in lockstep for their number of
+    passes; at the end of the training for the rows and the statistics of others."""
+    for rank in (0, 1):
+        found = counts(outcomes.together[way], rank, "train_actor on actor")
+        print(f"{way}, rank {rank}: {found}")
+        assert found["host"] == STEPS * waits + at_end, found
+        assert found["in order"] > 0, found
+
+
 def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outcomes) -> None:
     """A call of four passes reads its rows, and once its statistics; whether all rows have ended is looked at every
     eight tokens.
     """
 
     def reads(outcome: Outcome, rank: int, label: str) -> int:
-        found: dict[str, int] = json.loads((outcome.directory / f"reads-{rank}.json").read_text())
-        return found[label]
+        return counts(outcome, rank, label)["reads"]
 
     for label in ("train_actor on actor", "train_critic on critic"):
         assert 0 < reads(outcomes.whole, 0, label) == reads(outcomes.resumed, 0, label) < 10, label

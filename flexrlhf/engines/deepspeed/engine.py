@@ -134,7 +134,7 @@ class DeepSpeedEngine(Lender):
         placed, self._settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._mpu = _Mpu(context.dp.group or context.alone, context.tp.group or context.alone)
-        self._device = context.device
+        self._device, self._await_device = context.device, context.await_device
         self._linear = torch.nn.functional.linear
         self._deepspeed = _import_deepspeed(context.device)
         skeleton = make_skeleton(context) if partitions_plainly(self._settings) else whole_model(context)
@@ -198,7 +198,7 @@ class DeepSpeedEngine(Lender):
         for name, parameter in self._model.named_parameters():
             parameter.tensor_model_parallel = name in names.split
             if name in names.partial and parameter.requires_grad:
-                parameter.register_hook(lambda gradient: self._tp.sum(gradient.float()).to(gradient.dtype))
+                parameter.register_hook(lambda gradient: self._tp.sum_in_order(gradient.float()).to(gradient.dtype))
 
     def _partition(self, skeleton: Skeleton, device: torch.device) -> None:
         """Partition the model as stage 3 does, and read this rank's part of it."""
@@ -294,6 +294,7 @@ class DeepSpeedEngine(Lender):
     def _update(self) -> Moments:
         assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
         self._gradient_bytes = storage_bytes(self._gradients())
+        self._await_device()
         rate = learning_rate(self._optimizer)
         norm = self._clip() if clips_itself(self._settings) else None
         if norm is None or torch.isfinite(norm):

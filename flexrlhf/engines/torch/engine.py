@@ -63,6 +63,8 @@ class TorchEngine(Lender):
             self._masters = _cast(self._model, DTYPES[settings.dtype])
         split = row_split(context, self._model)
         in_lockstep = self._is_sharded or context.experts is not None
+        self._await_device = context.await_device
+        self._shares_passes = in_lockstep or split is not None or context.tp.group is not None
         self._passes = make_passes(context, self._model, self._model, head, in_lockstep, split)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
@@ -91,6 +93,7 @@ class TorchEngine(Lender):
             context.num_updates,
             is_scaled=settings.dtype == "float16",
             changed=self._updated,
+            await_device=context.await_device,
         )
 
     def _copies(self, context: EngineContext) -> RankGroup | None:
@@ -111,7 +114,9 @@ class TorchEngine(Lender):
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         with self._gathering():
-            return self._passes.forward(batch, columns, adapters)
+            computed = self._passes.forward(batch, columns, adapters)
+        self._end_call()
+        return computed
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         update = self._update
@@ -132,7 +137,14 @@ class TorchEngine(Lender):
 
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         with self._gathering():
-            return self._passes.losses(parts)
+            statistics = self._passes.losses(parts)
+        self._end_call()
+        return statistics
+
+    def _end_call(self) -> None:
+        """Await the device if other ranks have taken part in the passes of a call."""
+        if self._shares_passes:
+            self._await_device()
 
     def weights(self) -> dict[str, Tensor]:
         return self._lendable() | {name: local(master) for name, master in self._masters.items()} | self._biases

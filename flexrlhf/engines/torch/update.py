@@ -25,7 +25,7 @@ from flexrlhf.engines.optimizers import (
     state_tensors,
     update_statistics,
 )
-from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, make_buckets
+from flexrlhf.weights.shards import gradient_bucket_bytes, make_buckets
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,10 @@ class Gradients:
     experts: ExpertRanks | None = None
 
     def reduce(self) -> Tensor:
-        """Sum over all ranks that computed summands; return the global norm (), the same on all of them."""
+        """Sum over all ranks that computed summands; return the global norm (), the same on all of them.
+
+        No sum is awaited by the host, whose next wait is for the norm.
+        """
         if self.copies is not None:
             self._sum_buckets([item.gradient for item in self.trained if not self._is_apart(item)], self.copies)
         if self.experts is not None:
@@ -100,11 +103,12 @@ class Gradients:
     @staticmethod
     def _sum_buckets(gradients: Sequence[Tensor], ranks: RankGroup) -> None:
         """Sum ``gradients`` over ``ranks``, in place, bucket by bucket."""
-        if ranks.group is None:
+        if ranks.group is None or not gradients:
             return
-        for bucket in make_buckets([gradient.nbytes for gradient in gradients], GRADIENT_BUCKET_BYTES):
+        most = gradient_bucket_bytes(gradients[0].device.type)
+        for bucket in make_buckets([gradient.nbytes for gradient in gradients], most):
             members = [gradients[index] for index in bucket]
-            total = ranks.sum(torch.cat([member.reshape(-1) for member in members]))
+            total = ranks.sum_in_order(torch.cat([member.reshape(-1) for member in members]))
             for member, part in zip(members, total.split([member.numel() for member in members]), strict=True):
                 member.copy_(part.view_as(member))
 
@@ -113,11 +117,11 @@ class Gradients:
         apart = [item for item in self.trained if self._is_apart(item)]
         total = self._over_tp([item for item in self.trained if not self._is_apart(item)])
         if self.experts is not None:
-            total += self.experts.parts.sum(self._over_tp(apart))
+            total += self.experts.parts.sum_in_order(self._over_tp(apart))
         copies = 1 if self.copies is None else len(self.copies.ranks)
         if copies < len(self.summed.ranks):
             # over all ranks, which so get the same bits
-            total = self.summed.sum(total) / copies
+            total = self.summed.sum_in_order(total) / copies
         return total.sqrt().float()
 
     def _over_tp(self, trained: Sequence[TrainedParameter]) -> Tensor:
@@ -126,7 +130,7 @@ class Gradients:
             self._square_sum([item.gradient for item in trained if item.is_tp_shard == is_split])
             for is_split in (True, False)
         )
-        return self.tp.sum(split) + replicated
+        return self.tp.sum_in_order(split) + replicated
 
     def _square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(gradient).double() ** 2 for gradient in gradients]
@@ -137,11 +141,12 @@ class Gradients:
 class Update:
     """Optimizer, learning-rate schedule and loss scale of the parameters of ``gradients``.
 
-    settings:    of the optimizer.
-    gradients:   the trained parameters and their gradients.
-    num_updates: optimizer steps of the run.
-    is_scaled:   whether the loss is scaled (float16).
-    changed:     called after every update of the parameters.
+    settings:     of the optimizer.
+    gradients:    the trained parameters and their gradients.
+    num_updates:  optimizer steps of the run.
+    is_scaled:    whether the loss is scaled (float16).
+    changed:      called after every update of the parameters.
+    await_device: called before the host reads the norm of the gradients.
     """
 
     def __init__(
@@ -151,13 +156,14 @@ class Update:
         num_updates: int,
         is_scaled: bool,
         changed: Callable[[], None],
+        await_device: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._gradients = gradients
         self._optimizer = make_optimizer(settings, [item.parameter for item in gradients.trained])
         self._scheduler = make_scheduler(settings, self._optimizer, num_updates)
         self._scale = LossScale(is_scaled)
-        self._changed = changed
+        self._changed, self._await_device = changed, await_device
         self.gradient_bytes = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -175,6 +181,7 @@ class Update:
         norm = self._gradients.reduce()
         self.gradient_bytes = self._gradients.num_bytes()
         rate = learning_rate(self._optimizer)
+        self._await_device()
         try:
             allowed = self._scale.allows(norm)
         except FloatingPointError:
