@@ -78,8 +78,8 @@ class Waitable(Protocol):
 class InOrder:
     """Communication of which the device needs the result only for what it is given later.
 
-    With NCCL its wait returns at once, and nobody polls it. If it hangs, so does all that the device is given later, and
-    the next wait of the host finds it: ``Queued`` at the latest. With gloo the host waits, as for any other.
+    With NCCL its wait returns at once, and nobody polls it. If it hangs, so does all that the device is given later,
+    and the next wait of the host finds it: ``Queued`` at the latest. With gloo the host waits, as for any other.
     """
 
     work: Waitable

@@ -20,7 +20,7 @@ from flexrlhf.comm import progress as progress_module
 from flexrlhf.comm.deadlines import DeadlineError, deadline
 from flexrlhf.comm.progress import Beat, RankProgress, beat_key
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
-from flexrlhf.comm.world import World
+from flexrlhf.comm.world import InOrder, World
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import Failure, FailureReporter, Kind, root_cause, write_error
 from flexrlhf.runs.flight_log import (
@@ -106,6 +106,8 @@ def test_a_device_that_waits_past_the_deadline_is_named(ranks: Ranks) -> None:
     progress = RankProgress(world, "run", MODELS, 0.05)
     progress.report(7, "step 2, move b")
     ranks.progress[1].report(5, "step 2, run a")
+    # the next wait finds it
+    progress.wait(InOrder(Endless()), (0, 1))
     with pytest.raises(DeadlineError, match="0.05 s passed, waiting for rank 1 .reward; host host1; at"):
         progress.wait(Endless(), (0, 1))
 
