@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
@@ -21,19 +21,24 @@ class Group:
     replica, model (of a placed model), move, sync or gather.
 
     A single rank needs none, unless a library requires one (``alone``).
+
+    inside:  whether layers wait for its messages while FSDP2 gathers weights and scatters gradients of others over the
+             same ranks.
     """
 
     purpose: str
     ranks: tuple[int, ...]
     alone: bool = False
+    inside: bool = field(default=False, compare=False)
 
     @property
     def communicator(self) -> tuple[str, tuple[int, ...]]:
         """Kind and ranks of the communicator of its messages: one for all messages that these ranks await where they
-        begin them, and one for each purpose that goes on meanwhile. A GPU has up to 0.5 GB of buffers for each.
+        begin them, one for those inside layers, which would queue behind FSDP2's, and one for each purpose that goes on
+        meanwhile. A GPU has up to 0.5 GB of buffers for each.
         """
         goes_on = self.purpose == "move" or self.purpose.startswith("sync ")
-        return (self.purpose if goes_on else "blocking", self.ranks)
+        return (self.purpose if goes_on else "inside layers" if self.inside else "blocking", self.ranks)
 
 
 def compute_groups(model: PlacedModel) -> list[Group]:
@@ -53,10 +58,18 @@ def compute_groups(model: PlacedModel) -> list[Group]:
     ]
     if model.facts.model_group:
         purposes.append((model_purpose(layout), layout.ranks))
-    groups = [Group(f"{purpose} {model.name}", ranks) for purpose, ranks in dict.fromkeys(purposes)]
+    groups = [
+        Group(f"{purpose} {model.name}", ranks, inside=_is_inside(model, purpose, ranks))
+        for purpose, ranks in dict.fromkeys(purposes)
+    ]
     if model.facts.groups_of_one or needs_group_of_one(model):
         groups += [Group("alone", (rank,), alone=True) for rank in model.ranks]
     return groups
+
+
+def _is_inside(model: PlacedModel, purpose: str, ranks: tuple[int, ...]) -> bool:
+    """Whether messages of a group travel inside layers, and FSDP2 shards over the same ranks."""
+    return purpose in ("cp", EXPERTS) and model.split == "rows" and ranks == model.shard_set(ranks[0])
 
 
 def _context_purposes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:

@@ -226,7 +226,8 @@ def _groups(plan: Plan) -> list[str]:
     lines = [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups if not group.alone]
     lines += [f"{'alone, each':<24} {ranks_text(alone)}"] if alone else []
     most = plan.most_communicators
-    shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but moves and syncs"
+    apart = "moves, syncs and messages inside layers" if any(each.inside for each in plan.groups) else "moves and syncs"
+    shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but {apart}"
     return [*lines, shared] if most else lines or ["none: one rank"]
 
 

@@ -10,7 +10,7 @@ from small_runs import plan_of
 from flexrlhf.display.summary_text import format_summary, sample_pairs
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.memory_text import connected_memory, measured_memory
-from flexrlhf.plan.plan_text import format_short_plan
+from flexrlhf.plan.plan_text import format_plan, format_short_plan
 
 
 def sample(rows: str, step: int, prompt: str, response: str, **score: float | None) -> dict[str, Any]:
@@ -146,6 +146,28 @@ def test_a_short_plan_has_the_step_places_and_memory(width: int) -> None:
 def test_what_communicators_take_is_next_to_what_is_planned() -> None:
     text = connected_memory(plan_of(None, 2), 1, 76_000_000_000, 80_000_000_000)
     assert text == "rank 1: 1 communicator; 4 GB of 80 GB in use, planned 1.5 GB"
+
+
+EXPERTS = "models.actor.init={model_type: qwen3_moe, num_experts: 8, num_experts_per_tok: 2}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_own"),
+    [
+        ((EXPERTS, "models.actor.zero=3", "models.actor.ep=4"), True),
+        (("models.actor.zero=2", "models.actor.cp=4"), True),
+        # FSDP2 shards over more ranks, or not at all
+        ((EXPERTS, "models.actor.zero=3", "models.actor.ep=2"), False),
+        (("models.actor.zero=2", "models.actor.cp=2"), False),
+        (("models.actor.cp=4",), False),
+    ],
+)
+def test_messages_inside_layers_do_not_queue_behind_gathers(overrides: tuple[str, ...], has_own: bool) -> None:
+    plan = plan_of([1, 1, 1, 1], 4, *overrides)
+    made = {group.communicator for group in plan.groups if 0 in group.ranks and not group.alone}
+    assert ("inside layers", (0, 1, 2, 3)) in made if has_own else "inside layers" not in dict(made)
+    assert plan.communicators(0) == len(made)
+    assert ("messages inside layers" in " ".join(format_plan(plan).split())) == has_own
 
 
 def test_more_communicators_than_usual_leave_a_known_device_less_memory() -> None:
