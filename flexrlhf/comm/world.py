@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -280,9 +280,19 @@ class Groups:
         return self.handles.get(Group("alone", (rank,), alone=True))
 
 
+def many_queues(rank: int) -> int:
+    """Return the hardware queues of the GPU of ``rank``: messages that wait for other ranks keep one each, and torch's
+    streams share eight.
+    """
+    return 32
+
+
 @contextmanager
-def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
-    """Join the job that the environment describes. ``device``: cpu or cuda, the same on all ranks.
+def open_world(device: str, timeout_seconds: float, queues: Callable[[int], int] = many_queues) -> Iterator[World]:
+    """Join the job that the environment describes.
+
+    device:  cpu or cuda, the same on all ranks.
+    queues:  hardware queues of a rank's GPU, unless the environment sets them.
 
     A rank that fails does not destroy its groups: with NCCL it would wait for their messages and for the other ranks,
     and its error would be read by nobody. They end with the process.
@@ -293,8 +303,8 @@ def open_world(device: str, timeout_seconds: float) -> Iterator[World]:
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
     place, backend = local_device(device), "gloo"
     if device == "cuda":
-        # messages that wait for other ranks keep a queue of the device each, and torch's streams share eight
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # read when the device is first used
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues(rank)))
         torch.cuda.set_device(place)
         # it builds a plan for each new shape, and packed rows and decoding have a new one nearly every time
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -85,6 +85,8 @@ class EngineFacts:
 
     groups_of_one:  whether its library requires a group where a rank is alone.
     model_group:    whether it has a group of all ranks of a model.
+    one_queue:      whether collectives of its tensor-parallel ranks overlap products as planned only where a GPU begins
+                    all work in one order.
     communicators:  communicators that a rank of a run with it usually has, until a plan counts them.
     """
 
@@ -128,6 +130,7 @@ class EngineFacts:
 
     groups_of_one: bool = False
     model_group: bool = False
+    one_queue: bool = False
     communicators: int = 5
 
     def split(self, zero: int) -> Split:
@@ -180,6 +183,7 @@ MEGATRON = EngineFacts(
     vocabulary_multiple=1,
     groups_of_one=True,
     model_group=True,
+    one_queue=True,
     communicators=12,
 )
 VLLM = EngineFacts(

@@ -18,13 +18,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from flexrlhf.comm.world import World, open_world
+from flexrlhf.comm.world import World, many_queues, open_world
 from flexrlhf.config.job_secret import signed, verified
 from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
 from flexrlhf.display.plain_lines import print_plainly
@@ -35,7 +36,7 @@ from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.plan.data_report import data_line, data_warnings
 from flexrlhf.plan.hub_names import commits
-from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.placement_text import where_models_are
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import run_title
@@ -75,10 +76,10 @@ def work(
     launched = launched or time.time()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    timeout_seconds = max(order.spec.timeout_seconds for order in orders)
+    first, timeout_seconds = orders[0].spec, max(order.spec.timeout_seconds for order in orders)
     with (
         naming_exhaustion("outside the steps"),
-        open_world(orders[0].spec.cluster.device, orders[0].spec.timeout_seconds) as world,
+        open_world(first.cluster.device, first.timeout_seconds, partial(device_queues, orders)) as world,
         RankWatch(world, timeout_seconds, stop_file) as watch,
         ExitStack() as stack,
     ):
@@ -106,6 +107,13 @@ def work(
             if next_step < order.spec.steps:
                 return False
     return True
+
+
+def device_queues(orders: Sequence[RunOrder], rank: int) -> int:
+    """Return the hardware queues of the GPU of ``rank``, which are the same in all runs of a process."""
+    models = (model for plan in make_plans([each.spec for each in orders]) for model in plan.placement.on_rank(rank))
+    needs_one = any(model.facts.one_queue and model.layout.tp > 1 for model in models)
+    return 1 if needs_one else many_queues(rank)
 
 
 @contextmanager

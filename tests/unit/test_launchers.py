@@ -11,6 +11,7 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import plan_of
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 
 from flexrlhf.comm.store import Endpoint, Notice, connect_store, interface_to, serve_store
@@ -22,7 +23,9 @@ from flexrlhf.launch.failures import Failure
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rendezvous import NodeRendezvous, endpoint_at
 from flexrlhf.launch.start import choose_device, why_no_gpu
+from flexrlhf.launch.worker import device_queues
 from flexrlhf.placement.hosts import Hosts, check_restarts, rank_notice
+from flexrlhf.runs.resume import RunOrder
 
 NAMES = ("node 0 (host a; ranks 0)", "node 1 (host b; ranks 1)")
 KILLED = Failure("killed", "rank 1 (host b) ended the run, killed by SIGKILL", 2.0)
@@ -123,6 +126,14 @@ def test_why_there_is_no_gpu_next_to_a_driver(module: str, cuda: str | None, rea
 def test_ranks_that_see_one_gpu_each_have_their_own() -> None:
     assert cuda_backend(["GPU-1", "GPU-2"]) == "nccl"
     assert cuda_backend(["GPU-1", "GPU-2", "GPU-1"]) == "gloo"
+
+
+def test_ranks_with_tensor_parallel_megatron_have_one_hardware_queue() -> None:
+    megatron = ("models.actor.engine=megatron", "models.actor.tp=2", "rollout.engine=vllm")
+    left, right = {"ranks": [0, 1]}, {"ranks": [2, 3]}
+    placement = {"actor": left, "critic": left, "ref": right, "reward": right, "actor.rollout": right}
+    orders = [RunOrder(plan_of(placement, 4, *megatron).spec)]
+    assert [device_queues(orders, rank) for rank in range(4)] == [1, 1, 32, 32]
 
 
 def test_variables_of_a_rank_that_torchrun_did_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
