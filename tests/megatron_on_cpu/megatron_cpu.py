@@ -70,13 +70,18 @@ def install() -> None:
 
     OnCpu().__enter__()
     torch.cuda.current_device = _current_device
-    torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.synchronize = _refuse
     torch.Tensor.cuda = lambda self, *_, **__: self
     tracker = NoTracker()
     for module in (random, layers, tensor_parallel):
         module.get_cuda_rng_tracker = lambda *_, **__: tracker
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _refuse(*_: Any) -> None:
+    """No call waits for everything on the device: rows of other models may be on their way to it."""
+    raise AssertionError("Megatron-Core waits for everything on the device")
 
 
 def _current_device() -> torch.device:

@@ -58,7 +58,7 @@ def transformer_config(placed: PlacedModel, sizes: Sizes, config: Any) -> Transf
         bf16=dtype == torch.bfloat16,
         # weights are read into the model afterwards
         perform_initialization=False,
-        # rows of a pass are as long as their sequences
+        # rows of a pass are as long as their sequences (``_Pipeline`` in passes.py)
         variable_seq_lengths=layout.pp > 1,
         # required with that, also of models without experts
         moe_token_dispatcher_type="alltoall",

@@ -15,8 +15,10 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, Loss, Moments, StageRanks, Totals, add_moments
@@ -44,6 +46,25 @@ class _Work:
     request: PassRequest
     loss: Loss | None = None
     totals: Totals | None = None
+
+
+class _Pipeline(P2PCommunicator):
+    """Messages between stages, whose ranks all have the same micro-batches, and so know their shapes.
+
+    Megatron would exchange the shape before each tensor, wait for everything on the device, and read it.
+    """
+
+    def __init__(self, group: ProcessGroup, config: TransformerConfig, work: Sequence[_Work], parts: int) -> None:
+        """``parts``: ranks that share the hidden states of a row between layers."""
+        super().__init__(group, config)
+        shapes = [(piece.width // parts, len(piece.tokens), config.hidden_size) for piece in (w.piece for w in work)]
+        self._arriving, self._returning = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, sent_on: Tensor | None, sent_back: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the shapes of the hidden states and of their gradients that come next, each in order of the work."""
+        return next(self._arriving) if recv_prev else None, next(self._returning) if recv_next else None
 
 
 @dataclass(frozen=True)
@@ -144,7 +165,9 @@ class StagePasses:
         if self.groups.pp.size() == 1:
             results: list[Any] = forward_backward_no_pipelining(**arguments)
         else:
-            pipeline = P2PCommunicator(self.groups.pp, get_model_config(self.module))
+            config = get_model_config(self.module)
+            parts = self.groups.tp.size() if config.sequence_parallel else 1
+            pipeline = _Pipeline(self.groups.pp, config, work, parts)
             results = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=pipeline)
         # the buffer for gathered activations, which no plan contains between calls
         parallel_state.get_global_memory_buffer().buffer.clear()
