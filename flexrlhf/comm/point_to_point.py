@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.world import Waitable
+from flexrlhf.comm.world import SINGLY, Waitable, posted
 
 Message = tuple[Tensor, int]
 """Memory that is sent or arrives, not empty, and the rank at the other end."""
@@ -81,4 +81,14 @@ def _batch(
 ) -> Sequence[dist.Work]:
     """Begin one batch; return torch's handles: one for each message, or one for all together."""
     sends = [dist.P2POp(dist.isend, tensor, rank, group) for tensor, rank in sent]
-    return dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, tensor, rank, group) for tensor, rank in received])
+    messages = sends + [dist.P2POp(dist.irecv, tensor, rank, group) for tensor, rank in received]
+    if group is None or not group.group_desc.endswith(SINGLY):
+        return dist.batch_isend_irecv(messages)
+    begun = {id(each): posted(each.op(each.tensor, each.peer, group)) for each in sorted(messages, key=_place)}
+    return [begun[id(each)] for each in messages]
+
+
+def _place(message: dist.P2POp) -> tuple[int, int, bool]:
+    """Return the place of a message in one order on all ranks, in which no cycle of ranks waits for each other."""
+    first, second = sorted((dist.get_rank(), message.peer))
+    return first, second, (message.op is dist.isend) == (dist.get_rank() == first)

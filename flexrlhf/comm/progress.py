@@ -12,7 +12,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, Waiting, await_device, deadline, listed
-from flexrlhf.comm.world import Waitable, World
+from flexrlhf.comm.world import InOrder, Waitable, World
 
 Sign = Literal["silent", "waits", "runs"]
 ENDING_SECONDS = 6.0
@@ -82,7 +82,9 @@ class RankProgress:
     def wait(self, work: Waitable, ranks: tuple[int, ...]) -> None:
         """Wait for ``work`` with ``ranks``. Raises DeadlineError."""
         with self._world.waits.on(ranks, self.timeout_seconds), self.deadline(ranks):
-            if self._world.backend == "nccl" and isinstance(work, dist.Work):
+            if isinstance(work, InOrder) and not self._world.switches.device_waits:
+                work = work.work
+            if self._world.polls and isinstance(work, dist.Work):
                 await_device(work, self.timeout_seconds)
             work.wait()
 

@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from flexrlhf.comm.store import (
     serve_store,
     use_job_interface,
 )
+from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.hosts import MOST_PORT
@@ -40,6 +41,8 @@ ABORT_SECONDS = 60.0
 """Time after a deadline in which a rank ends by itself before NCCL's watchdog aborts it without a sentence."""
 LEAVE_SECONDS = 30.0
 """Longest wait of the rank that serves the store for ranks that end after it."""
+SINGLY = ", messages one by one"
+"""End of the description of a group whose messages between pairs of ranks are not begun together."""
 
 INTERFACE_ADVICE = {
     "gloo": "set GLOO_SOCKET_IFNAME to the network interface of the job on every machine",
@@ -129,6 +132,7 @@ class World:
     backend:     of process groups: nccl if every rank has a GPU of its own, else gloo.
     host:        name of this machine.
     local_rank:  number of this rank among those of this machine.
+    switches:    mechanisms that the run does without.
     waits:       the wait of this rank's main thread.
     """
 
@@ -139,8 +143,19 @@ class World:
     backend: str
     host: str = ""
     local_rank: int = 0
+    switches: Switches = NO_SWITCHES
     waits: Waits = field(default_factory=Waits)
     _numbers: Iterator[int] = field(default_factory=count)
+
+    def under(self, switches: Switches) -> World:
+        """Return this world for a run with ``switches``."""
+        backend = "gloo" if switches.backend == "gloo" else self.backend
+        return replace(self, backend=backend, switches=switches)
+
+    @property
+    def polls(self) -> bool:
+        """Whether the host looks at its device until that has done what it waits for."""
+        return self.backend == "nccl" and self.switches.device_polling
 
     @property
     def first_here(self) -> int:
@@ -186,12 +201,13 @@ class World:
                 self.store,
                 f"flexrlhf-{number}",
                 timeout_seconds + ABORT_SECONDS * (self.backend == "nccl"),
-                group.communicator[0],
+                group.communicator[0] + SINGLY * (not self.switches.message_batches),
             )
             # the first batch of messages needs all ranks of its communicator
             if self.backend == "nccl" and len(group.ranks) > 1:
                 first = dist.all_reduce(torch.zeros(1, device=self.device), group=handle, async_op=True)
-                await_device(posted(first), timeout_seconds)
+                if self.switches.device_polling:
+                    await_device(posted(first), timeout_seconds)
         return handle
 
     def meet(self, what: str, timeout_seconds: float) -> None:

@@ -139,8 +139,84 @@ class CheckpointSpec(StrictModel):
     background: bool = Field(True, description="write the files while the next step runs")
 
 
-class DebugSpec(StrictModel):
-    """Settings for tests, and to find where two runs differ."""
+class Switches(StrictModel):
+    """Mechanisms that a run can do without, one setting each, to find the one that fails on a machine.
+
+    None depends on another, each may be set with any others and on CPUs, and a run without any of them has the same
+    results, but for the rounding that a setting names. A setting stays as long as the mechanism does, however reliable
+    that is: machines that nobody here has may need it.
+    """
+
+    backend: Literal["auto", "gloo"] = Field(
+        "auto",
+        description="of messages between ranks: auto: NCCL where each rank has a GPU of its own; gloo: through host "
+        "memory everywhere",
+    )
+    communicators: Literal["auto", "apart", "shared"] = Field(
+        "auto",
+        description="of groups of the same ranks: apart: each purpose has one of its own, up to 0.5 GB of a GPU each; "
+        "shared: one for all messages that ranks await where they begin them; auto: shared, but for messages inside "
+        "layers (of experts and context-parallel ranks) next to gathers of FSDP2",
+    )
+    message_batches: bool = Field(
+        True,
+        description="begin all messages between pairs of ranks that belong together at once; false: one after another, "
+        "for which NCCL connects each pair of ranks by itself",
+    )
+    device_polling: bool = Field(
+        True,
+        description="have the host look whether a GPU has done what it waits for, with a deadline; false: leave that "
+        "to NCCL, whose watchdog ends the process a minute after the deadline",
+    )
+    device_waits: bool = Field(
+        True,
+        description="let the device alone wait for sums of gradients and messages of a ring; false: the host waits for "
+        "each",
+    )
+    reused_weights: bool = Field(
+        True, description="store once what a copy and the model that it follows have in common on a rank"
+    )
+    copy_streams: bool = Field(
+        True,
+        description="copy between GPU and host memory on streams of their own; false: the host waits for each copy",
+    )
+    prefetched_reloads: bool = Field(
+        True, description="begin to reload a model before the instruction that needs it, where memory allows it"
+    )
+    pinned_memory: bool = Field(True, description="pin host memory that is copied from and to a GPU")
+    slots: bool = Field(
+        True, description="decode in slots of one KV cache (engine torch); false: in waves, without rollout graphs"
+    )
+    noise_kernel: bool = Field(
+        True, description="make sampling noise by a Triton kernel on GPUs; false: by operations of torch"
+    )
+    sleep_level_2: bool = Field(
+        True,
+        description="let a sleeping vLLM discard weights that a sync overwrites; false: it copies them to host memory",
+    )
+    float32_routers: bool = Field(
+        True,
+        description="compute routers of experts in float32 in a model of 16 bits; false: as its implementation does, "
+        "so that training and generation may choose other experts",
+    )
+    deterministic: bool = Field(
+        False,
+        description="use kernels alone that add in a fixed order (torch, cuBLAS, flash attention, vLLM's batch "
+        "invariance), so that a run on GPUs can be repeated to the bit; slower",
+    )
+
+    @property
+    def thrown(self) -> dict[str, str | bool]:
+        """Settings that turn a mechanism off, by name."""
+        values = {name: getattr(self, name) for name in Switches.model_fields}
+        return {name: value for name, value in values.items() if value != Switches.model_fields[name].default}
+
+
+NO_SWITCHES = Switches()
+
+
+class DebugSpec(Switches):
+    """Settings for tests, to find where two runs differ, and which mechanism fails on a machine."""
 
     record_columns: bool = Field(False, description="write every column of every step to runs/<name>/columns")
     replay: UserPath | None = Field(

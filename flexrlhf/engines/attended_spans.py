@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,17 +60,14 @@ class AttendedSpans:
     queries:  spans that do not overlap, in order.
     keys:     the span of keys of each, none of which overlap.
     causal:   whether query i of a span attends to its keys 0 to i, as many as its queries; else to all of them.
+    pins:     whether host memory is pinned that a GPU copies from.
     """
 
     queries: tuple[Span, ...]
     keys: tuple[Span, ...]
     causal: bool
+    pins: bool = True
     _on_devices: dict[torch.device, _Offsets] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of_sequences(cls, spans: Sequence[Span]) -> AttendedSpans:
-        """Return the spans of sequences that attend causally to themselves."""
-        return cls(tuple(spans), tuple(spans), causal=True)
 
     @property
     def pairs(self) -> int:
@@ -97,28 +94,27 @@ class AttendedSpans:
     def offsets(self, device: torch.device, queries: int, keys: int) -> _Offsets:
         """Return the spans for a variable-length kernel over so many queries and keys, once for each device."""
         if device not in self._on_devices:
-            self._on_devices[device] = _Offsets(
-                _ends(self.queries, device),
-                _ends(self.keys, device),
-                _places(self.queries, queries, device),
-                _places(self.keys, keys, device),
-            )
+            found = _ends(self.queries), _ends(self.keys), _places(self.queries, queries), _places(self.keys, keys)
+            self._on_devices[device] = _Offsets(*(copied_to(device, each, self.pins) for each in found))
         return self._on_devices[device]
 
 
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+def copied_to(device: torch.device, values: Any, pins: bool) -> Any:
+    """Return ``values`` on a device, which the host does not wait for. ``pins``: whether from pinned memory."""
+    if values is None or device.type == "cpu":
+        return values
+    return (values.pin_memory() if pins else values).to(device, non_blocking=True)
 
 
-def _ends(spans: Sequence[Span], device: torch.device) -> Tensor:
-    return _on_device(torch.tensor([0, *accumulate(length for _, length in spans)], dtype=torch.int32), device)
+def _ends(spans: Sequence[Span]) -> Tensor:
+    return torch.tensor([0, *accumulate(length for _, length in spans)], dtype=torch.int32)
 
 
-def _places(spans: Sequence[Span], tokens: int, device: torch.device) -> Tensor | None:
+def _places(spans: Sequence[Span], tokens: int) -> Tensor | None:
     """Return the places of all tokens of ``spans``, int64; None if these are all ``tokens``."""
     if sum(length for _, length in spans) == tokens:
         return None
-    return _on_device(torch.cat([torch.arange(start, start + length) for start, length in spans]), device)
+    return torch.cat([torch.arange(start, start + length) for start, length in spans])
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, spans: AttendedSpans, scale: float) -> tuple[Tensor, Tensor]:

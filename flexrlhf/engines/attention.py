@@ -45,16 +45,17 @@ class PassAttention:
     parts: tuple[AttendedSpans, ...]
 
     @classmethod
-    def of(cls, own: list[Span], responses: list[Span], prompts: list[Span]) -> PassAttention:
+    def of(cls, own: list[Span], responses: list[Span], prompts: list[Span], pins: bool = True) -> PassAttention:
         """Return the attention of sequences and of shared prompts.
 
         own:        sequences, prompts and responses that each attend causally to themselves.
         responses:  all responses, neighbours, to each shared prompt.
         prompts:    the shared prompt of each, to which they all attend, too.
+        pins:       of ``AttendedSpans``.
         """
-        parts = [AttendedSpans.of_sequences(own)]
+        parts = [AttendedSpans(tuple(own), tuple(own), causal=True, pins=pins)]
         if prompts:
-            parts.append(AttendedSpans(tuple(responses), tuple(prompts), causal=False))
+            parts.append(AttendedSpans(tuple(responses), tuple(prompts), causal=False, pins=pins))
         return cls(tuple(parts))
 
     @property

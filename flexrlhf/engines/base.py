@@ -22,7 +22,9 @@ from torch import Tensor
 from flexrlhf.comm.deadlines import Waits
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Queued
+from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.copy_streams import CopyStreams
+from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
 
@@ -93,6 +95,7 @@ class Sampling:
     stop:          stop strings; they need ``decode``.
     most_tokens:   tokens that a call adds to a response at most; None: to its end.
     decode:        tokens of a response → its text.
+    has_kernel:    whether GPUs make the noise by a kernel, else by torch's operations.
     """
 
     seed: int
@@ -107,6 +110,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
     most_tokens: int | None = None
+    has_kernel: bool = True
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,7 @@ class EngineContext:
     cp:              groups of a model with context-parallel ranks; None: a rank computes all tokens of its rows.
     experts:         groups of a model with expert-parallel ranks; None: a rank has all experts.
     copies:          streams of this rank's copies to host memory and back; None: the engine has its own.
+    switches:        mechanisms that the run does without.
     waits:           of this rank's main thread, for a library whose ranks wait for each other inside a call.
     """
 
@@ -258,12 +263,20 @@ class EngineContext:
     cp: ContextRanks | None = None
     experts: ExpertRanks | None = None
     copies: CopyStreams | None = None
+    switches: Switches = NO_SWITCHES
     waits: Waits = field(default_factory=Waits)
 
     @property
     def same_part(self) -> RankGroup:
         """Ranks that have the same part of the model, over which gradients are summed."""
         return self.dp if self.cp is None else self.cp.weights
+
+    def check_links(self) -> None:
+        """Raise UserError for pipeline stages on GPUs without NCCL, which their libraries send by."""
+        group = None if self.stages is None else self.stages.stages.group
+        if group is not None and self.device.type == "cuda" and dist.get_backend(group) == "gloo":
+            why = "debug.backend is gloo" if self.switches.backend == "gloo" else "several ranks share a GPU here"
+            raise UserError(f"{self.placed.key('pp')}: {self.placed.layout.pp} stages need NCCL, but {why}; use 1")
 
     def await_device(self) -> None:
         """Wait, with a deadline that names ranks of the model, until the device has done what it was given.

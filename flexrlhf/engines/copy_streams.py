@@ -1,11 +1,13 @@
 """Streams for copies between a device and host memory, one in each direction, next to the stream that computes.
 
 The host waits for none of them. The computing stream waits at once, so that callers need no streams; inside
-``overlapping`` it waits in ``join`` and ``arrive``. On a CPU copies are made by the call.
+``overlapping`` it waits in ``join`` and ``arrive``. On a CPU, and without ``debug.copy_streams``, copies are made by
+the call.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 
 Pairs = Sequence[tuple[torch.UntypedStorage, Tensor]]
 """Storages of a device, each with host memory of its size."""
@@ -54,16 +58,27 @@ class CopyTimes:
 class CopyStreams:
     """Copies of one rank. Storages are allocated and freed for its computing stream, whose order makes reuse safe."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, switches: Switches = NO_SWITCHES) -> None:
         self._device, self._is_cpu = device, device.type == "cpu"
-        self._out: torch.Stream | None = None if self._is_cpu else torch.Stream(device)
-        self._back: torch.Stream | None = None if self._is_cpu else torch.Stream(device)
+        self._pins = device.type == "cuda" and switches.pinned_memory
+        has_streams = not self._is_cpu and switches.copy_streams
+        self._out: torch.Stream | None = torch.Stream(device) if has_streams else None
+        self._back: torch.Stream | None = torch.Stream(device) if has_streams else None
         self._owner: str | None = None
         self._arrivals: dict[str, list[torch.Event]] = {}
         self._leaving: list[_Leaving] = []
         # when the computing stream last freed memory, if it has done nothing since
         self._freed: torch.Event | None = None
         self.times = CopyTimes()
+
+    def host_memory(self, size: int) -> Tensor:
+        """Return ``size`` bytes of host memory, uint8; copies are slower where the driver does not pin them."""
+        memory = torch.empty(size, dtype=torch.uint8)
+        if self._pins:
+            runtime = torch.cuda.cudart()
+            if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+                weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+        return memory
 
     @contextmanager
     def overlapping(self, owner: str) -> Iterator[None]:

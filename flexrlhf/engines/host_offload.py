@@ -7,7 +7,6 @@ power of two.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ class HostOffload:
         """Return the copy of a storage; on a CPU too, where that saves nothing but runs the same way."""
         if storage._cdata not in self._copies:
             unused, size = self._unused[storage.nbytes()], storage.nbytes()
-            memory = unused.pop() if unused else host_memory(size, pinned=storage.device.type == "cuda")
+            memory = unused.pop() if unused else self._streams.host_memory(size)
             self._copies[storage._cdata] = _Copy(StorageWeakRef(storage), memory)
         return self._copies[storage._cdata]
 
@@ -160,13 +159,3 @@ class Lender(Engine):
     def _lendable(self) -> dict[str, Tensor]:
         """Return this rank's part of every parameter as passes read it."""
         return self.weights()
-
-
-def host_memory(size: int, pinned: bool) -> Tensor:
-    """Return ``size`` bytes of host memory, uint8; where the driver does not pin them, they are copied more slowly."""
-    memory = torch.empty(size, dtype=torch.uint8)
-    if pinned:
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
-            weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
-    return memory

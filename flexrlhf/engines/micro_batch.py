@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexrlhf.engines.attended_spans import Span
+from flexrlhf.engines.attended_spans import Span, copied_to
 from flexrlhf.engines.attention import PassAttention
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.batch_texts import BatchTexts, PassUnit
@@ -168,7 +168,8 @@ def _composed(batch: Batch, prompts: Sequence[int], texts: BatchTexts, settings:
         for unit in each.units:
             starts |= {row: starts[first]._replace(row=row) for row, first in units[unit].repeated.items()}
         numbers = [starts[row] for row in sorted(starts)]
-        attended = None if settings.masks else _attended(each, units, fills=batch.rows.device.type != "cpu")
+        fills = batch.rows.device.type != "cpu"
+        attended = None if settings.masks else _attended(each, units, fills, settings.pins)
         yield _laid_out(batch, numbers, num_texts, texts, each, settings, attended)
 
 
@@ -211,7 +212,7 @@ def _starts(place: int, row: Sequence[Place], units: Sequence[PassUnit]) -> Iter
             place += response
 
 
-def _attended(each: PackedPass, units: Sequence[PassUnit], fills: bool) -> PassAttention:
+def _attended(each: PackedPass, units: Sequence[PassUnit], fills: bool, pins: bool) -> PassAttention:
     """Return which tokens of the rows of a pass attend to each other.
 
     fills: whether padding behind the sequences of a row is one more, for kernels that would skip places by copies.
@@ -234,7 +235,7 @@ def _attended(each: PackedPass, units: Sequence[PassUnit], fills: bool) -> PassA
         left = (number + 1) * each.width - place
         if fills and left:
             own.append((place, left))
-    return PassAttention.of(own, responses, prompts)
+    return PassAttention.of(own, responses, prompts, pins)
 
 
 def _laid_out(
@@ -276,8 +277,7 @@ def _laid_out(
     device = batch.rows.device
 
     def on_device(values: NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return copied_to(device, torch.from_numpy(values), settings.pins)
 
     expert_places = None
     if EXPERTS in batch.columns:

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from flexrlhf.config.model_names import WITH_SINKS
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
+from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.experts import add_expert_adapters
 from flexrlhf.engines.rms_norm import use_own_norms
@@ -312,14 +313,14 @@ def recomputing(model: PreTrainedModel) -> Iterator[None]:
             layer.training = False
 
 
-def use_kernels(model: PreTrainedModel, settings: ModelSpec) -> None:
+def use_kernels(model: PreTrainedModel, settings: ModelSpec, switches: Switches = NO_SWITCHES) -> None:
     """Give the layers of ``model`` the kernels of its settings; parameters and their names stay as they are."""
     if settings.liger:
         _use_liger(model)
     elif not settings.compile:
         use_own_norms(model)
         use_own_rotation(model)
-    if settings.dtype != "float32":
+    if settings.dtype != "float32" and switches.float32_routers:
         use_float32_routers(model)
     if settings.tiled_mlp:
         tile_mlps(model)

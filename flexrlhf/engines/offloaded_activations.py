@@ -19,7 +19,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.copy_streams import CopyStreams
-from flexrlhf.engines.host_offload import host_memory
 
 
 @dataclass(eq=False)
@@ -118,4 +117,4 @@ class OffloadedActivations:
             return memory
         if last is not None:
             last.synchronize()
-        return host_memory(size, pinned=self._device.type == "cuda")
+        return self._streams.host_memory(size)

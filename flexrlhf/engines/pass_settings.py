@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.row_split import RowSplit
 from flexrlhf.memory.packed_rows import may_pack, takes_lengths
@@ -27,6 +28,7 @@ class PassSettings:
     multiple: of which the tokens of a row are.
     split:    of the rows over context-parallel ranks; None: this rank computes all tokens.
     slots:    whether rows are decoded in slots of one cache, for which attention must take any mask.
+    pins:     whether host memory is pinned that a GPU copies from.
     graphs:   whether passes over slots are captured as CUDA graphs.
     """
 
@@ -39,11 +41,17 @@ class PassSettings:
     multiple: int = 1
     split: RowSplit | None = None
     slots: bool = False
+    pins: bool = True
     graphs: bool = False
 
 
 def pass_settings(
-    settings: ModelSpec, config: Any, lengths: Lengths, device: torch.device, split: RowSplit | None = None
+    settings: ModelSpec,
+    config: Any,
+    lengths: Lengths,
+    device: torch.device,
+    split: RowSplit | None = None,
+    switches: Switches = NO_SWITCHES,
 ) -> PassSettings:
     """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
     # without a window the config of Qwen2-MoE has one of 0
@@ -59,6 +67,7 @@ def pass_settings(
         # torch's attention would copy a mask of any other width in each layer
         multiple=(1 if device.type == "cpu" else 8) * (1 if split is None else split.multiple),
         split=split,
-        slots=takes_masks,
+        slots=takes_masks and switches.slots,
+        pins=switches.pinned_memory,
         graphs=settings.cuda_graphs,
     )

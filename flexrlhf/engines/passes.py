@@ -301,7 +301,7 @@ def make_passes(
     rule = score_rule(config, placed.trained)
     readout = Readout(placed.head, head, context.lengths, context.temperature, rule)
     settings = placed.settings
-    laid_out = pass_settings(settings, config, context.lengths, context.device, split)
+    laid_out = pass_settings(settings, config, context.lengths, context.device, split, context.switches)
     together = context.same_part if lockstep else None
     routers = make_routers(model, settings, placed.trained)
     return Passes(model, call, readout, settings, laid_out, context.dp, together, routers)

@@ -57,7 +57,7 @@ def _towards(parts: Sequence[AttendedSpans], split: RowSplit, width: int, other:
                         found[first, second].append(pair)
         for (first, second), pairs in found.items():
             causal = part.causal and own[first] == their[second]
-            yield AttendedSpans(tuple(query for query, _ in pairs), tuple(key for _, key in pairs), causal)
+            yield AttendedSpans(tuple(query for query, _ in pairs), tuple(key for _, key in pairs), causal, part.pins)
 
 
 def _common(span: Span, start: int, length: int) -> Span | None:

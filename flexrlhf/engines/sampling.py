@@ -8,7 +8,8 @@ batch, on every device and in every engine. A response ends at an end token, or 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from shutil import which
@@ -49,15 +50,18 @@ def place_hash(seed: int, step: int | Tensor, rows: Tensor, positions: int | Ten
     return key
 
 
-def gumbel_noise(seed: int, step: int | Tensor, rows: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
+def gumbel_noise(
+    seed: int, step: int | Tensor, rows: Tensor, position: int | Tensor, vocabulary: int, has_kernel: bool = True
+) -> Tensor:
     """Return Gumbel noise (n, vocabulary), float64.
 
     step:     of all rows, or int64 (n,) of each.
     rows:     int64 (n,), row numbers.
     position: decoding position of all rows, or int64 (n,) of each.
+    has_kernel: whether GPUs make it by a kernel.
     """
     key = place_hash(seed, step, rows, position)
-    if key.is_cuda and _has_triton():
+    if has_kernel and key.is_cuda and _has_triton():
         from flexrlhf.engines.noise_kernel import gumbel_noise_of
 
         return gumbel_noise_of(key, vocabulary)
@@ -93,11 +97,25 @@ def sample_tokens(
     else:
         scores = scores.double().div_(sampling.temperature)
         scores = _apply_top_k_top_p(scores, sampling)
-        noise = gumbel_noise(sampling.seed, step, rows, position, scores.shape[1])
+        noise = gumbel_noise(sampling.seed, step, rows, position, scores.shape[1], sampling.has_kernel)
         tokens = noise.add_(scores)[:, : sampling.num_ids].argmax(1)
         del noise  # frees it before logsumexp allocates as much
     sampled = scores.gather(1, tokens[:, None]).squeeze(1)
     return tokens, (sampled - scores.logsumexp(1)).float()
+
+
+@contextmanager
+def running_sums() -> Iterator[None]:
+    """Allow ``cumsum`` of floating-point rows with ``debug.deterministic``.
+
+    On GPUs torch refuses it then in any shape, though sums along several rows have a fixed order.
+    """
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic)
 
 
 def _exclude_early_ends(scores: Tensor, sampling: Sampling, position: int | Tensor) -> Tensor:
@@ -121,7 +139,8 @@ def _apply_top_k_top_p(scores: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_k:
         narrow = TopKLogitsWarper(sampling.top_k)(no_tokens, narrow)
     if sampling.top_p < 1:
-        narrow = TopPLogitsWarper(sampling.top_p)(no_tokens, narrow)
+        with running_sums():
+            narrow = TopPLogitsWarper(sampling.top_p)(no_tokens, narrow)
     return scores.masked_fill_(narrow.isneginf(), -torch.inf)
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World, many_queues, open_world
 from flexrlhf.config.job_secret import signed, verified
+from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
 from flexrlhf.display.plain_lines import print_plainly
 from flexrlhf.errors import RunStopped, UserError
@@ -77,6 +78,9 @@ def work(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     first, timeout_seconds = orders[0].spec, max(order.spec.timeout_seconds for order in orders)
+    if any(order.spec.debug.deterministic for order in orders):
+        # read when cuBLAS starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (
         naming_exhaustion("outside the steps"),
         open_world(first.cluster.device, first.timeout_seconds, partial(device_queues, orders)) as world,
@@ -163,7 +167,8 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
 
     ``earlier``: directories of the runs before it.
     """
-    world, files, directory, began = rank.world, rank.files, order.spec.directory, time.time()
+    debug, files, directory, began = order.spec.debug, rank.files, order.spec.directory, time.time()
+    world = rank.world.under(debug)
     files.receive_inputs(order.spec, earlier, world)
     plan = make_plan(order.spec)
     name, send = plan.spec.name, rank.send
@@ -177,7 +182,7 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         if world.rank == 0:
             _send_counts(plan, data, send)
         send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
-        torch.backends.cuda.enable_cudnn_sdp(plan.spec.debug.cudnn_attention)
+        choose_kernels(debug)
         first = 0 if start is None else start.next_step
         opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send, first)
         steps = CalledSteps() if order.program else None
@@ -195,6 +200,15 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         with writing_to(directory):
             write_status(directory, status)
     return next_step
+
+
+def choose_kernels(debug: DebugSpec) -> None:
+    """Choose torch's kernels for a run."""
+    torch.backends.cuda.enable_cudnn_sdp(debug.cudnn_attention)
+    # as an error: with warnings alone attention would go on adding in any order
+    torch.use_deterministic_algorithms(debug.deterministic)
+    # all memory is written before it is read
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _called(

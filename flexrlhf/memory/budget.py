@@ -155,6 +155,7 @@ class Sizing:
     own_texts:  lengths by role, for models with a tokenizer of their own.
     node_of:    node of a rank; None: all are on one.
     reusing:    copies that exist only during their calls, as of ``copies_that_reuse`` (strategies/syncs.py).
+    slots:      whether rows are decoded in slots where a family can.
     """
 
     placement: Placement
@@ -164,6 +165,7 @@ class Sizing:
     own_texts: Mapping[str, SequenceLengths] = field(default_factory=dict)
     node_of: NodeOf | None = None
     reusing: Mapping[ModelName, str] = field(default_factory=dict)
+    slots: bool = True
 
     def texts_of(self, role: str) -> SequenceLengths:
         """Return the lengths of the rows that the models of ``role`` read."""
@@ -300,7 +302,7 @@ class Sizing:
         if work.kind == "generate":
             rows = texts.rows_decoded(model, work.rows and -(-work.rows // model.layout.cp))
             if not model.has_cache:
-                in_slots = decodes_in_slots(settings, shape, texts.width)
+                in_slots = self.slots and decodes_in_slots(settings, shape, texts.width)
                 read = settings.micro_batch_tokens if in_slots else None
                 return blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs)
             most = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
+from flexrlhf.engines.sampling import running_sums
 from flexrlhf.objectives.context import Columns, CombineContext, EarlierScores
 from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import ShapedRewards, last_positions, raw_scores, shape_rewards
@@ -51,7 +52,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     advantages = centred[:, None] * mask
     if is_after:
         # a token's choice has made the tokens after it possible, so their penalties count as well
-        advantages = (centred[:, None] - penalty.flip(1).cumsum(1).flip(1)) * mask
+        advantages = (centred[:, None] - _from_here_on(penalty)) * mask
     if spec.supervision == "process":
         of_steps, step_statistics = process_advantages(spec, batch, shaped)
         advantages, statistics = of_steps * mask, statistics | step_statistics
@@ -181,8 +182,14 @@ def process_advantages(spec: GroupSpec, batch: Batch, shaped: ShapedRewards) -> 
     """
     rewards, ends = _step_rewards(batch, shaped)
     normalised = _normalised(rewards, ends, batch.samples_per_prompt, spec.scale == "group")
-    advantages = normalised.flip(1).cumsum(1).flip(1) * shaped.mask
+    advantages = _from_here_on(normalised) * shaped.mask
     return advantages, {"response_steps": moments(ends.sum(1).float(), shaped.counts)}
+
+
+def _from_here_on(values: Tensor) -> Tensor:
+    """Return the sum (n, R) of each value and the ones behind it."""
+    with running_sums():
+        return values.flip(1).cumsum(1).flip(1)
 
 
 def _step_rewards(batch: Batch, shaped: ShapedRewards) -> tuple[Tensor, Tensor]:

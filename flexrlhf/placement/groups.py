@@ -24,12 +24,14 @@ class Group:
 
     inside:  whether layers wait for its messages while FSDP2 gathers weights and scatters gradients of others over the
              same ranks.
+    apart:   whether groups of the same ranks have other communicators.
     """
 
     purpose: str
     ranks: tuple[int, ...]
     alone: bool = False
     inside: bool = field(default=False, compare=False)
+    apart: bool = field(default=False, compare=False)
 
     @property
     def communicator(self) -> tuple[str, tuple[int, ...]]:
@@ -37,7 +39,7 @@ class Group:
         begin them, one for those inside layers, which would queue behind FSDP2's, and one for each purpose that goes on
         meanwhile. A GPU has up to 0.5 GB of buffers for each.
         """
-        goes_on = self.purpose == "move" or self.purpose.startswith("sync ")
+        goes_on = self.apart or self.purpose == "move" or self.purpose.startswith("sync ")
         return (self.purpose if goes_on else "inside layers" if self.inside else "blocking", self.ranks)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.output_settings import Switches
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
@@ -156,7 +157,7 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
         batch=batch,
         lengths=lengths,
         shapes=shapes,
-        groups=tuple(_groups(placement, instructions)),
+        groups=tuple(_groups(placement, instructions, spec.debug)),
         choice=resolved.choice,
     )
     return with_residency(plan)
@@ -225,7 +226,7 @@ def _check_warmup(plan: Plan) -> None:
             )
 
 
-def _groups(placement: Placement, instructions: tuple[Instruction, ...]) -> list[Group]:
+def _groups(placement: Placement, instructions: tuple[Instruction, ...], switches: Switches) -> list[Group]:
     """Return all groups in the order in which every rank creates them. A single rank needs none."""
     groups = [group for model in placement.models for group in compute_groups(model)]
     for instruction in instructions:
@@ -240,4 +241,9 @@ def _groups(placement: Placement, instructions: tuple[Instruction, ...]) -> list
                 groups += [Group(f"gather {instruction.source}", ranks) for ranks in instruction.gathers]
             case Save():
                 groups.append(Group(f"gather {instruction.model}", instruction.ranks))
-    return [group for group in dict.fromkeys(groups) if len(group.ranks) > 1 or group.alone]
+    apart, shares = switches.communicators == "apart", switches.communicators == "shared"
+    return [
+        replace(each, apart=apart, inside=each.inside and not shares)
+        for each in dict.fromkeys(groups)
+        if len(each.ranks) > 1 or each.alone
+    ]

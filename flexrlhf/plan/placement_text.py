@@ -125,6 +125,9 @@ def _reused(plan: Plan, copy: PlacedModel) -> Iterator[str]:
     if reason := obstacle(source, copy, plan.spec.sync.dtype):
         yield f"next to the weights of {source.name}: {reason}"
         return
+    if not plan.spec.debug.reused_weights:
+        yield f"next to the weights of {source.name}: debug.reused_weights is false"
+        return
     texts = {rank: _reused_text(plan.sizing.reuse(copy, rank), source) for rank in common}
     for text, ranks in _by_value(texts).items():
         yield text if len(ranks) == len(copy.ranks) else f"on {ranks_text(tuple(sorted(ranks)))} {text}"

@@ -65,7 +65,14 @@ class Plan:
 
     def with_residency(self) -> Plan:
         """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
-        memory = DeviceMemory(self.sizing, self.cluster, self.batch, self.most_communicators, self.row_bytes_in_flight)
+        memory = DeviceMemory(
+            self.sizing,
+            self.cluster,
+            self.batch,
+            self.most_communicators,
+            self.row_bytes_in_flight,
+            self.spec.debug.prefetched_reloads,
+        )
         instructions, offloaded = with_residency(self.schedule.instructions, memory)
         plan = replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
         # it depends on no instruction, and has computed most of the new plan's phases
@@ -185,9 +192,11 @@ class Plan:
         """Inputs of the memory plan."""
         texts = SequenceLengths(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
         node_of = self.cluster.node_of if self.cluster.num_nodes > 1 else None
-        reusing = copies_that_reuse(self.schedule.instructions, self.placement)
+        debug, reusing = self.spec.debug, dict[ModelName, str]()
+        if debug.reused_weights:
+            reusing = copies_that_reuse(self.schedule.instructions, self.placement)
         own = own_texts(self.lengths, texts)
-        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own, node_of, reusing)
+        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own, node_of, reusing, debug.slots)
 
     def memory(self, rank: int, sizing: Sizing | None = None) -> RankMemory:
         """Return the memory of ``rank`` by model and phase. ``sizing``: in place of that of the plan."""
@@ -226,9 +235,11 @@ class Plan:
         movable = frozenset(each.model for each in offloads)
         if not movable:
             return None
-        kept = {each.model for each in offloads if not each.is_refilled}.union(self.offloaded.get(rank, ()))
+        discards = self.spec.debug.sleep_level_2
+        offloaded = self.offloaded.get(rank, ())
+        kept = {each.model for each in offloads if not (discards and each.is_refilled)}.union(offloaded)
         models = self.placement.on_rank(rank)
-        away = {model.name for model in models if model.is_transient}.union(self.offloaded.get(rank, ()))
+        away = {model.name for model in models if model.is_transient}.union(offloaded)
         read = {model.name for model in models if model.trained}.union(model.name for model in self.checkpointed)
         loaded = [model.name for model in self.loaded_on(rank)]
         return Start(loaded, frozenset(away), movable, frozenset(kept), frozenset(read))

@@ -32,6 +32,7 @@ class DeviceMemory:
 
     communicators:  the most that one of them has.
     in_flight:      bytes of a rank's rows that are generated and not trained on yet.
+    prefetches:     whether models are reloaded before they are due.
     """
 
     sizing: Sizing
@@ -39,6 +40,7 @@ class DeviceMemory:
     batch: BatchShape
     communicators: int = 0
     in_flight: Callable[[int], int] = lambda rank: 0
+    prefetches: bool = True
 
     def capacity(self, rank: int) -> int | None:
         """Return the bytes for models that may be offloaded; None for a device of unknown size, where nothing is
@@ -230,7 +232,8 @@ class _Walk:
         def fits(index: int, models: set[ModelName]) -> bool:
             return self.memory.states(self.rank, models) + self._needed_for(index, frozenset()) <= self.capacity
 
-        bring_forward(residence, fits)
+        if self.memory.prefetches:
+            bring_forward(residence, fits)
 
 
 def sleepers(placement: Placement) -> frozenset[ModelName]:

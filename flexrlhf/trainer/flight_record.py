@@ -93,6 +93,7 @@ class FlightRecord(Observer):
             "pid": os.getpid(),
             "run": name,
             "models": models[rank],
+            "debug": plan.spec.debug.thrown,
         }
         self._log = FlightLog(directory, self._header, plan.spec.timeline_steps)
         self._last: deque[Span] = deque(maxlen=MOST_INSTRUCTIONS)

@@ -201,6 +201,7 @@ def load_model_on_rank(
             stages=stages,
             in_node=in_node,
             copies=copies,
+            switches=plan.spec.debug,
             waits=world.waits,
         )
     )

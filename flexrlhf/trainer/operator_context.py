@@ -76,7 +76,13 @@ def step_sampling(rank: RankContext) -> Sampling:
     algorithm, data = rank.plan.spec.algorithm, rank.data
     decode = partial(rank.decode, skip_special_tokens=True)
     sampling = Sampling(
-        rank.plan.spec.seed, 0, rank.plan.temperature, data.eos_token_ids, data.pad_token_id, decode=decode
+        rank.plan.spec.seed,
+        0,
+        rank.plan.temperature,
+        data.eos_token_ids,
+        data.pad_token_id,
+        decode=decode,
+        has_kernel=rank.plan.spec.debug.noise_kernel,
     )
     if not isinstance(algorithm, SampledSpec):
         return sampling

@@ -141,7 +141,7 @@ def open_rank(
     environments = make_environment_caller(plan, world, turns, decode, open_episodes(plan, world, closing), log)
     read_reply = None if turns is None else turns.messages
     scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True), read_reply)
-    copies = CopyStreams(world.device)
+    copies = CopyStreams(world.device, plan.spec.debug)
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id, copies)
     start_bytes = {"load": meter.peak()}
     meter.reset_peak()

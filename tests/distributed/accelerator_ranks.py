@@ -1,4 +1,5 @@
-"""One process: a rank of runs on the accelerator made of host memory, which counts reads and waits by the host."""
+"""One process: a rank of runs on the accelerator made of host memory, which counts reads and waits by the host, and
+batches of messages."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.trainer import Trainer
 
 WAITS = Counter[str]()
-"""Waits for communication so far: in the order of the device's work, and of the host, as they are with NCCL."""
+"""Waits for communication so far, in the order of the device's work and of the host, as they are with NCCL; and batches
+of messages that were begun."""
 
 
 def counted(wait: Callable[..., None]) -> Callable[..., None]:
@@ -33,6 +35,16 @@ def counted(wait: Callable[..., None]) -> Callable[..., None]:
     def counting(self: RankProgress, work: Waitable, ranks: tuple[int, ...]) -> None:
         WAITS["in order" if isinstance(work, InOrder) else "host"] += 1
         wait(self, work, ranks)
+
+    return counting
+
+
+def counted_batch(begin: Callable[..., list[dist.Work]]) -> Callable[..., list[dist.Work]]:
+    """Count the calls of ``batch_isend_irecv``."""
+
+    def counting(messages: list[dist.P2POp]) -> list[dist.Work]:
+        WAITS["batches"] += 1
+        return begin(messages)
 
     return counting
 
@@ -71,5 +83,6 @@ if __name__ == "__main__":
     host_accelerator.register(Path(sys.argv[1]))
     dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
     worker.Trainer = CountingTrainer  # type: ignore[misc]
+    dist.batch_isend_irecv = counted_batch(dist.batch_isend_irecv)
     RankProgress.wait = counted(RankProgress.wait)  # type: ignore[method-assign]
     worker.work([on_accelerator(order) for order in ORDERS.validate_json(Path(sys.argv[2]).read_bytes())])

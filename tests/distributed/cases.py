@@ -17,6 +17,7 @@ import yaml
 from algorithm_settings import ALGORITHMS, COMPLETIONS, DEFAULTS, FAST
 from assets import PROMPT_TOKENS, RESPONSE_TOKENS, SIZES, write_assets
 
+from flexrlhf.config.output_settings import Switches
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 
@@ -199,7 +200,15 @@ SETTINGS: dict[str, Raw] = {
     },
 }
 SLOW = {"debug": {"run_delay_seconds": 0.3}}
+SWITCHES: Raw = {
+    **{name: not field.default for name, field in Switches.model_fields.items() if field.annotation is bool},
+    "backend": "gloo",
+    "communicators": "apart",
+}
+"""All switches of ``debug``."""
 SETTINGS |= {
+    # so little memory that models take turns on their devices
+    "switched": {**_ppo(num_mini_batches=2), "cluster": {"memory_gb": 0.0003}, "debug": SWITCHES},
     "slow": {**_ppo(num_mini_batches=2), **SLOW},
     "slow-streaming": {**_ppo(num_mini_batches=4, whiten="mini_batch"), **SLOW, "steps": 2},
     # 32 layers, so that no tensor is a large part of the bytes on a rank of four
@@ -276,6 +285,7 @@ NOT_COMPARED = (
     "episodes-replayed",
     "slow",
     "slow-streaming",
+    "switched",
     "deep",
     "start",
     "dpo-start",
@@ -722,6 +732,7 @@ def _lag_of(shape: str) -> int:
     return SHAPES[shape].get("schedule", {}).get("lag", 0)
 
 
+SWITCHED = Case("switched", "operators-two", 2)
 KILLED = Case("segments", "lag-4-every-2", 2, rollout="vllm-child")
 """Its vLLM process is killed while the run goes on."""
 DEFAULT = [
@@ -742,6 +753,7 @@ DEFAULT = [
     Case("grpo-episodes", "halves", 2, "deepspeed-3"),
     Case("grpo-episodes", "operators-lag", 2, rollout="vllm"),
     Case("four-samples", "operators-two", 2),
+    SWITCHED,
     Case("one-trunk-adapters", "lag-4-every-2", 2),
     Case("grpo-process-models", "tight", 2),
     Case("safe-retokenized", "lag-4-every-2", 2),

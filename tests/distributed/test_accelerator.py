@@ -17,7 +17,7 @@ from typing import Any
 import host_accelerator
 import pytest
 from assets import WORDS
-from cases import DEFAULT, LONG, SIX, Assets, Case, make_assets
+from cases import DEFAULT, LONG, SIX, SWITCHED, Assets, Case, make_assets
 from comparison import deviations
 from forked import run_ranks
 from launcher import Outcome, params
@@ -41,6 +41,8 @@ EQUAL = [
     Case("four", "tight", 2),
     Case("two", "co-located", 2, "torch-3"),
     Case("adapters", "co-located", 2),
+    # without each mechanism that a switch turns off
+    SWITCHED,
 ]
 OTHERS = [
     case
@@ -239,6 +241,22 @@ def test_the_host_waits_for_no_gradient_and_no_step_of_a_ring(
         print(f"{way}, rank {rank}: {found}")
         assert found["host"] == STEPS * waits + at_end, found
         assert found["in order"] > 0, found
+
+
+def test_switches_reach_the_ranks(outcomes: Outcomes) -> None:
+    """Copies by streams, and batches of messages, which runs have that do not switch them off."""
+
+    def counted(case: Case) -> tuple[float, int]:
+        outcome = outcomes.equal[case]
+        copies = outcome.trace["otherData"]["host_copies"]
+        found = [json.loads((outcome.directory / f"counts-{rank}.json").read_text()) for rank in range(2)]
+        batches = sum(counts.get("batches", 0) for labels in found for counts in labels.values())
+        return sum(times["seconds"] for times in copies.values()), batches
+
+    assert counted(EQUAL[1])[0] > 0 and counted(EQUAL[0])[1] > 0
+    plan = outcomes.equal[SWITCHED].plan
+    assert {Sync, Reload} <= {type(each) for each in plan.schedule.instructions}
+    assert counted(SWITCHED) == (0, 0)
 
 
 def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outcomes) -> None:

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec, OptimizerSpec
+from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs, Sampling, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths, column_of
@@ -52,21 +53,25 @@ def engine_of(role: str = "actor", num_updates: int = 100, head: Head | None = N
     return engine_for(placed(role, head, **settings), num_updates)
 
 
-def engine_for(model: PlacedModel, num_updates: int = 100, lengths: Lengths = LENGTHS) -> TorchEngine:
-    return TorchEngine(
-        EngineContext(
-            placed=model,
-            lengths=lengths,
-            temperature=1.0,
-            seed=SEED,
-            num_updates=num_updates,
-            dp=ONE_RANK,
-            tp=ONE_RANK,
-            alone=None,
-            device=torch.device("cpu"),
-            kv_bytes=0,
-            store=HashStore(),
-        )
+def engine_for(
+    model: PlacedModel, num_updates: int = 100, lengths: Lengths = LENGTHS, switches: Switches = NO_SWITCHES
+) -> TorchEngine:
+    return TorchEngine(replace(context_of(model, num_updates, lengths), switches=switches))
+
+
+def context_of(model: PlacedModel, num_updates: int = 100, lengths: Lengths = LENGTHS) -> EngineContext:
+    return EngineContext(
+        placed=model,
+        lengths=lengths,
+        temperature=1.0,
+        seed=SEED,
+        num_updates=num_updates,
+        dp=ONE_RANK,
+        tp=ONE_RANK,
+        alone=None,
+        device=torch.device("cpu"),
+        kv_bytes=0,
+        store=HashStore(),
     )
 
 

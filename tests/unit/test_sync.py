@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor
 from flexrlhf.comm.checksum import checksum
 from flexrlhf.comm.sync import ChecksumError, SyncChannel, WeightMover
 from flexrlhf.comm.weights import WeightGather, cut
-from flexrlhf.comm.world import Waitable
+from flexrlhf.comm.world import SINGLY, Waitable
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.placed import PlacedModel
@@ -44,7 +45,7 @@ BIASED = {
     "first_k_dense_replace": 1,
 }
 SETTINGS: list[dict[str, Any]] = [{"bucket_mb": 0.001}, {"overlap": True, "bucket_mb": 0.002}, {"checksum": False}]
-A_GROUP = cast(dist.ProcessGroup, "a group")
+A_GROUP = cast(dist.ProcessGroup, SimpleNamespace(group_desc="sync actor"))
 SECONDS = 20
 
 
@@ -123,6 +124,18 @@ class Wires:
         for rank in ended:
             self.batches[rank].popleft()
         return bool(ended)
+
+
+@dataclass(frozen=True)
+class Single:
+    """``dist.isend`` or ``dist.irecv``, by name."""
+
+    name: str
+    wires: Wires
+
+    def __call__(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Batch:
+        (batch,) = self.wires.batch([Operation(self, tensor, peer, group)])
+        return batch
 
 
 @pytest.fixture
@@ -336,6 +349,23 @@ def test_weights_cross_to_a_node_once(
             nodes = {case.node_of(rank) for rank in SHADOW} - {case.node_of(rank) for rank in TRAINED}
             whole = sum(tensor.numel() for tensor in case.tensors.values())
             assert (source, shadow) != ({}, {}) or sum(crossing) == whole * len(nodes)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("source", ["{zero: 3}", "{tp: 2}"])
+def test_messages_one_by_one_have_one_order_on_all_ranks(
+    source: str, tp: int, wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without batches (``debug.message_batches``) no ranks wait for each other in a circle, on the same ranks too."""
+    monkeypatch.setattr(A_GROUP, "group_desc", f"sync actor{SINGLY}")
+    monkeypatch.setattr(dist, "get_rank", lambda *_: wires.local.rank)
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(dist, name, Single(name, wires))
+    for colocated in (True, False):
+        case = engine_case(colocated, tp, source, bucket_mb=0.001)
+        wires.num_bytes.clear()
+        assert_arrived(case, move(case, wires, times=2))
+        assert sum(wires.num_bytes.values()) > 2 * case.planned_bytes() > 0
 
 
 def test_a_rank_that_sends_on_is_the_one_named(wires: Wires) -> None:

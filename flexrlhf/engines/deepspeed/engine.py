@@ -141,7 +141,7 @@ class DeepSpeedEngine(Lender):
         self._model = skeleton.model
         self.config = self._model.config
         head = use_language_head(self._model, self._settings.logits_at_a_time)
-        use_kernels(self._model, self._settings)
+        use_kernels(self._model, self._settings, context.switches)
         checkpoint_layers(self._model, context)
         self._tp, names = context.tp, TensorParallelNames()
         if context.tp.group is not None:

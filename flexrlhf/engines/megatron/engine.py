@@ -40,7 +40,6 @@ from flexrlhf.engines.pass_settings import pass_settings
 from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.engines.skeletons import Skeleton, is_tied, make_skeleton, planned_parts
-from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
 from flexrlhf.weights.families import model_sizes
 from flexrlhf.weights.shards import whole
@@ -62,7 +61,7 @@ class MegatronEngine(Lender):
         placed, self._settings = context.placed, context.placed.settings
         ranks = context.stages
         assert ranks is not None, "an engine with stages has their groups"
-        _check_links(context, ranks)
+        context.check_links()
         skeleton = make_skeleton(context)
         self.config = skeleton.model.config
         groups = process_groups(context, ranks)
@@ -86,7 +85,9 @@ class MegatronEngine(Lender):
             if self._settings.dtype != "float32":
                 _read_masters(source, self._update.tensors(self._named)[WEIGHTS])
         rule = score_rule(self.config, placed.trained)
-        laid_out = pass_settings(self._settings, self.config, context.lengths, context.device)
+        laid_out = pass_settings(
+            self._settings, self.config, context.lengths, context.device, switches=context.switches
+        )
         # sequence parallelism gives each rank as many tokens of a row
         multiple = lcm(laid_out.multiple, groups.tp.size() if self._stage.config.sequence_parallel else 1)
         self._passes = StagePasses(
@@ -176,15 +177,6 @@ class MegatronEngine(Lender):
         return [parameter.detach() for parameter in self._stage.parameters()]
 
 
-def _check_links(context: EngineContext, ranks: StageRanks) -> None:
-    """Raise UserError for stages on GPUs that ranks share, between which NCCL does not send."""
-    group, model = ranks.stages.group, context.placed
-    if group is not None and context.device.type == "cuda" and dist.get_backend(group) == "gloo":
-        raise UserError(
-            f"{model.key('pp')}: {model.layout.pp} stages need a GPU each, and several ranks share one here; use 1"
-        )
-
-
 def _stage(context: EngineContext, skeleton: Skeleton, groups: ProcessGroupCollection) -> Stage:
     """Return the stage of this rank, whose weights are not read yet."""
     placed, config = context.placed, skeleton.model.config
@@ -197,6 +189,7 @@ def _stage(context: EngineContext, skeleton: Skeleton, groups: ProcessGroupColle
         padding_token=skeleton.model.get_input_embeddings().padding_idx,
         chunk_elements=placed.settings.logits_at_a_time,
         blocks=expert_blocks(skeleton.model),
+        float32_routers=context.switches.float32_routers,
     )
     frequencies: Any = skeleton.model.base_model.rotary_emb.inv_freq
     stage = Stage(transformer_config(placed, sizes, config), shape, frequencies, groups)

@@ -23,9 +23,10 @@ class RoutedExperts(nn.Module):
 
     block:  of transformers, whose class and config it has.
     dtype:  of its parameters.
+    float32_routers: whether its router computes in float32.
     """
 
-    def __init__(self, block: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, block: Any, group: dist.ProcessGroup, dtype: torch.dtype, float32_routers: bool) -> None:
         super().__init__()
         config = copy(block.experts.config)
         with torch.device("meta"):
@@ -33,7 +34,8 @@ class RoutedExperts(nn.Module):
         if group.size() > 1:
             split_experts(made, config, ExpertSplit(group, None))
         self.block = made.to(dtype).to_empty(device=torch.cuda.current_device())
-        use_float32_routers(self.block)
+        if float32_routers:
+            use_float32_routers(self.block)
         # of this rank's tokens: Megatron sums its gradients over the tensor-parallel ranks
         for parameter in self.block.gate.parameters():
             parameter.sequence_parallel = group.size() > 1

@@ -50,6 +50,7 @@ class StageShape:
     padding_token:   whose embedding is not trained, as in transformers; None: all are.
     chunk_elements:  logits that exist at a time.
     blocks:          transformers' blocks of the layers with experts, by number.
+    float32_routers: whether their routers compute in float32.
     """
 
     sizes: Sizes
@@ -58,6 +59,7 @@ class StageShape:
     padding_token: int | None
     chunk_elements: int
     blocks: Mapping[int, nn.Module]
+    float32_routers: bool
 
 
 class Stage(GPTModel):
@@ -86,7 +88,7 @@ class Stage(GPTModel):
         )
         for layer in self.decoder.layers:
             if block := shape.blocks.get(layer.layer_number - 1):
-                layer.mlp = RoutedExperts(block, self.tp_group, config.params_dtype)
+                layer.mlp = RoutedExperts(block, self.tp_group, config.params_dtype, shape.float32_routers)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         self.head: LanguageHead | None = None
         self._padding_token = shape.padding_token

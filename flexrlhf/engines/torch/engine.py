@@ -56,7 +56,7 @@ class TorchEngine(Lender):
         self._model = skeleton.model
         self.config = self._model.config
         head = use_language_head(self._model, settings.logits_at_a_time)
-        use_kernels(self._model, settings)
+        use_kernels(self._model, settings, context.switches)
         names = _shard(skeleton, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:

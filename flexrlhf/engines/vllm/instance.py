@@ -69,6 +69,9 @@ class VllmInstance:
             environment = dict(_ENVIRONMENT)
             if self._groups is None:
                 environment |= starting.enter_context(child_environment(context.timeout_seconds))
+                if context.switches.deterministic and context.device.type == "cuda":
+                    # not in the process of a rank: it replaces operations of torch for good, some without gradients
+                    environment["VLLM_BATCH_INVARIANT"] = "1"
             self._isolation = ProcessIsolation(environment, self._groups, context.device)
             directory = starting.enter_context(model_directory(context))
             self.config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -86,7 +89,7 @@ class VllmInstance:
                 self._join_stages()
             self.views: dict[str, Tensor] = self._call("weight_views") if self.child is None else self.child.views()
             self.padding_bytes: int = self._call("padding_bytes")
-            self.sleep_mode = SleepMode(self.engine, context.device)
+            self.sleep_mode = SleepMode(self.engine, context)
         # not isolated: this rank is then numbered in its replica
         if goes_on(context.placed.settings):
             self._read_adapters()
@@ -152,7 +155,8 @@ class VllmInstance:
     def _worker_config(self) -> dict[str, Any]:
         rank, lora = 0 if self._groups is None else self._groups.rank, self._context.placed.settings.lora
         adapters = {} if lora is None else {"lora": lora.model_dump(mode="json")}
-        return {"rank": rank, "local_rank": self._context.device.index or 0, **adapters}
+        switches = self._context.switches.model_dump(include={"float32_routers", "noise_kernel"})
+        return {"rank": rank, "local_rank": self._context.device.index or 0, **switches, **adapters}
 
     @contextmanager
     def calling(self) -> Iterator[None]:

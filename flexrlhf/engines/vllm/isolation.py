@@ -39,6 +39,7 @@ class PrivateGroups:
 
     def __init__(self, context: EngineContext) -> None:
         assert context.stages is not None, "every engine of a run has its replica"
+        context.check_links()
         replica, device = context.stages.replica, context.device
         self.rank = 0 if replica.group is None else replica.group.rank()
         self.size = len(replica.ranks)
@@ -47,7 +48,7 @@ class PrivateGroups:
         self._name, self._store = f"vllm-{number:012x}", context.store
         self._seconds = context.timeout_seconds
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
-        # that of the run: gloo where ranks share a GPU
+        # that of the run; vLLM connects GPUs by NCCL in addition
         self._backend = "gloo" if replica.group is None else dist.get_backend(replica.group)
         self.world = self._group(tuple(range(self.size)), self._backend)
 
@@ -198,12 +199,18 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def _same_settings() -> Iterator[None]:
-    """Restore the default dtype, the precision of float32 products, and the number of threads."""
+    """Restore the default dtype, the precision of float32 products, and the number of threads.
+
+    torch's deterministic algorithms are those of training: vLLM's kernels have none, and its operations would be
+    refused.
+    """
     dtype, precision, threads = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_num_threads()
-    set_num_threads = torch.set_num_threads
+    set_num_threads, is_deterministic = torch.set_num_threads, torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
+        torch.use_deterministic_algorithms(is_deterministic)
         torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
         if torch.get_num_threads() != threads:

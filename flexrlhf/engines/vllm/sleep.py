@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 
 
@@ -17,10 +17,10 @@ class SleepMode:
     has_cache:           whether the KV cache is on the device.
     """
 
-    def __init__(self, engine: Any, device: torch.device) -> None:
-        self._engine = engine
-        self._on_cpu = device.type == "cpu"
-        self._weights, self._cache = HostOffload(device), HostOffload(device)
+    def __init__(self, engine: Any, context: EngineContext) -> None:
+        self._engine, device = engine, context.device
+        self._on_cpu, self._discards = device.type == "cpu", context.switches.sleep_level_2
+        self._weights, self._cache = HostOffload(device, context.copies), HostOffload(device, context.copies)
         self._copied_bytes = self.num_unmapped_bytes = 0
         self.has_cache = True
 
@@ -30,7 +30,8 @@ class SleepMode:
         return self._weights.num_bytes + self._copied_bytes
 
     def sleep(self, keeps: bool) -> None:
-        """Free the weights and the KV cache. ``keeps``: whether the weights are copied to host memory."""
+        """Free the weights and the KV cache. ``keeps``: whether the weights have to be copied to host memory."""
+        keeps = keeps or not self._discards
         parameters, caches = self._tensors("parameters"), self._tensors("caches")
         if self._on_cpu:
             self._weights.offload(parameters, keeps)

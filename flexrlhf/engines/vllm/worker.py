@@ -48,7 +48,7 @@ class RankExecutor(UniProcExecutor):
     """Executor of the one worker of this process.
 
     ``additional_config`` has the ``rank`` in the replica, the ``local_rank`` (index of the device), and of a copy with
-    adapters their settings (``lora``).
+    adapters their settings (``lora``), and switches.
     """
 
     supports_pp = True
@@ -60,7 +60,7 @@ class RankExecutor(UniProcExecutor):
             multiprocessing.set_start_method("fork", force=True)
             # a world of one rank without files or ports
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with _patched_vllm():
+        with _patched_vllm(self.vllm_config.additional_config["float32_routers"]):
             super()._init_executor()
         if (lora := lora_of(self.vllm_config)) is not None:
             # before it is compiled
@@ -84,23 +84,25 @@ def _end_with(parent: int) -> None:
 
 
 @contextmanager
-def _patched_vllm() -> Iterator[None]:
+def _patched_vllm(float32_routers: bool) -> Iterator[None]:
     """Patch vLLM while it starts.
 
     Its ranks create no queue in shared memory, which is not used here and which a rank that is killed would leave.
-    Routers compute in float32, as those of ``engines/routing.py``. On a CPU, linear layers and experts multiply by
-    their own weights, since packed copies could not be overwritten, and the memory of the process is not bound to one
-    NUMA node.
+    Routers compute in float32, as those of ``engines/routing.py``, with ``float32_routers``. On a CPU, linear layers
+    and experts multiply by their own weights, since packed copies could not be overwritten, and the memory of the
+    process is not bound to one NUMA node.
     """
     with ExitStack() as patches:
         patches.enter_context(_replaced(MessageQueue, "create_from_process_group", staticmethod(_nothing)))
-        patches.enter_context(
-            _replaced(GateLinear, "__init__", partialmethod(GateLinear.__init__, out_dtype=torch.float32))
-        )
+        if float32_routers:
+            patches.enter_context(
+                _replaced(GateLinear, "__init__", partialmethod(GateLinear.__init__, out_dtype=torch.float32))
+            )
         if current_platform.is_cpu():
             from flexrlhf.engines.vllm.cpu_experts import OwnWeightExperts
 
-            patches.enter_context(_replaced(layer_utils, "dispatch_cpu_unquantized_gemm", _use_own_weight))
+            use_own_weight = partial(_use_own_weight, float32_routers)
+            patches.enter_context(_replaced(layer_utils, "dispatch_cpu_unquantized_gemm", use_own_weight))
             patches.enter_context(_replaced(unquantized, "backend_to_kernel_cls", OwnWeightExperts.classes))
             patches.enter_context(_replaced(torch.ops._C, "init_cpu_memory_env", _nothing))
         yield
@@ -121,8 +123,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Replace a function that must not run."""
 
 
-def _use_own_weight(layer: Any, remove_weight: bool) -> None:
-    layer.cpu_linear = _float32_linear if isinstance(layer, GateLinear) else torch.nn.functional.linear
+def _use_own_weight(float32_routers: bool, layer: Any, remove_weight: bool) -> None:
+    is_wide = float32_routers and isinstance(layer, GateLinear)
+    layer.cpu_linear = _float32_linear if is_wide else torch.nn.functional.linear
 
 
 def _float32_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -217,7 +220,7 @@ class NoiseSampler(torch.nn.Module):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self._runner = runner
+        self._runner, self._has_kernel = runner, runner.vllm_config.additional_config["noise_kernel"]
 
     def forward(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return tokens (n,), and log-probs (n, vocabulary) that they are sampled from.
@@ -237,7 +240,7 @@ class NoiseSampler(torch.nn.Module):
         noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
         for (seed, step), requests in self._requests_by_step().items():
             slots, rows, positions = torch.tensor(requests, device=logits.device).unbind(1)
-            noise[slots] = gumbel_noise(seed, step, rows, positions, logits.shape[1])
+            noise[slots] = gumbel_noise(seed, step, rows, positions, logits.shape[1], self._has_kernel)
         return noise
 
     def _requests_by_step(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
