@@ -95,10 +95,15 @@ class Translation:
     def finish(self, job: JobSettings, without_effect: Mapping[str, str], with_effect: Mapping[str, str]) -> None:
         """List the settings that nothing has read, each by the first reason that fits, and the ones without a value.
 
+        Before, it writes the one that systems have in many places.
+
         without_effect:  reasons → regular expressions of keys, of settings that change neither results, memory nor
                          time of a step.
         with_effect:     the same of settings that do.
         """
+        flags = [job.truth(key) for key in job.found if "full_determinism" in key]
+        if sources := [each for each in flags if each is not None]:
+            self.put("debug.deterministic", True, *sources)
         reasons = [
             (re.compile("|".join(keys.split())), why, table is with_effect)
             for table in (without_effect, with_effect)

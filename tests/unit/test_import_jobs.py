@@ -301,6 +301,22 @@ def test_settings_of_experts_have_counterparts_in_other_systems(tmp_path: Path) 
     assert translated(tmp_path / "job.sh").value("models.actor.router_aux_loss_coef") == 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "expected"),
+    [
+        ("openrlhf_ppo.sh", "--train.full_determinism_enable", True),
+        ("verl_grpo.sh", "actor_rollout_ref.actor.fsdp_config.full_determinism=True", True),
+        ("verl_grpo.sh", "actor_rollout_ref.ref.fsdp_config.full_determinism=False", None),
+    ],
+)
+def test_repeatable_training_is_repeatable_here(tmp_path: Path, name: str, flag: str, expected: bool | None) -> None:
+    text, before = (JOBS / name).read_text(), "--ds.zero_stage" if "openrlhf" in name else "trainer.nnodes"
+    (tmp_path / "job.sh").write_text(text.replace(before, f"{flag} {before}"))
+    found = translated(tmp_path / "job.sh", H100)
+    assert found.value("debug.deterministic") is expected
+    assert not any("determinism" in each.setting.key for each in found.left_out)
+
+
 @pytest.mark.parametrize("key", ["optim.lr", "ppo_mini_batch_size", "use_kl_loss", "trainer.nnodes", "rollout.n"])
 def test_a_misspelt_setting_is_not_lost_in_silence(tmp_path: Path, key: str) -> None:
     text = (JOBS / "verl_grpo.sh").read_text()

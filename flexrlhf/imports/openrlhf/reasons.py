@@ -12,7 +12,7 @@ WITHOUT_EFFECT = {
     "kernels and processes, which follow from the engine here": r"""
         vllm\..*
         ds\.(enable_sleep|packing_samples|attn\w*|overlap_comm|use_liger\w*|deepcompile|zpg|grad_accum\w*|experts\w*)
-        ds\.value_head\w* .*reentrant packing_\w+ master_\w+ local_rank use_ms .*full_determinism\w* .*seed
+        ds\.value_head\w* .*reentrant packing_\w+ master_\w+ local_rank use_ms .*seed
     """,
     "passes without gradients have the micro-batches of models.actor": r"""
         rollout\.(micro_batch_size|max_tokens_per_gpu|vllm_generate_batch_size)

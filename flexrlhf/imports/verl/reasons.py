@@ -21,7 +21,6 @@ WITHOUT_EFFECT = {
         .*(entropy_from_logits\w*|entropy_checkpointing|forward_prefetch|use_orig_params|attn_implementation|pad_mode)
         .*(balance_batch|load_format|layered_summon|disable_log_stats|use_mbridge|vanilla_mbridge)
         .*(use_dist_checkpointing|dist_checkpointing_path|logits_processor|use_fsdp|wrap_policy.*|seed)
-        .*full_determinism
     """,
     "limits of vLLM's scheduler, which rollout.config takes by vLLM's names": r"""
         .*(max_num_seqs|max_num_batched_tokens|enable_chunked_prefill|max_model_len|cudagraph\w*|engine_kwargs.*)
