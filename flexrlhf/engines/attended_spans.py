@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ops = torch.ops.aten
 NO_KEYS = -1e30
@@ -27,6 +28,8 @@ FLASH_TYPES = (torch.float16, torch.bfloat16)
 FLASH_CAPABILITY = (8, 0)
 FLASH_HEAD_DIM = 256
 """Most features of a head; a multiple of 8."""
+MASK_STRIDE = 8
+"""Elements of which strides of a mask are multiples in the CUDA kernel for equal lengths: 16 bytes of 16-bit types."""
 
 Span = tuple[int, int]
 """First token and number of tokens."""
@@ -326,9 +329,20 @@ def dense(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
         return found
-    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
+    bias = None if mask is None else _bias(mask, query.shape[1])
     out, lse, *_ = ops._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)
-    return out, lse[..., : query.shape[2]]
+    return out, lse.narrow(-1, 0, query.shape[2])
+
+
+def _bias(mask: Tensor, heads: int) -> Tensor:
+    """Return ``mask`` (rows, 1 or heads, length, keys) for all ``heads``, with the strides that the CUDA kernel takes.
+
+    torch's own attention pads masks before it calls the kernel; prompts and growing caches have any width.
+    """
+    width, last = mask.shape[-1], mask.stride(-1)
+    if last != 1 or any(each % MASK_STRIDE for each in (*mask.stride()[:-1], mask.storage_offset())):
+        mask = pad(mask, (0, MASK_STRIDE - width % MASK_STRIDE)).narrow(-1, 0, width)
+    return mask.expand(-1, heads, -1, -1)
 
 
 def dense_gradients(
@@ -349,9 +363,9 @@ def dense_gradients(
         )
         return found
     # the kernel reads log-sum-exps of a multiple of 32 queries
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
+    lse = pad(lse, (0, -lse.shape[2] % 32)).contiguous()
     unread = torch.zeros((), dtype=torch.int64, device=query.device)
-    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
+    bias = None if mask is None else _bias(mask, query.shape[1])
     needed = [True, True, True, False]
     of_query, of_key, of_value, _ = ops._scaled_dot_product_efficient_attention_backward(
         gradient, query, key, value, bias, out, lse, unread, unread, 0.0, needed, causal, scale=scale

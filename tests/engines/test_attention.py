@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from small_models import TINY, engine_of, likelihood, mini_batch, output
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexrlhf.engines import attended_spans
 from flexrlhf.engines.attended_spans import Span, has_flash
 from flexrlhf.engines.attention import PassAttention, attend
+from flexrlhf.engines.base import Batch, Sampling
 
 LENGTHS = {
     "equal": (5, 5, 5),
@@ -83,3 +91,73 @@ def test_sequences_attend_to_themselves_and_their_prompt(
     gradients = [torch.autograd.grad(out, inputs, weights) for out in (found, expected)]
     for one, two in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-5)
+
+
+# --- kernels for equal lengths
+
+BY_SINKS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+KERNELS = {False: "_scaled_dot_product_flash_attention_for_cpu", True: "_scaled_dot_product_efficient_attention"}
+"""For CPUs and CUDA, forward; with ``_backward`` behind them the ones of gradients."""
+
+
+class CudaKernels(TorchDispatchMode):
+    """Count calls of CUDA's kernels; raise where torch's kernel_forward.h or kernel_backward.h refuses a tensor."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith(KERNELS[True]):
+            backward = name != KERNELS[True]
+            query, key, bias = (args[place] for place in ((1, 2, 4) if backward else (0, 1, 3)))
+            multiple = 16 // query.element_size()
+            for each in (each for each in args[: 6 if backward else 4] if each is not None):
+                strides = [step for step, size in zip(each.stride()[:-1], each.shape[:-1], strict=True) if size > 1]
+                assert each.dtype == query.dtype and each.stride(-1) == 1, name
+                assert not any(step % multiple for step in (*strides, each.storage_offset())), (name, strides)
+            assert bias is None or bias.shape == (*query.shape[:3], key.shape[2])
+            assert not backward or args[6].is_contiguous() and args[6].shape[2] == -(-query.shape[2] // 32) * 32
+            self._found["masked " * (bias is not None) + name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class SameOnCuda(TorchDispatchMode):
+    """Repeat each call of a CPU's kernel with tensors of the same strides on a CUDA device that computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        if name.startswith(KERNELS[False]):
+            with FakeTensorMode(), CudaKernels(self.found):
+                tensors = [_on_cuda(each) for each in args if isinstance(each, Tensor)]
+                mask, causal = kwargs.get("attn_mask"), any(each is True for each in args)
+                ours = attended_spans.dense if name == KERNELS[False] else attended_spans.dense_gradients
+                ours(*tensors, causal, kwargs["scale"], None if mask is None else _on_cuda(mask))
+        return func(*args, **kwargs)
+
+
+def _on_cuda(like: Tensor) -> Tensor:
+    whole = torch.empty(like.untyped_storage().nbytes() // like.element_size(), dtype=like.dtype, device="cuda:0")
+    return whole.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [BY_SINKS, {}], ids=["sinks", "packed"])
+def test_the_kernels_of_cuda_take_the_tensors_of_all_passes(family: dict[str, Any], dtype: str) -> None:
+    """Of a generation whose prompts and caches have any width, log-probs and training."""
+    of = engine_of(init={**TINY, "head_dim": 16, **family}, dtype=dtype)
+    batch = mini_batch()
+    prompts = {"prompts": batch["tokens"][:, :4], "prompt_mask": batch["attention_mask"][:, :4]}
+    sampling = Sampling(seed=1, step=0, temperature=1.0, eos_token_ids=(0,), pad_token_id=0)
+    with SameOnCuda() as same:
+        if family:
+            of.generate(Batch(prompts, batch.rows, 1), sampling)
+        output(of, "logprobs", batch=batch)
+        of.backward([(batch, likelihood())])
+    masked = "masked " * bool(family)
+    assert set(same.found) == {masked + KERNELS[True], f"{masked}{KERNELS[True]}_backward"}
