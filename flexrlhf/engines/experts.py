@@ -122,25 +122,45 @@ def experts_over_ranks(module: Any, hidden: Tensor, chosen: Tensor, weights: Ten
     (tokens, top), here, flat = chosen.shape, module.num_experts, chosen.reshape(-1)
     if split.tp is not None:
         hidden, weights = (SumOfGradients.apply(each, split.tp) for each in (hidden, weights))
-    block = flat // here
-    # of the choices of these tokens the other ranks with the same tokens compute theirs
-    own = (block % split.num_tp == split.tp_index).nonzero().squeeze(1)
-    there = (block // split.num_tp * here + flat % here)[own]
-    order = torch.argsort(there, stable=True)
-    places, counts = own[order], torch.bincount(there, minlength=here * split.num_ep).view(split.num_ep, here)
+    order, counts = _by_expert(flat, here, split)
     arriving = counts
     if split.ep is not None:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=split.ep)
-    sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+    if split.ep is None and split.tp is None:
+        sent = received = [len(flat)]
+    else:
+        # the only read of a layer: a host that waits for a GPU launches nothing meanwhile
+        sent, received = torch.stack([counts, arriving]).sum(2).tolist()
+    places = order[: sum(sent)]
     rows = _TokenExchange.apply(hidden[places // top], sent, received, split.ep)
-    experts = torch.arange(here, device=flat.device).repeat(split.num_ep).repeat_interleave(arriving.reshape(-1))
+    numbers = torch.arange(here, device=flat.device).repeat(split.num_ep)
+    experts = numbers.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
     returned = _TokenExchange.apply(_own_experts(module, rows, experts), received, sent, split.ep)
     # as transformers': each output is rounded after its weight, and the sum has the type of the weighted outputs
     weighted = returned * weights.reshape(-1)[places].unsqueeze(-1)
     outputs = weighted.new_zeros(tokens * top, weighted.shape[1]).index_copy_(0, places, weighted)
     total = outputs.view(tokens, top, -1).sum(1).to(hidden.dtype)
     return total if split.tp is None else Summed.apply(total, split.tp)
+
+
+def _by_expert(chosen: Tensor, here: int, split: ExpertSplit) -> tuple[Tensor, Tensor]:
+    """Return the places (n,) in ``chosen`` (n,) by the expert, first the ones that this rank sends, and the number
+    (ep, here) of these for each expert of its ``ep`` ranks, of which each has ``here`` experts."""
+    number = here * split.num_ep
+    if split.tp is not None:
+        # of the choices of these tokens the other ranks with the same tokens compute theirs
+        block = chosen // here
+        there = block // split.num_tp * here + chosen % here
+        chosen = there.masked_fill_(block % split.num_tp != split.tp_index, number)
+    ordered, order = torch.sort(chosen, stable=True)
+    return order, _ends(ordered, number).diff(prepend=order.new_zeros(1)).view(split.num_ep, here)
+
+
+def _ends(ordered: Tensor, number: int) -> Tensor:
+    """Return for each of ``number`` experts the places up to its last one in ``ordered`` (n,), int64."""
+    # bincount would read its largest value on the host
+    return torch.searchsorted(ordered, torch.arange(number, device=ordered.device), right=True)
 
 
 def _own_experts(module: Any, rows: Tensor, experts: Tensor) -> Tensor:
@@ -154,8 +174,8 @@ def _own_experts(module: Any, rows: Tensor, experts: Tensor) -> Tensor:
 def _outputs(module: Any, rows: Tensor, experts: Tensor) -> Tensor:
     if not hasattr(module, "lora_A"):
         return grouped_mm_experts_forward(module, rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
-    order = torch.argsort(experts, stable=True)
-    ends = torch.bincount(experts, minlength=module.num_experts).cumsum(0).int()
+    ordered, order = torch.sort(experts, stable=True)
+    ends = _ends(ordered, module.num_experts).int()
     inside = module._apply_gate(_adapted(module, "gate_up_proj", rows[order], ends))
     outputs = _adapted(module, "down_proj", inside, ends)
     return torch.empty_like(outputs).index_copy(0, order, outputs)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from pytest import MonkeyPatch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-OPERATIONS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "repeat_interleave")
+OPERATIONS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "repeat_interleave", "bincount")
 UNIQUE = ("_unique2", "unique_dim", "unique_consecutive")
 INDEXING = ("index", "index_put", "index_put_")
 """Read if an index is a mask."""
@@ -25,20 +26,10 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         is_mask = name in INDEXING and any(each is not None and each.dtype == torch.bool for each in args[1])
-        if name in (*OPERATIONS, *UNIQUE) or is_mask:
+        kwargs = kwargs or {}
+        if (name in (*OPERATIONS, *UNIQUE) or is_mask) and kwargs.get("output_size") is None:
             self._note(name)
-        return func(*args, **(kwargs or {}))
-
-
-class _Conversions(TorchFunctionMode):
-    def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
-            self._note(func.__name__)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def host_reads(work: Callable[[], object]) -> Counter[str]:
@@ -50,6 +41,18 @@ def host_reads(work: Callable[[], object]) -> Counter[str]:
         last = next(each for each in reversed(outside) if each.filename != __file__)
         found[f"{last.filename.rpartition('/')[2]}: {last.line}"] += 1
 
-    with _Conversions(note), _Operations(note):
+    def noted(name: str) -> Callable[..., Any]:
+        plain = getattr(Tensor, name)
+
+        def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            note(name)
+            return plain(tensor, *args, **kwargs)
+
+        return convert
+
+    with MonkeyPatch.context() as patch, _Operations(note):
+        # a mode of functions would miss layers that a backward pass computes again
+        for name in ("tolist", "numpy"):
+            patch.setattr(Tensor, name, noted(name))
         work()
     return found

@@ -11,6 +11,8 @@ different heads do not.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -76,10 +78,25 @@ def apply_fsdp(
         if isinstance(module, GradientCheckpointingLayer):
             shard(module, mesh)
     shard(model, mesh)
+    if any(map(has_experts, model.modules())):
+        _gather_ahead(model)
     for unit in _units(model):
         # contributions of ranks add up to the loss, so their gradients are summed and not averaged
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _gather_ahead(model: nn.Module) -> None:
+    """Let each layer gather the weights of the next one, and in backward passes of the one before, once it has its own.
+
+    FSDP2 by itself gathers the next layer's while one computes if the host is ahead of the device, for which it waits
+    in layers with experts; and in a backward pass experts that are units of their own when their layer begins.
+    """
+    layers = [_units(layer) for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for units, after in pairwise(layers):
+        units[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(units)
+    _units(model)[0].set_modules_to_backward_prefetch(layers[-1])
 
 
 @torch.no_grad()
