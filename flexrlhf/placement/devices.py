@@ -22,6 +22,9 @@ COMMUNICATORS_IN_CONTEXT = 3
 and pipeline parallelism."""
 BFLOAT16_CAPABILITY = 8.0
 """Least compute capability with tensor cores for bfloat16."""
+GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities with a kernel of torch's ``grouped_mm`` for the products of all experts, in bfloat16
+(``_grouped_mm_cuda`` in ATen/native/cuda/GroupedBlas.cpp); elsewhere it computes one after the other."""
 UNFILLED = 0.1
 """Share of the rest that fragmentation and workspaces of kernels take: with it no published setting that runs is
 predicted not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
@@ -63,6 +66,10 @@ class DeviceClass:
     def bf16(self) -> bool:
         """Whether it computes in bfloat16."""
         return self.capability >= BFLOAT16_CAPABILITY
+
+    def has_grouped_mm(self, item: float) -> bool:
+        """Return whether torch computes the products of all experts in one kernel, of numbers of ``item`` bytes."""
+        return item == 2 and int(self.capability) in GROUPED_CAPABILITIES
 
     @property
     def usable_bytes(self) -> int:

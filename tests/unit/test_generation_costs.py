@@ -19,7 +19,7 @@ from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.decode_phases import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
-from flexrlhf.guideline.costs.kernels import FIGURES
+from flexrlhf.guideline.costs.kernels import FIGURES, LAUNCH_SECONDS
 from flexrlhf.guideline.costs.profiles import host_factor
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.weights.families import model_sizes
@@ -236,6 +236,20 @@ def test_a_step_reads_the_experts_that_its_rows_take() -> None:
     assert read(1) == pytest.approx(dense + model.expert_parameters / 16, rel=0.01)
     assert read(32) == pytest.approx(dense + model.expert_parameters * (1 - (1 - 1 / 16) ** 32), rel=0.01)
     assert read(512) == pytest.approx(dense + model.expert_parameters, rel=0.01) == read(512, tp=16)
+
+
+def test_a_step_launches_products_of_experts_one_by_one_where_torch_has_no_kernel() -> None:
+    """Two of each of 128 experts in 94 layers, by this package's own decoding on an A100."""
+    sizes = model_sizes(MODELS["qwen3-235b-a22b"])
+    assert sizes is not None
+    model = Transformer(**sizes.by_name)
+
+    def launched(name: str, engine: str) -> float:
+        parts, mesh = one_step(call_of(engine, model=model), mesh_of(name), 8, 1000).parts, mesh_of(name)
+        return (parts["launch"] + parts["weights"] + parts["compute"]) / host_factor(mesh.device)
+
+    assert launched("A100-80G", "torch") > 94 * 2 * 128 * LAUNCH_SECONDS
+    assert launched("H100-80G", "torch") < 94 * 2 * 128 * LAUNCH_SECONDS
 
 
 def test_latents_are_read_by_every_device_and_made_into_keys_by_transformers() -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.systems.engines import PROFILES
 from flexrlhf.guideline.costs import training
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
-from flexrlhf.guideline.costs.kernels import attention_seconds, matmul_seconds
+from flexrlhf.guideline.costs.kernels import LAUNCH_SECONDS, attention_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.weights.decoder_sizes import ExpertSizes
@@ -236,6 +236,25 @@ def test_dispatched_tokens_are_moved_as_often_as_the_engine_moves_them():
     assert next(halves) - next(halves) == pytest.approx((2 + 15 / 2) * 512 * 2 * 8 * 4096)
     one, two = (training.layer_products(model, tp, 512, 8)[-1] for tp in (1, 2))
     assert (two.m, two.k, two.n, two.groups) == (one.m, one.k, one.n, one.groups / 2)
+
+
+def test_products_of_experts_are_one_kernel_or_a_loop_by_device_class():
+    """In a loop no product takes less than its launch, so a rank with fewer experts has less to wait for."""
+    model = Transformer(2, 2048, 6144, 32, 4, 128, 1000, experts=ExpertSizes(128, 8, 768))
+
+    def products(device: str, item: int, engine: str = "torch", of: Transformer = model, ep: int = 1) -> float:
+        shape = training.PassShape(1, 512, 0, item, ep=ep)
+        return training.layer_forward(of, DEVICE_CLASSES[device], PROFILES[engine], shape, 1).products
+
+    dense = replace(model, experts=None)
+    cases = (("A100-80G", 2, True), ("H100-80G", 2, False), ("B200-180G", 2, False), ("H100-80G", 4, True))
+    for device, item, loops in cases:
+        in_kernels = products(device, item, "serving")
+        assert products(device, item, of=dense) == products(device, item, "serving", dense)
+        assert (products(device, item) > in_kernels) == loops
+        if loops:
+            assert products(device, item) >= 2 * 128 * LAUNCH_SECONDS
+            assert products(device, item, ep=8) < products(device, item) / 4
 
 
 def test_no_rows_are_no_compute():

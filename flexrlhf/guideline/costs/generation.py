@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
-from flexrlhf.guideline.costs.kernels import FIGURES
+from flexrlhf.guideline.costs.kernels import FIGURES, LAUNCH_SECONDS
 from flexrlhf.guideline.costs.links import all_reduce_seconds
 from flexrlhf.guideline.costs.profiles import DecodeProfile, host_factor
 from flexrlhf.guideline.costs.training import expert_seconds, forward_cost, gather_weights_seconds
@@ -135,6 +135,9 @@ class _Step:
         launch = profile.launch_seconds
         if launch and mesh.tp > 1:
             launch += profile.launch_tp_seconds
+        if model.experts is not None and profile.passes.grouped_mm and not device.has_grouped_mm(call.item):
+            # two products of each expert of a rank
+            launch += 2 * LAUNCH_SECONDS * model.sparse_layers / model.layers * model.experts.number / mesh.tp / mesh.ep
         return cls(
             weights=weights * read,
             experts=weights * experts / mesh.ep,

@@ -10,6 +10,9 @@ from flexrlhf.guideline.costs.profiles import read_table
 from flexrlhf.placement.devices import DeviceClass
 
 TILE = 128
+LAUNCH_SECONDS = 1e-5
+"""Host time of one product in a loop over experts: assumed, a layer of about 45 kernels taking 0.47 ms in decoding
+(``decoders.csv``)."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ def grouped_seconds(
     traffic = item * groups * (m * k + k * n + m * n) / (figures.weights * device.memory_gb_s * 1e9)
     blended = pow(arithmetic, figures.blend) + pow(traffic, figures.blend)
     return figures.start_seconds + pow(blended, 1 / figures.blend)
+
+
+def looped_seconds(groups: float, m: float, k: float, n: float, device: DeviceClass, item: float = 2) -> float:
+    """Return the time of the products of ``grouped_seconds`` if torch has no kernel for all of them: one after the
+    other, as fast as the host launches them, after it has read how many rows each has."""
+    return LAUNCH_SECONDS + groups * max(LAUNCH_SECONDS, matmul_seconds(m, k, n, device, item))
 
 
 def attention_seconds(rows: float, width: float, channels: float, device: DeviceClass, speed: float = 1.0) -> float:

@@ -62,6 +62,7 @@ class EngineProfile:
                           pass does not need (``torch.utils.checkpoint`` without reentrance)
     chunks:               parts of each pipeline stage whose micro-batches are interleaved, which divides the bubble
                           (PTD-P, section 2.2)
+    grouped_mm:           whether products of experts are torch's ``grouped_mm``, else a kernel of its own
     """
 
     name: str
@@ -77,6 +78,7 @@ class EngineProfile:
     chunks: int
     gather_gb_s: float = inf
     gather_within_gb_s: float = inf
+    grouped_mm: bool = False
     reached: float = 1.0
     tensor_reached: float = 1.0
 

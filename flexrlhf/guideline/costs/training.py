@@ -10,7 +10,13 @@ from math import ceil
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
-from flexrlhf.guideline.costs.kernels import attention_seconds, elements_seconds, grouped_seconds, matmul_seconds
+from flexrlhf.guideline.costs.kernels import (
+    attention_seconds,
+    elements_seconds,
+    grouped_seconds,
+    looped_seconds,
+    matmul_seconds,
+)
 from flexrlhf.guideline.costs.links import (
     ACROSS,
     WITHIN,
@@ -352,7 +358,7 @@ def _recomputed(
     """Return the time of computing a layer again under full recomputation; selective repeats a share of it."""
     if not profile.stops_early:
         return forward
-    last = layer_products(model, tp, shape.tokens, shape.ep)[-1].seconds(device, shape.item) / device.sustained
+    last = layer_products(model, tp, shape.tokens, shape.ep)[-1].seconds(device, profile, shape.item) / device.sustained
     return replace(forward, products=forward.products - last)
 
 
@@ -371,7 +377,7 @@ def _tiled_again(
     sums = TILE_SUM_BYTES * shape.tokens / model.hidden * sum(p.k * p.n for p in products) * (not model.adapters)
     if repeats:
         return forward.plus(LayerSeconds(elements=elements_seconds(sums, device)))
-    mlp = sum(product.seconds(device, shape.item) for product in products) / device.sustained
+    mlp = sum(product.seconds(device, profile, shape.item) for product in products) / device.sustained
     activation = profile.elements * shape.item * shape.tokens * _ffn_elements(model, tp)
     return LayerSeconds(mlp, 0.0, elements_seconds(sums + activation, device))
 
@@ -380,7 +386,9 @@ def layer_forward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
     """Return the time of one layer's forward pass on one of ``tp`` devices."""
-    products = sum(each.seconds(device, shape.item) for each in layer_products(model, tp, shape.tokens, shape.ep))
+    products = sum(
+        each.seconds(device, profile, shape.item) for each in layer_products(model, tp, shape.tokens, shape.ep)
+    )
     channels = model.attention_features / tp
     attention = attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
     elements = elements_seconds(element_bytes(model, profile, shape, tp), device)
@@ -393,9 +401,9 @@ def layer_backward(
 ) -> LayerSeconds:
     """Return the time of the gradients of one layer's activations and, without adapters, of its weights."""
     forward = layer_products(model, tp, shape.tokens, shape.ep)
-    products = sum(each.of_inputs.seconds(device, shape.item) for each in forward)
+    products = sum(each.of_inputs.seconds(device, profile, shape.item) for each in forward)
     if not model.adapters:
-        products += sum(each.of_weights.seconds(device, shape.item) for each in forward)
+        products += sum(each.of_weights.seconds(device, profile, shape.item) for each in forward)
     channels = model.attention_features / tp
     attention = ATTENTION_BACKWARD * attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
     moved = ELEMENTS_BACKWARD * element_bytes(model, profile, shape, tp)
@@ -426,9 +434,11 @@ class Product:
         """The product that gives the gradients of its matrix."""
         return replace(self, m=self.k, k=self.m)
 
-    def seconds(self, device: DeviceClass, item: float) -> float:
+    def seconds(self, device: DeviceClass, profile: EngineProfile, item: float) -> float:
         """Return its time, in the mean over layers."""
-        return self.share * grouped_seconds(self.groups, self.m, self.k, self.n, device, item)
+        loops = self.groups > 1 and profile.grouped_mm and not device.has_grouped_mm(item)
+        seconds = looped_seconds if loops else grouped_seconds
+        return self.share * seconds(self.groups, self.m, self.k, self.n, device, item)
 
 
 @lru_cache(maxsize=4096)
