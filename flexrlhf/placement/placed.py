@@ -115,6 +115,11 @@ class PlacedModel:
         return "whole" if self.layout.of_weights.dp == 1 else self.facts.split(self.settings.zero)
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether its ranks call it equally often: in every pass they gather weights, or send tokens to experts."""
+        return self.split != "whole" or self.layout.ep > 1
+
+    @property
     def num_shards(self) -> int:
         """Replicas of the weights that store different parts of them between passes."""
         return 1 if self.split == "whole" else self.sharded_over or self.layout.of_weights.dp

@@ -11,6 +11,7 @@ from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.environment_places import episodes_of_process, processes_by_machine, processes_by_rank
+from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text, span_of
 from flexrlhf.weights.reuse import Reuse, obstacle, shared_memory
@@ -54,7 +55,7 @@ def placement_lines(plan: Plan) -> list[str]:
     lines += [f"device classes: {plan.placement.reason}"] if plan.placement.reason else []
     lines += [f"rollout.engine: auto is {plan.choice}"] if plan.choice else []
     lines += [f"rollout.kv_tokens: not written, {plan.cache}"] if plan.cache else []
-    return lines + [f"warning: {text}" for text in plan.placement.warnings]
+    return lines + [f"warning: {text}" for text in (*plan.placement.warnings, *gpu_warnings(plan))]
 
 
 def _start_text(lora: LoraSpec, path: str) -> str:

@@ -10,6 +10,7 @@ from flexrlhf.config.output_settings import Switches
 from flexrlhf.memory.packed_rows import packs_texts, reads_masks, shares_prompts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.largest_batch import largest_batch, longest_text_line
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
@@ -75,7 +76,7 @@ def format_short_plan(plan: Plan, width: int) -> str:
         ("memory", f"rank {memory.rank} needs {peak_text(memory)}{room}"),
         *([("classes", plan.placement.reason)] if plan.placement.reason else []),
         ("whole plan", f"{plan.spec.directory}/plan.txt"),
-        *(("warning", text) for text in plan.placement.warnings),
+        *(("warning", text) for text in (*plan.placement.warnings, *gpu_warnings(plan))),
     ]
     start = 4 + max(len(name) for name, _ in rows)
     lines = [_head(plan)]

@@ -12,6 +12,7 @@ from flexrlhf.display.plain_lines import restarts_text
 from flexrlhf.errors import shown
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.metrics import ends_of
+from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.schedule_text import schedule_rows
 from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_bytes
@@ -87,7 +88,7 @@ def _rows(run: ReportedRun, key: str) -> RunPart:
 def _placement(run: ReportedRun, key: str) -> RunPart:
     if run.plan is None:
         return RunPart(run.name)
-    notes = list(run.plan.placement.warnings)
+    notes = [*run.plan.placement.warnings, *gpu_warnings(run.plan)]
     if run.plan.placement.idle_ranks:
         notes.append(f"without a model: {ranks_text(run.plan.placement.idle_ranks)}")
     return RunPart(run.name, pictures=(placement_picture(run.plan, key, _device(run.contents)),), notes=tuple(notes))

@@ -86,3 +86,46 @@ def test_models_without_a_type_are_in_bfloat16_where_all_devices_compute_in_it(
     for short in (False, True):
         again = make_plan(parse_spec(read_yaml(dump_spec(plan.spec, short=short))))
         assert [again.model(role).dtype for role in roles] == types
+
+
+MOE = (
+    "models.actor.init={model_type: qwen3_moe, hidden_size: 16, intermediate_size: 24, moe_intermediate_size: 8, "
+    "num_experts: 8, num_experts_per_tok: 2, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2, "
+    "head_dim: 4, vocab_size: 300}"
+)
+IN_LOOP = "computes the products of experts of actor, ref one after the other, in"
+DECODES = "actor generates with"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ((MOE, "cluster={nodes: [{devices: 2, class: A100-80G}]}"), [f"A100-80G {IN_LOOP} bfloat16"]),
+        ((MOE, "cluster={nodes: [{devices: 2, class: H100-80G}]}"), []),
+        (
+            (MOE, "cluster={nodes: [{devices: 2, class: H100-80G}]}", "models.all.dtype=float16"),
+            [f"H100-80G {IN_LOOP} float16"],
+        ),
+        ((MOE, "cluster={nodes: [{devices: 2, class: A100-80G}], device: cpu}"), []),
+        (
+            (MOE, "cluster.device=cuda", "models.actor.ep=2"),
+            [f"{DECODES} experts on 2 ranks: each of up to 8 tokens takes 10 collectives of its ranks, and the host"],
+        ),
+        (
+            ("cluster.device=cuda", "models.actor.zero=3"),
+            [f"{DECODES} weights sharded by zero: 3: each of up to 8 tokens takes 3 collectives"],
+        ),
+        (
+            ("cluster={nodes: [{devices: 2, class: H100-80G}]}", "models.actor.zero=2", "rollout.engine=transformers"),
+            [f"{DECODES} weights sharded by zero: 2: each of up to 8 tokens takes 1 collective of its ranks"],
+        ),
+        (("models.actor.zero=3",), []),
+        (("cluster.device=cuda", "models.actor.zero=3", "rollout.engine=vllm"), []),
+        (("cluster.device=cuda", "models.actor.zero=3", "rollout.engine=torch"), []),
+    ],
+)
+def test_settings_that_are_slow_on_gpus_alone_are_warned_of(overrides: tuple[str, ...], found: list[str]) -> None:
+    """In the printed plan, by the class or by ``cluster.device``."""
+    text = format_plan(plan_of(None, 2, *overrides))
+    lines = [line.strip().removeprefix("warning: ") for line in text.splitlines() if "warning: " in line]
+    assert [line[: len(start)] for line, start in zip(lines, found, strict=True)] == found, lines

@@ -163,7 +163,7 @@ class DeepSpeedEngine(Lender):
                 self._partition(skeleton, context.device)
             self._engine = self._initialize()
         # gradients are reduced during backward, and weights of stage 3 gathered layer by layer
-        lockstep = placed.trained or self._settings.zero == 3
+        lockstep = placed.trained or placed.in_lockstep
         self._passes = make_passes(context, self._model, self._engine, head, lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None

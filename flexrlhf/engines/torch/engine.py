@@ -62,10 +62,9 @@ class TorchEngine(Lender):
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
         split = row_split(context, self._model)
-        in_lockstep = self._is_sharded or context.experts is not None
         self._await_device = context.await_device
-        self._shares_passes = in_lockstep or split is not None or context.tp.group is not None
-        self._passes = make_passes(context, self._model, self._model, head, in_lockstep, split)
+        self._shares_passes = placed.in_lockstep or split is not None or context.tp.group is not None
+        self._passes = make_passes(context, self._model, self._model, head, placed.in_lockstep, split)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._biases = router_biases(self._model)
