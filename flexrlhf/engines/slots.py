@@ -6,7 +6,7 @@ Passes have as many rows as a few sizes allow, since kernels compute 9 rows as l
 
 Of a prompt, a pass of its own reads all tokens but the last (prefill); the last one is read with the other rows' newest
 tokens. Attention over slots takes no mask where all rows have the same length, and keys and values are not repeated
-for the heads that share them.
+for the heads that share them, but of prompts on GPUs without flash attention.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from flexrlhf.engines.attended_spans import has_flash
 from flexrlhf.engines.decoding_graphs import DecodingGraphs
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.router_replay import Routers
@@ -255,6 +256,9 @@ def _attend(
         folded = query.reshape(rows, key.shape[1], shared, features)
         out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
         return out.reshape(rows, 1, heads, -1), None
+    if shared > 1 and query.is_cuda and not has_flash(query):
+        # of torch's fused kernels flash attention alone takes grouped heads, and without one all scores are stored
+        key, value, shared = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), 1
     out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared > 1)
     return out.transpose(1, 2).contiguous(), None
 

@@ -10,12 +10,16 @@ import torch
 from small_models import TINY, engine_of, likelihood, mini_batch, output
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexrlhf.engines import attended_spans
 from flexrlhf.engines.attended_spans import Span, has_flash
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.slots import ATTENTION
 
 LENGTHS = {
     "equal": (5, 5, 5),
@@ -161,3 +165,41 @@ def test_the_kernels_of_cuda_take_the_tensors_of_all_passes(family: dict[str, An
         of.backward([(batch, likelihood())])
     masked = "masked " * bool(family)
     assert set(same.found) == {masked + KERNELS[True], f"{masked}{KERNELS[True]}_backward"}
+
+
+# --- prompts in slots
+
+
+class GroupedHeads(TorchFunctionMode):
+    """List the heads of keys and values in calls of torch's attention, and whether these are for grouped heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, int, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.found.append((args[1].shape[1], args[2].shape[1], kwargs["enable_gqa"]))
+        return torch.empty(args[0].shape)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "repeats"),
+    [
+        ("cpu", torch.float32, (0, 0), False),
+        ("cuda:0", torch.float32, (9, 0), True),
+        ("cuda:0", torch.float16, (7, 0), True),
+        ("cuda:0", torch.bfloat16, (8, 0), False),
+    ],
+)
+def test_keys_of_prompts_are_repeated_where_no_fused_kernel_takes_grouped_heads(
+    device: str, dtype: torch.dtype, capability: tuple[int, int], repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        query, key = (torch.empty(2, heads, 5, 16, dtype=dtype, device=device) for heads in (6, 2))
+        with GroupedHeads() as attention:
+            out, _ = ALL_ATTENTION_FUNCTIONS[ATTENTION](torch.nn.Module(), query, key, key, None)
+    assert attention.found == [(6, 6, False) if repeats else (2, 2, True)]
+    assert out.shape == (2, 5, 6, 16)
