@@ -3,6 +3,9 @@
 Passes of the same number of rows and columns run the same kernels at the same addresses. The first one runs as usual,
 which also lets libraries prepare what a capture cannot; the second one is captured; after that it is replayed. Graphs
 live as long as the cache that they read: weights may be elsewhere in the next call.
+
+``torch.cuda.graph`` would wait for the whole device before each capture, so also for weights and rows of other models
+that are on their way to this rank. A capture runs nothing, so it needs no such wait.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ class DecodingGraphs:
     def __init__(self) -> None:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # memory of the pool is reused by captures on one stream alone
+        self._stream = torch.cuda.Stream()
         self._logits: Tensor | None = None
 
     def logits(self, decode: Callable[[int, int], Tensor], rows: int, width: int) -> Tensor:
@@ -32,11 +37,30 @@ class DecodingGraphs:
                 self._logits = torch.empty_like(found)
             return found
         assert self._logits is not None, "the first pass made them"
-        graph = self._graphs[key]
+        graph, target = self._graphs[key], self._logits[:rows]
         if graph is None:
-            graph = self._graphs[key] = torch.cuda.CUDAGraph()
-            # other threads, such as one that watches collectives, may call CUDA meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._logits[:rows].copy_(decode(rows, width))
+            graph = self._graphs[key] = self._captured(lambda: target.copy_(decode(rows, width)))
         graph.replay()
-        return self._logits[:rows]
+        return target
+
+    def _captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Return the graph of ``run``."""
+        try:
+            return self._capture(run)
+        except torch.OutOfMemoryError:
+            # a capture cannot free what torch keeps for later tensors; that waits for the device
+            torch.cuda.empty_cache()
+            return self._capture(run)
+
+    def _capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # other threads, such as one that watches collectives, may call CUDA meanwhile
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph

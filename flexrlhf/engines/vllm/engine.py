@@ -193,8 +193,9 @@ class VllmEngine(Engine):
 
     def _reset_prefix_cache(self) -> None:
         """Discard the keys and values of earlier prompts, which are of other weights."""
-        if self._context.device.type == "cuda":
-            torch.cuda.synchronize(self._context.device)
+        if self._context.device.type == "cuda" and self._vllm.child is not None:
+            # the child's streams do not wait for this one, which has written its weights, or waited for who does
+            torch.cuda.current_stream(self._context.device).synchronize()
         with self._vllm.calling():
             assert self._vllm.engine.reset_prefix_cache(), "a request still uses the cache"
         self._has_stale_cache = False
