@@ -17,11 +17,12 @@ import torch.distributed as dist
 from loading_models import CASES, MODELS
 from small_models import LENGTHS, SEED
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import cut
-from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.comm.world import ALONE, Groups, World, open_world
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext, ExpertRanks, make_engine
 from flexrlhf.engines.models import load_model
@@ -134,11 +135,26 @@ def differing(engine: Engine, whole: Mapping[str, Tensor], parts: Parts) -> list
     ]
 
 
+def check_group_of_one(group: dist.ProcessGroup | None) -> None:
+    """Collectives of libraries in a group of one rank give back their input; none of them makes a connection."""
+    assert group is not None and dist.get_backend(group) == ALONE
+    values, out = torch.arange(1.0, 7.0), torch.zeros(4, 6)
+    dist.all_gather([out[0]], values, group=group)
+    dist.reduce_scatter(out[1], [values], group=group)
+    dist.all_to_all_single(out[2], values, group=group)
+    with _coalescing_manager(group):
+        dist.all_reduce(out[3].copy_(values), group=group)
+    work = dist.broadcast(values, dist.get_rank(), group=group, async_op=True)
+    assert work is not None and work.wait()
+    assert (out == values).all() and values.tolist() == [1, 2, 3, 4, 5, 6]
+
+
 def run_rank(directory: Path, world: World) -> None:
     ranks = tuple(range(world.size))
     cases = [name for name, case in CASES.items() if world.size > 1 or {"tp", "ep"}.isdisjoint(case)]
     own = [Group("alone", (rank,), alone=True) for rank in ranks]
     groups = world.make_groups([*(Group(name, ranks) for name in cases if len(ranks) > 1), *own], SECONDS)
+    check_group_of_one(groups.alone(world.rank))
     found = {name: run_case(directory, name, world, groups) for name in cases}
     (directory / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
     world.close_groups(groups, SECONDS)
