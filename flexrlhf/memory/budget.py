@@ -20,6 +20,7 @@ from flexrlhf.memory.packed_rows import (
     reads_masks,
     shares_prompts,
 )
+from flexrlhf.memory.rollout_bytes import on_gpu
 from flexrlhf.memory.states import State, item_bytes
 from flexrlhf.memory.transfer_bytes import (
     WeightSync,
@@ -156,6 +157,7 @@ class Sizing:
     node_of:    node of a rank; None: all are on one.
     reusing:    copies that exist only during their calls, as of ``copies_that_reuse`` (strategies/syncs.py).
     slots:      whether rows are decoded in slots where a family can.
+    on_gpus:    whether all devices are GPUs of known classes, on which vLLM has graphs and buffers.
     """
 
     placement: Placement
@@ -166,6 +168,7 @@ class Sizing:
     node_of: NodeOf | None = None
     reusing: Mapping[ModelName, str] = field(default_factory=dict)
     slots: bool = True
+    on_gpus: bool = False
 
     def texts_of(self, role: str) -> SequenceLengths:
         """Return the lengths of the rows that the models of ``role`` read."""
@@ -177,6 +180,8 @@ class Sizing:
         key = model.name, position_of(model, rank), id(reuse)
         if key not in self._states:
             state = None if shape is None else model_state(model, shape, rank)
+            if state is not None and shape is not None and self.on_gpus and model.has_cache:
+                state = on_gpu(state, model, shape, self.texts.rows_decoded(model, None))
             self._states[key] = state if state is None or reuse is None else _reusing(state, model, reuse)
         return self._states[key]
 

@@ -172,7 +172,8 @@ def _with_states(
         if state is None:
             continue
         # once it is allocated, host memory is kept for the next time
-        host += state.host + state.for_restart + (state.offloaded if name in kept else 0)
+        offloaded = state.offloaded if name in kept else min(state.graphs, state.offloaded)
+        host += state.host + state.for_restart + offloaded
         if name in absent:
             device += state.resting - state.freed
         else:

@@ -60,6 +60,7 @@ class State:
     host:             in host memory, by the settings that offload.
     for_restart:      copy of the weights in host memory, for a child process that is replaced.
     cache:            keys and values of a rollout engine, lost when it is offloaded.
+    graphs:           CUDA graphs of a rollout engine, which go to host memory when it is offloaded.
     keeps_gradients:  whether gradients stay allocated between instructions.
     at_load:          in addition while it is loaded.
     stays:            nothing of it can be offloaded.
@@ -76,6 +77,7 @@ class State:
     host: int = 0
     for_restart: int = 0
     cache: int = 0
+    graphs: int = 0
     keeps_gradients: bool = False
     at_load: int = 0
     stays: bool = False
@@ -87,7 +89,7 @@ class State:
     def resting(self) -> int:
         """Bytes on the device between instructions."""
         kept = self.gradients * self.keeps_gradients
-        return self.weights + self.optimizer + self.buffers + self.cache + kept
+        return self.weights + self.optimizer + self.buffers + self.cache + self.graphs + kept
 
     @property
     def loaded(self) -> int:

@@ -50,6 +50,11 @@ class Cluster:
     def classes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(device.device_class for device in self.devices))
 
+    @property
+    def has_known_classes(self) -> bool:
+        """Whether all devices are of known classes, which are GPUs."""
+        return all(name in DEVICE_CLASSES for name in self.classes)
+
     @cached_property
     def classes_by_strength(self) -> tuple[str, ...]:
         """Classes, that with most memory and speed first; as listed where they are equal."""
@@ -140,7 +145,7 @@ class Cluster:
 
 def has_known_gpus(spec: ClusterSpec, cluster: Cluster) -> bool:
     """Whether all devices are GPUs of known classes. ``spec``: of ``cluster``."""
-    return spec.device != "cpu" and all(name in DEVICE_CLASSES for name in cluster.classes)
+    return spec.device != "cpu" and cluster.has_known_classes
 
 
 def all_compute_in_bfloat16(spec: ClusterSpec, cluster: Cluster) -> bool:

@@ -22,6 +22,8 @@ MOST_ROWS = 1024
 """Most rows that vLLM decodes at a time; its weights are then a small part of what a step reads."""
 BEGUN = 16
 """One of so many parts of the longest response, with which a row is counted when it is admitted."""
+OFFLOADS_GRAPHS = "sleep_mode_offload_cudagraph"
+"""Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there."""
 FREE_PAGES = 0.05
 """Share of the cache that vLLM keeps free when it admits a row, into which rows grow that are already decoded."""
 
@@ -46,6 +48,12 @@ def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
 def most_step_tokens(generate_tokens: int, prompt: int, response: int) -> int:
     """Return the most tokens of one step of vLLM: of whole prompts, of rows that are computed again, or one of each."""
     return max(prompt, most_rows_at_once(generate_tokens, prompt, response), min(generate_tokens, PREFILL_TOKENS))
+
+
+def offloads_graphs(rollout: RolloutSpec) -> bool:
+    """Whether CUDA graphs of vLLM are in host memory while it sleeps, unless ``config`` has it otherwise."""
+    is_asleep = rollout.sleep and rollout.process == "inline"
+    return is_asleep and rollout.cuda_graphs and bool(rollout.config.get(OFFLOADS_GRAPHS, True))
 
 
 def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:

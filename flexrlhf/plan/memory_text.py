@@ -67,7 +67,9 @@ def _memory_table(memory: RankMemory) -> list[str]:
 def _states(states: Mapping[ModelName, State | None]) -> list[str]:
     sizes = {name: asdict(state) if state else None for name, state in states.items()}
     shown = ["weights", "gradients", "optimizer"]
-    shown += [key for key in ("cache", "buffers", "host") if any(each and each[key] for each in sizes.values())]
+    shown += [
+        key for key in ("cache", "graphs", "buffers", "host") if any(each and each[key] for each in sizes.values())
+    ]
     lines = [f"{'':<25}" + "".join(f"{key:>11}" for key in shown)]
     for name, each in sizes.items():
         texts = ["? B"] if each is None else [bytes_text(each[key]) if each[key] else "-" for key in shown]
@@ -124,9 +126,12 @@ def _suggestions(plan: Plan) -> list[str]:
 
 def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
     """Return the bytes in use on a GPU once ranks are connected, before models are loaded, next to the planned ones."""
-    made = counted(plan.communicators(rank), "communicator")
-    planned = bytes_text(int(CONTEXT_BYTES) + communicator_bytes(plan.communicators(rank)))
-    return f"rank {rank}: {made}; {bytes_text(total - free)} of {bytes_text(total)} in use, planned {planned}"
+    made = plan.communicators_of_groups(rank)
+    planned = bytes_text(int(CONTEXT_BYTES) + communicator_bytes(made))
+    return (
+        f"rank {rank}: {counted(made, 'communicator')}; {bytes_text(total - free)} of {bytes_text(total)} in use, "
+        f"planned {planned}"
+    )
 
 
 def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) -> list[str]:

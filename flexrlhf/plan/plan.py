@@ -13,6 +13,7 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.memory.budget import SequenceLengths, Sizing
 from flexrlhf.memory.rank_memory import RankMemory, Start, rank_memory
+from flexrlhf.memory.rollout_bytes import vllm_communicators
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
@@ -171,13 +172,29 @@ class Plan:
         return max(self._communicators.values(), default=0)
 
     def communicators(self, rank: int) -> int:
-        """Return how many a rank has, without communicators that libraries create, and groups of one rank."""
+        """Return how many a rank has: of the plan's groups, of which the ones of one rank need none, and of vLLM."""
         return self._communicators[rank]
+
+    def communicators_of_groups(self, rank: int) -> int:
+        """Return how many a rank has once ranks are connected."""
+        return self._communicators_of_groups[rank]
 
     @cached_property
     def _communicators(self) -> Counter[int]:
+        counts = Counter(self._communicators_of_groups)
+        for model in self.placement.models:
+            if model.has_cache:
+                counts += Counter(dict.fromkeys(model.ranks, vllm_communicators(model, self._has_experts(model.role))))
+        return counts
+
+    @cached_property
+    def _communicators_of_groups(self) -> Counter[int]:
         several = dict.fromkeys(each.communicator for each in self.groups if len(each.ranks) > 1)
         return Counter(rank for _, ranks in several for rank in ranks)
+
+    def _has_experts(self, role: str) -> bool:
+        shape = self.shapes.get(role)
+        return shape is not None and shape.sizes is not None and shape.sizes.experts is not None
 
     def loaded_on(self, rank: int) -> list[PlacedModel]:
         """Return the models of ``rank`` as they are loaded, all ranks in one order: first models that start in host
@@ -195,8 +212,10 @@ class Plan:
         debug, reusing = self.spec.debug, dict[ModelName, str]()
         if debug.reused_weights:
             reusing = copies_that_reuse(self.schedule.instructions, self.placement)
-        own = own_texts(self.lengths, texts)
-        return Sizing(self.placement, self.shapes, texts, self.spec.sync, own, node_of, reusing, debug.slots)
+        own, on_gpus = own_texts(self.lengths, texts), self.cluster.has_known_classes
+        return Sizing(
+            self.placement, self.shapes, texts, self.spec.sync, own, node_of, reusing, debug.slots, on_gpus
+        )
 
     def memory(self, rank: int, sizing: Sizing | None = None) -> RankMemory:
         """Return the memory of ``rank`` by model and phase. ``sizing``: in place of that of the plan."""

@@ -231,6 +231,7 @@ def _groups(plan: Plan) -> list[str]:
     most = plan.most_communicators
     apart = "moves, syncs and messages inside layers" if any(each.inside for each in plan.groups) else "moves and syncs"
     shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but {apart}"
+    shared += " and vLLM's own" * (most > max(map(plan.communicators_of_groups, plan.cluster.ranks)))
     return [*lines, shared] if most else lines or ["none: one rank"]
 
 

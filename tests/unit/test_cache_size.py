@@ -95,3 +95,36 @@ def test_a_phase_that_only_a_larger_cache_has_limits_it(tmp_path: Path) -> None:
         "rollout.tp=4",
     )
     assert tokens_of(plan) % plan.placement["actor.rollout"].facts.cache_block == 0 < tokens_of(plan)
+
+
+GRAPHS = (35 + 16 + 35) * 28 * 300_000
+"""Of 28 layers: sizes up to 512 in pieces, up to 256 whole."""
+
+
+def asleep(plan: Plan) -> int:
+    """Bytes of models on the device while the actor trains."""
+    phase = next(phase for phase in plan.memory(0).phases if phase.label == "train on actor")
+    return phase.states
+
+
+def test_graphs_and_buffers_of_an_engine_are_planned_on_gpus(tmp_path: Path) -> None:
+    """Graphs leave the device with the weights, unless vLLM keeps them; buffers of its ``tp`` stay, and communicators
+    are of the whole run."""
+    few = ("rollout.kv_tokens=1536000",)  # 256 rows are decoded at a time
+    plan = plan_of(tmp_path, *few)
+    engine = plan.placement["actor.rollout"]
+    state = plan.state(engine, 0)
+    assert state is not None and plan.sizing.texts.rows_decoded(engine, None) == 1000
+    assert state.graphs == (51 + 51) * 28 * 300_000
+    assert (state.buffers, state.freed) == (300_000_000, state.weights + state.cache + state.graphs)
+    kept = plan_of(tmp_path, *few, "rollout.config={sleep_mode_offload_cudagraph: false}")
+    eager = plan_of(tmp_path, *few, "rollout.cuda_graphs=false")
+    assert asleep(kept) - asleep(plan) == state.graphs and asleep(eager) == asleep(plan)
+    assert plan.memory(0).loaded_host_bytes - eager.memory(0).loaded_host_bytes == state.graphs
+    assert plan.memory(0).phases[0].total - eager.memory(0).phases[0].total == state.graphs
+    one = plan_of(tmp_path, *few, "rollout.tp=1")
+    assert plan.most_communicators == 1 + max(map(plan.communicators_of_groups, range(8)))
+    assert one.most_communicators == max(map(one.communicators_of_groups, range(8)))
+    unknown = plan_of(tmp_path, *few, "cluster={devices: 8, memory_gb: 70}")
+    bare = unknown.state(unknown.placement["actor.rollout"], 0)
+    assert bare is not None and bare.graphs == bare.buffers == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_runs import RECOMPUTE, plan_of, spec_of
 
+from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.errors import UserError
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import TEXT
@@ -56,6 +57,22 @@ def runs(plan: Plan) -> list[Run]:
 
 def models_by_operator(plan: Plan) -> dict[str, str]:
     return {run.operator.name: run.model for run in runs(plan)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "leaves"),
+    [
+        ((), "cuda", True),
+        ((), "cpu", False),
+        (("rollout.cuda_graphs=false",), "cuda", False),
+        (("rollout.sleep=false",), "cuda", False),
+        (("rollout.config={sleep_mode_offload_cudagraph: false}",), "cuda", False),
+    ],
+)
+def test_graphs_leave_a_gpu_while_the_engine_sleeps(overrides: tuple[str, ...], device: str, leaves: bool) -> None:
+    plan = plan_of(None, 2, VLLM, *overrides)
+    arguments = engine_arguments(plan.placement["actor.rollout"], plan.lengths, 0, device)
+    assert arguments["sleep_mode_offload_cudagraph"] is leaves
 
 
 # --- where it sits

@@ -7,7 +7,13 @@ from typing import Any
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import FREE_PAGES, most_rows_at_once, most_step_tokens
+from flexrlhf.placement.rollout import (
+    FREE_PAGES,
+    OFFLOADS_GRAPHS,
+    most_rows_at_once,
+    most_step_tokens,
+    offloads_graphs,
+)
 from flexrlhf.weights.lora import rank_in_vllm
 from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
 
@@ -39,6 +45,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "enforce_eager": device == "cpu" or not rollout.cuda_graphs,
         # memory of sleep mode cannot be shared with the rank of a child
         "enable_sleep_mode": device != "cpu" and rollout.process == "inline",
+        OFFLOADS_GRAPHS: device != "cpu" and offloads_graphs(rollout),
         "logprobs_mode": "processed_logprobs",
         # responses end as Sampling defines, and only their tokens are read
         "skip_tokenizer_init": True,

@@ -27,6 +27,7 @@ from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel, Placement
@@ -545,7 +546,12 @@ class OptionEnumerator:
 
     def _sizing(self, placed: PlacedModel) -> Sizing:
         shapes = {placed.role: self.shapes[placed.role]}
-        return Sizing(Placement((placed,), len(placed.ranks)), shapes, self._lengths, NO_SYNC, self._own_lengths)
+        placement, on_gpus = Placement((placed,), len(placed.ranks)), self._on_gpus
+        return Sizing(placement, shapes, self._lengths, NO_SYNC, self._own_lengths, on_gpus=on_gpus)
+
+    @cached_property
+    def _on_gpus(self) -> bool:
+        return make_cluster(self.spec.cluster).has_known_classes
 
     @cached_property
     def _lengths(self) -> SequenceLengths:
