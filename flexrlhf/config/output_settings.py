@@ -228,3 +228,8 @@ class DebugSpec(Switches):
         description="let torch use cuDNN's attention, which it prefers in 16 bits on H100 and later, and which takes "
         "0.02 to 1 s for each new number of rows and width",
     )
+    expandable_segments: bool = Field(
+        False,
+        description="let torch's memory of a GPU grow in place, which leaves fewer gaps between tensors of changing "
+        "sizes, for this run and later ones of its command; what PYTORCH_ALLOC_CONF says of it comes first",
+    )

@@ -49,7 +49,7 @@ from flexrlhf.runs.run_files import RunFiles, open_run_files
 from flexrlhf.trainer.call_feed import CallFeed
 from flexrlhf.trainer.called_steps import CalledSteps, CalledTrainer
 from flexrlhf.trainer.flight_record import FlightRecord
-from flexrlhf.trainer.memory_meter import MemoryMeter, naming_exhaustion
+from flexrlhf.trainer.memory_meter import MemoryMeter, naming_exhaustion, use_expandable_segments
 from flexrlhf.trainer.rank_context import RankContext, open_rank
 from flexrlhf.trainer.restoration import StartingPoint, choose_start
 from flexrlhf.trainer.stop_requests import StopRequests
@@ -183,6 +183,8 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
             _send_counts(plan, data, send)
         send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
         choose_kernels(debug)
+        if debug.expandable_segments and world.device.type == "cuda":
+            use_expandable_segments()
         first = 0 if start is None else start.next_step
         opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send, first)
         steps = CalledSteps() if order.program else None

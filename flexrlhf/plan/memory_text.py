@@ -10,7 +10,7 @@ from typing import Any
 
 from flexrlhf.memory.budget import Phase
 from flexrlhf.memory.rank_memory import RankMemory
-from flexrlhf.memory.states import State
+from flexrlhf.memory.states import State, reused_bytes
 from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES, communicator_bytes
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.cache_size import is_short_of_cache
@@ -124,32 +124,54 @@ def _suggestions(plan: Plan) -> list[str]:
     return [f"to free memory on rank {rank}:", *lines] if lines else []
 
 
-def connected_memory(plan: Plan, rank: int, free: int, total: int) -> str:
+def connected_memory(plan: Plan, rank: int, used: int, total: int) -> str:
     """Return the bytes in use on a GPU once ranks are connected, before models are loaded, next to the planned ones."""
     made = plan.communicators_of_groups(rank)
-    planned = bytes_text(int(CONTEXT_BYTES) + communicator_bytes(made))
-    return (
-        f"rank {rank}: {counted(made, 'communicator')}; {bytes_text(total - free)} of {bytes_text(total)} in use, "
-        f"planned {planned}"
-    )
+    planned = int(CONTEXT_BYTES) + communicator_bytes(made)
+    return _in_use(f"rank {rank}: {counted(made, 'communicator')}", used, total, planned)
+
+
+def memory_in_use(plan: Plan, rank: int, moment: str, loaded: Mapping[ModelName, bool], used: int, total: int) -> str:
+    """Return the bytes in use on a GPU at a ``moment`` between instructions, next to the planned ones.
+
+    loaded:  models that are loaded, and whether they are on the device.
+    """
+    states = {name: plan.state(plan.placement[name], rank) or State(0) for name in loaded}
+    away = {name for name, is_here in loaded.items() if not is_here}
+    resting = sum(state.resting - state.freed if name in away else state.loaded for name, state in states.items())
+    return _in_use(f"rank {rank}: {moment}", used, total, _outside(plan, rank) + resting + reused_bytes(states, away))
+
+
+def _outside(plan: Plan, rank: int) -> int:
+    """Return the planned bytes of a GPU outside torch: its context and the communicators of a rank."""
+    return int(CONTEXT_BYTES) + communicator_bytes(plan.communicators(rank))
+
+
+def _in_use(moment: str, used: int, total: int, planned: int) -> str:
+    return f"{moment}; {bytes_text(used)} of {bytes_text(total)} in use, planned {bytes_text(planned)}"
 
 
 def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) -> list[str]:
     """Return lines of planned against measured bytes of tensors, for the ranks whose measured peak is highest.
 
     ``facts`` of the timeline: ``held_bytes`` of the models of each rank; ``peak_bytes``: on a GPU what torch has
-    allocated, on CPUs the process, with libraries and code, for which nothing is planned.
+    allocated, on CPUs the process, with libraries and code, for which nothing is planned; ``device_bytes``: what the
+    driver of a GPU has counted after instructions.
     """
-    tensors, peaks = facts["held_bytes"], facts["peak_bytes"]
+    tensors, peaks, in_use = facts["held_bytes"], facts["peak_bytes"], facts.get("device_bytes", {})
     ranks = sorted(peaks, key=lambda rank: -peaks[rank])[:NUM_MEASURED]
     lines = []
     for rank in ranks:
         memory = plan.memories[int(rank)]
         parts = [f"  rank {rank}: {_tensors(memory, tensors[rank])}"]
         if facts["device"] != "cpu":
-            parts = [f"{parts[0]};", _peaks(memory.peak_bytes if memory.is_complete else None, peaks[rank])]
+            planned = memory.peak_bytes if memory.is_complete else None
+            parts = [f"{parts[0]};", _peaks("peak", planned, peaks[rank], "measured")]
+            if used := in_use.get(rank):
+                whole = None if planned is None else planned + _outside(plan, int(rank))
+                parts = [parts[0], f"{parts[1]};", _peaks("device", whole, used, "in use")]
         is_short = len(" ".join(parts)) + 2 <= width
-        lines += [" ".join(parts)] if is_short else [parts[0], f"    {parts[1]}"]
+        lines += [" ".join(parts)] if is_short else [parts[0], *(f"    {part}" for part in parts[1:])]
     return ["  memory, planned and measured", *(f"  {line}" for line in lines)]
 
 
@@ -162,5 +184,5 @@ def _tensors(memory: RankMemory, tensors: TensorBytes) -> str:
     return f"tensors of models {known} planned, {bytes_text(measured)} allocated"
 
 
-def _peaks(planned: int | None, measured: int) -> str:
-    return f"peak {bytes_text(planned)} planned, {bytes_text(measured)} measured"
+def _peaks(of: str, planned: int | None, measured: int, how: str) -> str:
+    return f"{of} {bytes_text(planned)} planned, {bytes_text(measured)} {how}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -129,7 +129,13 @@ class LoadedModel:
 
 
 def load_models(
-    plan: Plan, world: World, groups: Groups, wait: Wait, pad_token_id: int, copies: CopyStreams
+    plan: Plan,
+    world: World,
+    groups: Groups,
+    wait: Wait,
+    pad_token_id: int,
+    copies: CopyStreams,
+    report: Callable[[str, Mapping[ModelName, LoadedModel]], None],
 ) -> dict[ModelName, LoadedModel]:
     """Load every model that is placed on this rank.
 
@@ -137,10 +143,13 @@ def load_models(
 
     pad_token_id:  of the run's tokenizer.
     copies:        streams of this rank.
+    report:        receives moments of the start, and the models that are loaded.
     """
-    models = {}
+    models: dict[ModelName, LoadedModel] = {}
     for placed in plan.loaded_on(world.rank):
         model = models[placed.name] = load_model_on_rank(plan, placed, world, groups, wait, pad_token_id, copies)
+        if placed.has_cache:
+            report(f"{placed.name} has started", models)
         if placed.is_transient:
             if (reuse := plan.sizing.reuse(placed, world.rank)) is not None:
                 model.reused = ReusedWeights(model.engine, reuse)

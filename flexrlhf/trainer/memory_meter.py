@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,24 +15,28 @@ from flexrlhf.strategies.instructions import Offload, Reload
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.loaded_models import LoadedModel
 
+Models = Mapping[ModelName, LoadedModel]
+Report = Callable[[str, Models], None]
+_ALLOCATOR_SETTINGS, _EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments"
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
     """A meter of bytes above those at its making, before the first run of a command.
 
-    start:  bytes when the meter was made
+    start:        bytes when the meter was made
+    most_in_use:  the most of a GPU that its driver has counted since ``reset_peak``, whenever it was asked
     """
 
     def __init__(self, device: torch.device) -> None:
         """Start at the bytes that are allocated now on ``device``, of this rank."""
         self._device = device
-        self._highest = self._unmapped = 0
+        self._highest = self._unmapped = self.most_in_use = 0
         self.start = self._read("VmRSS", torch.accelerator.memory_allocated)
 
     def reset_peak(self) -> None:
         """Start a new peak: loading a model takes more memory than it does afterwards."""
-        self._highest = 0
+        self._highest = self.most_in_use = 0
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():
@@ -58,6 +63,17 @@ class MemoryMeter:
         torch.accelerator.reset_peak_memory_stats(self._device)
         return found
 
+    def in_use(self) -> tuple[int, int] | None:
+        """Return the bytes of a GPU that its driver counts as in use, and all that it has; None on a CPU.
+
+        In use by all processes: also communicators, captured graphs, libraries, and memory that torch keeps.
+        """
+        if self._device.type == "cpu":
+            return None
+        free, total = torch.accelerator.get_memory_info(self._device)
+        self.most_in_use = max(self.most_in_use, total - free)
+        return total - free, total
+
     def leave_out(self, unmapped: int) -> None:
         """Count from now on without bytes that torch counts though a sleeping engine has returned them."""
         if unmapped != self._unmapped:
@@ -77,16 +93,37 @@ class MemoryMeter:
 
 
 class PeakMemory(Observer):
-    """Peak of this rank's memory, by instruction."""
+    """Peak of this rank's memory, by instruction.
 
-    def __init__(self, meter: MemoryMeter, models: Mapping[ModelName, LoadedModel]) -> None:
-        self._meter, self._models = meter, models
+    report:  receives a moment for which memory in use is compared with the planned one, and the models.
+    """
+
+    def __init__(self, meter: MemoryMeter, models: Models, report: Report) -> None:
+        self._meter, self._models, self._report = meter, models, report
+        self._asleep: set[ModelName] = set()
 
     def end(self, execution: Execution) -> None:
         """Add the peak to the span of the instruction."""
+        instruction = execution.instruction
         execution.span.peak_bytes = self._meter.lap()
-        if isinstance(execution.instruction, Offload | Reload):
+        self._meter.in_use()
+        if isinstance(instruction, Offload | Reload):
             self._meter.leave_out(sum(each.engine.memory_usage().unmapped for each in self._models.values()))
+            name = instruction.model
+            if isinstance(instruction, Offload) and self._models[name].placed.has_cache and name not in self._asleep:
+                self._asleep.add(name)
+                self._report(f"{name} sleeps", self._models)
+
+
+def use_expandable_segments() -> None:
+    """Let torch's memory of GPUs grow in place from now on, unless the environment says whether it does.
+
+    vLLM suspends it while it allocates memory that sleeps.
+    """
+    settings = next((os.environ[name] for name in _ALLOCATOR_SETTINGS if os.environ.get(name)), "")
+    if _EXPANDABLE not in settings:
+        # torch resets all settings that are not in the text
+        torch._C._accelerator_setAllocatorSettings(f"{settings},{_EXPANDABLE}:True".lstrip(","))
 
 
 @contextmanager
@@ -98,7 +135,8 @@ def naming_exhaustion(where: str) -> Iterator[None]:
         if not is_exhaustion(error):
             raise
         text = str(error).partition("\n")[0]
+        gaps = "; if much is reserved but not allocated, debug.expandable_segments: true"
         raise RunStopped(
             f"{where}: memory is exhausted ({text or 'MemoryError'}); use fewer micro_batch_tokens or generate_tokens, "
-            f"or what flexrlhf plan lists as freeing memory"
+            f"or what flexrlhf plan lists as freeing memory{gaps * isinstance(error, torch.OutOfMemoryError)}"
         ) from None

@@ -37,7 +37,7 @@ def make_observers(
         # files are written before the times of an operator begin and after its columns are replayed
         *([ColumnFiles(rank)] if debug.record_columns else []),
         # the log of an instruction's end has its peak of memory
-        PeakMemory(rank.meter, rank.models),
+        PeakMemory(rank.meter, rank.models, rank.report_memory),
         rank.flight,
         # a delay is a part of an operator's times
         *([Delay(debug.run_delay_seconds)] if debug.run_delay_seconds else []),

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.plan.memory_text import connected_memory
+from flexrlhf.plan.memory_text import connected_memory, memory_in_use
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, turn_tokens
 from flexrlhf.plan.run_tokenizer import load_tokenizer
@@ -25,7 +23,7 @@ from flexrlhf.trainer.episode_hosts import open_episodes
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
-from flexrlhf.trainer.memory_meter import MemoryMeter
+from flexrlhf.trainer.memory_meter import MemoryMeter, Models, Report
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
@@ -50,6 +48,7 @@ class RankContext:
     read_reply: tokens of a reply to its messages; None without an environment.
     environments: caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
+    report_memory: displays memory in use next to the planned one, on rank 0 with a GPU.
     closing:    end of the environments that this rank runs for other machines.
     """
 
@@ -69,6 +68,7 @@ class RankContext:
     read_reply: ReadReply | None
     environments: EnvironmentCaller | None
     start_bytes: dict[str, int]
+    report_memory: Report
     closing: ExitStack
 
     @property
@@ -129,8 +129,14 @@ def open_rank(
     """Connect this rank to the others and load its models. ``first_step``: of this start of the run."""
     meter.reset_peak()
     groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
-    if world.rank == 0 and world.device.type != "cpu":
-        send(Note(plan.spec.name, connected_memory(plan, world.rank, *torch.accelerator.get_memory_info())))
+    if world.rank == 0 and (found := meter.in_use()) is not None:
+        send(Note(plan.spec.name, connected_memory(plan, world.rank, *found)))
+
+    def report(moment: str, loaded: Models) -> None:
+        if world.rank == 0 and (found := meter.in_use()) is not None:
+            here = {name: not (each.is_offloaded or each.is_released) for name, each in loaded.items()}
+            send(Note(plan.spec.name, memory_in_use(plan, world.rank, moment, here, *found)))
+
     tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
     decode = tokenizer.decode
     closing = ExitStack()
@@ -142,7 +148,8 @@ def open_rank(
     read_reply = None if turns is None else turns.messages
     scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True), read_reply)
     copies = CopyStreams(world.device, plan.spec.debug)
-    models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id, copies)
+    models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id, copies, report)
+    report("models are loaded", models)
     start_bytes = {"load": meter.peak()}
     meter.reset_peak()
     return RankContext(
@@ -162,5 +169,6 @@ def open_rank(
         read_reply,
         environments,
         start_bytes,
+        report,
         closing,
     )

@@ -162,7 +162,7 @@ class ResultsWriter(Observer):
         self,
         timeline: Timeline,
         usage: Mapping[ModelName, Mapping[str, int]],
-        peak: int,
+        peaks: tuple[int, int],
         start: Mapping[str, int],
         rows: int,
         copies: CopyTimes,
@@ -170,13 +170,13 @@ class ResultsWriter(Observer):
         """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the timeline.
 
         usage:  bytes by placed model.
-        peak:   the most that the rank used since its models were loaded.
+        peaks:  the most that the rank used since its models were loaded, and that the driver of its GPU counted.
         start:  the most that it used before, by ``load`` and ``resume``.
         rows:   bytes of all columns at the end of a step.
         copies: times of copies to host memory and back.
         """
         self._store.set(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
-        memory = {"models": usage, "peak": peak, "start": start, "rows": rows}
+        memory = {"models": usage, "peak": peaks[0], "in_use": peaks[1], "start": start, "rows": rows}
         memory["copies"] = {"seconds": copies.copying, "waited": copies.waiting}
         self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
         if self._world.rank == 0:
@@ -196,6 +196,7 @@ class ResultsWriter(Observer):
             "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
             "held_bytes": {rank: found["models"] for rank, found in memory.items()},
             "peak_bytes": {rank: found["peak"] for rank, found in memory.items()},
+            "device_bytes": {rank: found["in_use"] for rank, found in memory.items()},
             "row_bytes": {rank: found["rows"] for rank, found in memory.items()},
             "start_bytes": {rank: found["start"] for rank, found in memory.items()},
             "host_copies": {rank: found["copies"] for rank, found in memory.items()},

@@ -226,6 +226,5 @@ class Trainer:
         self.rows.finish()
         self._syncs.close()
         usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
-        self.results.finish(
-            rank.flight.timeline, usage, rank.meter.peak(), rank.start_bytes, self.rows.most_bytes, copies
-        )
+        peaks = rank.meter.peak(), rank.meter.most_in_use
+        self.results.finish(rank.flight.timeline, usage, peaks, rank.start_bytes, self.rows.most_bytes, copies)

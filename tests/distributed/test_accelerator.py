@@ -210,6 +210,9 @@ def test_memory_at_every_moment_is_the_planned_memory(outcomes: Outcomes, rank: 
     kinds = {name.split()[0] for name in found}
     assert kinds == {"run", "sync", "checkpoint"} | ({"load", "resume", "save"} if rank == 0 else set())
     assert max(abs(measured - size) / size for size, measured in found.values()) < TOLERANCE
+    # after instructions; the driver of this accelerator counts what is allocated
+    facts = outcomes.whole.trace["otherData"]
+    assert 0 < facts["device_bytes"][str(rank)] <= facts["peak_bytes"][str(rank)]
 
 
 def test_models_are_copied_on_streams_of_their_own(outcomes: Outcomes) -> None:

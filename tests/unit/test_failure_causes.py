@@ -32,7 +32,7 @@ from flexrlhf.runs.flight_log import (
     write_record,
 )
 from flexrlhf.timeline import Span, read_trace
-from flexrlhf.trainer.memory_meter import naming_exhaustion
+from flexrlhf.trainer.memory_meter import naming_exhaustion, use_expandable_segments
 from flexrlhf.weights.loading import one_sentence_errors
 
 MODELS = {0: "actor", 1: "reward", 2: "critic"}
@@ -319,3 +319,31 @@ def test_exhausted_memory_is_named_with_what_was_being_done(exhaust: Callable[[]
         exhaust()
     with pytest.raises(RuntimeError, match="shapes"), naming_exhaustion("step 3"):
         torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def test_exhausted_memory_of_a_gpu_names_gaps_between_tensors() -> None:
+    words = r"^step 3: memory is exhausted \(CUDA out of memory\. .*debug\.expandable_segments: true$"
+    with pytest.raises(RunStopped, match=words), naming_exhaustion("step 3"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, ["expandable_segments:True"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, ["max_split_size_mb:512,expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+    ],
+)
+def test_memory_grows_in_place_as_the_environment_leaves_it(
+    environment: dict[str, str], found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings of the environment stay: torch would reset the ones that it is not given again."""
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    use_expandable_segments()
+    assert given == found

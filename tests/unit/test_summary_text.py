@@ -9,8 +9,9 @@ from small_runs import plan_of
 
 from flexrlhf.display.summary_text import format_summary, sample_pairs
 from flexrlhf.metrics import METRICS
-from flexrlhf.plan.memory_text import connected_memory, measured_memory
+from flexrlhf.plan.memory_text import connected_memory, measured_memory, memory_in_use
 from flexrlhf.plan.plan_text import format_plan, format_short_plan
+from flexrlhf.text import bytes_text
 
 
 def sample(rows: str, step: int, prompt: str, response: str, **score: float | None) -> dict[str, Any]:
@@ -128,7 +129,10 @@ def test_peaks_are_compared_on_gpus_alone(width: int) -> None:
         facts = {"device": device, "held_bytes": {"0": {}, "1": {}}, "peak_bytes": {"0": 10**8, "1": 10**8}}
         lines = measured_memory(plan, facts, width)
         assert max(map(len, lines)) <= width, lines
-        assert ("100 MB measured" in " ".join(lines)) is (device == "cuda")
+        assert ("100 MB measured" in " ".join(lines)) is (device == "cuda") and "in use" not in " ".join(lines)
+        counted = measured_memory(plan, facts | {"device_bytes": {"0": 2 * 10**9, "1": 0}}, width)
+        assert max(map(len, counted)) <= width, counted
+        assert ("1.5 GB planned, 2 GB in use" in " ".join(counted)) is (device == "cuda")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -144,7 +148,7 @@ def test_a_short_plan_has_the_step_places_and_memory(width: int) -> None:
 
 
 def test_what_communicators_take_is_next_to_what_is_planned() -> None:
-    text = connected_memory(plan_of(None, 2), 1, 76_000_000_000, 80_000_000_000)
+    text = connected_memory(plan_of(None, 2), 1, 4_000_000_000, 80_000_000_000)
     assert text == "rank 1: 1 communicator; 4 GB of 80 GB in use, planned 1.5 GB"
 
 
@@ -168,6 +172,19 @@ def test_messages_inside_layers_do_not_queue_behind_gathers(overrides: tuple[str
     assert ("inside layers", (0, 1, 2, 3)) in made if has_own else "inside layers" not in dict(made)
     assert plan.communicators(0) == len(made)
     assert ("messages inside layers" in " ".join(format_plan(plan).split())) == has_own
+
+
+def test_memory_in_use_is_next_to_the_states_that_are_loaded() -> None:
+    """An engine that sleeps has none on the device; moments of training come with its first update."""
+    plan = plan_of(None, 1, "rollout.engine=vllm", "models.actor.init=qwen2.5-0.5b")
+    states = {name: plan.state(plan.placement[name], 0) for name in ("actor", "actor.rollout")}
+    actor, engine = states["actor"], states["actor.rollout"]
+    assert actor is not None and engine is not None and engine.freed == engine.resting > 0
+    for is_awake, planned in ((True, engine.resting), (False, 0)):
+        loaded = {plan.placement[name].name: is_awake or name == "actor" for name in states}
+        text = memory_in_use(plan, 0, "a moment", loaded, 30 * 10**9, 80 * 10**9)
+        size = bytes_text(1_500_000_000 + actor.resting - actor.moments + planned)
+        assert text == f"rank 0: a moment; 30 GB of 80 GB in use, planned {size}"
 
 
 def test_more_communicators_than_usual_leave_a_known_device_less_memory() -> None:
