@@ -104,7 +104,8 @@ def rank_memory(
     first = () if start is None else _starting(states, start)
     largest: dict[tuple[str, str], Phase] = {(phase.kind, phase.model): phase for phase in first}
     works = dict.fromkeys(work)
-    lasting = _lasting_host_bytes(sizing, rank, {item for item, _ in works})
+    graphs = _graphs_on_host(states, frozenset[ModelName]().union(*(absent for _, absent in works)) - kept)
+    lasting = graphs + _lasting_host_bytes(sizing, rank, {item for item, _ in works})
     under_way = {**_under_way(sizing, rank, {item for item, _ in works}), **({ROWS: in_flight} if in_flight else {})}
     for item, absent in works:
         for bare in sizing.phases(item, rank):
@@ -146,6 +147,11 @@ def _lasting_host_bytes(sizing: Sizing, rank: int, works: Iterable[Work]) -> int
     return copied + sum(activations.values())
 
 
+def _graphs_on_host(states: Mapping[ModelName, State | None], asleep: frozenset[ModelName]) -> int:
+    """Return the bytes of captured graphs of engines that sleep at times without a copy of their weights."""
+    return sum(state.graphs for name, state in states.items() if state is not None and name in asleep)
+
+
 def _under_way(sizing: Sizing, rank: int, works: Iterable[Work]) -> NamedBytes:
     """Return the bytes, in every phase, of weights that travel while a rank computes."""
     syncs = [item for item in works if isinstance(item, WeightSync) and item.overlaps]
@@ -172,8 +178,7 @@ def _with_states(
         if state is None:
             continue
         # once it is allocated, host memory is kept for the next time
-        offloaded = state.offloaded if name in kept else min(state.graphs, state.offloaded)
-        host += state.host + state.for_restart + offloaded
+        host += state.host + state.for_restart + (state.offloaded if name in kept else 0)
         if name in absent:
             device += state.resting - state.freed
         else:

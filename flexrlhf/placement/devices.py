@@ -16,8 +16,8 @@ ALLOCATABLE = 0.988
 CONTEXT_BYTES = 1.5e9
 """Driver, libraries and communication buffers of one device."""
 COMMUNICATOR_BYTES = 0.5e9
-"""Buffers of one further communicator: 544 MB between two A100 over NVLink, 688 MB between more (NCCL issue 964); 407 MB
-of one rank of an H200 (docs/gpu.md), 576 MiB of eight GB200 (SGLang PR 30908)."""
+"""Buffers of one further communicator: 544 MB between two A100 over NVLink, 688 MB between more (NCCL issue 964), 407
+MB of one H200 (docs/gpu.md), 576 MiB of eight GB200 (SGLang PR 30908)."""
 COMMUNICATORS_IN_CONTEXT = 3
 """Communicators of a rank for which ``CONTEXT_BYTES`` has room, as those have whose memory was published: data, tensor
 and pipeline parallelism."""

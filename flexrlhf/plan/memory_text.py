@@ -137,9 +137,9 @@ def memory_in_use(plan: Plan, rank: int, moment: str, loaded: Mapping[ModelName,
     loaded:  models that are loaded, and whether they are on the device.
     """
     states = {name: plan.state(plan.placement[name], rank) or State(0) for name in loaded}
-    away = {name for name, is_here in loaded.items() if not is_here}
-    resting = sum(state.resting - state.freed if name in away else state.loaded for name, state in states.items())
-    return _in_use(f"rank {rank}: {moment}", used, total, _outside(plan, rank) + resting + reused_bytes(states, away))
+    absent = {name for name, is_here in loaded.items() if not is_here}
+    resting = sum(state.resting - state.freed if name in absent else state.loaded for name, state in states.items())
+    return _in_use(f"rank {rank}: {moment}", used, total, _outside(plan, rank) + resting + reused_bytes(states, absent))
 
 
 def _outside(plan: Plan, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Captures of decoding passes on a stand-in for CUDA, which counts what would wait for the whole device."""
+"""Captures of decoding passes on a stand-in for CUDA, which counts waits for the whole device."""
 
 from __future__ import annotations
 

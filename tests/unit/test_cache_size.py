@@ -97,10 +97,6 @@ def test_a_phase_that_only_a_larger_cache_has_limits_it(tmp_path: Path) -> None:
     assert tokens_of(plan) % plan.placement["actor.rollout"].facts.cache_block == 0 < tokens_of(plan)
 
 
-GRAPHS = (35 + 16 + 35) * 28 * 300_000
-"""Of 28 layers: sizes up to 512 in pieces, up to 256 whole."""
-
-
 def asleep(plan: Plan) -> int:
     """Bytes of models on the device while the actor trains."""
     phase = next(phase for phase in plan.memory(0).phases if phase.label == "train on actor")
@@ -110,7 +106,7 @@ def asleep(plan: Plan) -> int:
 def test_graphs_and_buffers_of_an_engine_are_planned_on_gpus(tmp_path: Path) -> None:
     """Graphs leave the device with the weights, unless vLLM keeps them; buffers of its ``tp`` stay, and communicators
     are of the whole run."""
-    few = ("rollout.kv_tokens=1536000",)  # 256 rows are decoded at a time
+    few = ("rollout.kv_tokens=1536000",)
     plan = plan_of(tmp_path, *few)
     engine = plan.placement["actor.rollout"]
     state = plan.state(engine, 0)
@@ -122,6 +118,10 @@ def test_graphs_and_buffers_of_an_engine_are_planned_on_gpus(tmp_path: Path) -> 
     assert asleep(kept) - asleep(plan) == state.graphs and asleep(eager) == asleep(plan)
     assert plan.memory(0).loaded_host_bytes - eager.memory(0).loaded_host_bytes == state.graphs
     assert plan.memory(0).phases[0].total - eager.memory(0).phases[0].total == state.graphs
+    apart = ("placement=[0.5, 0.5]", "schedule.lag=1")
+    awake = [plan_of(tmp_path, *apart, f"rollout.cuda_graphs={value}") for value in ("true", "false")]
+    rank = awake[0].placement["actor.rollout"].ranks[0]
+    assert awake[0].memory(rank).loaded_host_bytes == awake[1].memory(rank).loaded_host_bytes
     one = plan_of(tmp_path, *few, "rollout.tp=1")
     assert plan.most_communicators == 1 + max(map(plan.communicators_of_groups, range(8)))
     assert one.most_communicators == max(map(one.communicators_of_groups, range(8)))
