@@ -172,7 +172,7 @@ class Plan:
         return max(self._communicators.values(), default=0)
 
     def communicators(self, rank: int) -> int:
-        """Return how many a rank has: of the plan's groups, of which the ones of one rank need none, and of vLLM."""
+        """Return how many a rank has: of groups, of which the ones of one rank need none, and on known GPUs of vLLM."""
         return self._communicators[rank]
 
     def communicators_of_groups(self, rank: int) -> int:
@@ -183,7 +183,7 @@ class Plan:
     def _communicators(self) -> Counter[int]:
         counts = Counter(self._communicators_of_groups)
         for model in self.placement.models:
-            if model.has_cache:
+            if model.has_cache and self.cluster.has_known_classes:
                 counts += Counter(dict.fromkeys(model.ranks, vllm_communicators(model, self._has_experts(model.role))))
         return counts
 

@@ -229,9 +229,11 @@ def _groups(plan: Plan) -> list[str]:
     lines = [f"{group.purpose:<24} {ranks_text(group.ranks)}" for group in plan.groups if not group.alone]
     lines += [f"{'alone, each':<24} {ranks_text(alone)}"] if alone else []
     most = plan.most_communicators
-    apart = "moves, syncs and messages inside layers" if any(each.inside for each in plan.groups) else "moves and syncs"
-    shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but {apart}"
-    shared += " and vLLM's own" * (most > max(map(plan.communicators_of_groups, plan.cluster.ranks)))
+    apart = ["moves", "syncs"]
+    apart += ["messages inside layers"] * any(each.inside for each in plan.groups)
+    apart += ["vLLM's own"] * (most > max(map(plan.communicators_of_groups, plan.cluster.ranks)))
+    others = f"{', '.join(apart[:-1])} and {apart[-1]}"
+    shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but {others}"
     return [*lines, shared] if most else lines or ["none: one rank"]
 
 
