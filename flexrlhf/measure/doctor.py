@@ -29,7 +29,13 @@ from flexrlhf.placement.hosts import Hosts, under_torchrun
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.fingerprints import CPU_BUILDS, declared_requirements, needed_extras, needed_libraries
+from flexrlhf.runs.fingerprints import (
+    CPU_BUILDS,
+    declared_requirements,
+    needed_extras,
+    needed_libraries,
+    tested_versions,
+)
 from flexrlhf.runs.free_space import disk_demands
 from flexrlhf.runs.resume import Resumption
 
@@ -187,20 +193,29 @@ def check_libraries(plans: Sequence[Plan]) -> Check:
 
 
 def judge_libraries(needed: Sequence[Requirement], installed: Mapping[str, str | None]) -> Check:
-    """Check versions: a missing or too old library fails, one newer than any that was tried is a warning."""
+    """Check versions: a missing or too old library fails, one newer than the admitted range is a warning."""
     older, newer = [], []
     for each in needed:
         found = installed[each.name]
         if found is None or _is_older(found, each):
             older.append(f"{each.name} {found or 'missing'}, needs {each.specifier or 'any version'}")
         elif not each.specifier.contains(found, prereleases=True):
-            newer.append(f"{each.name} {found}, tried with {each.specifier}")
+            newer.append(f"{each.name} {found}, admitted {each.specifier}")
     if older:
         return Check(NAME, "FAILS", ", ".join(older), f"pip install {_command(needed, older)}")
     if newer:
         return Check(NAME, "warning", ", ".join(newer), f"pip install {_command(needed, newer)}")
     main = [each.name for each in needed if each.name in ("torch", "transformers") or each.marker is not None]
-    return Check(NAME, "ok", ", ".join(f"{name} {installed[name]}" for name in main))
+    return Check(NAME, "ok", ", ".join(_as_tested(name, installed[name] or "", tested_versions()) for name in main))
+
+
+def _as_tested(name: str, found: str, tested: Mapping[str, str]) -> str:
+    """Return a library with its version, and whether the tests have passed with it or with another one."""
+    passed = tested.get(name, tested.get(CPU_BUILDS.get(name, name)))
+    if passed is None:
+        return f"{name} {found} (admitted, not tested)"
+    same = passed == found.partition("+")[0]
+    return f"{name} {found} ({'tested' if same else f'admitted, tested with {passed}'})"
 
 
 def _command(needed: Sequence[Requirement], lines: Sequence[str]) -> str:

