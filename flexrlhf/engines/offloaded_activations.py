@@ -44,7 +44,8 @@ def checkpoint_layers(model: PreTrainedModel, context: EngineContext) -> None:
     settings = context.placed.settings
     if not settings.activation_checkpointing or not context.placed.trained:
         return
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     if settings.offload_activations:
         offloaded = OffloadedActivations(context.device, context.copies)
         for layer in model.modules():

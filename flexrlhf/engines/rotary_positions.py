@@ -7,6 +7,7 @@ calls another function by that name, so that the module and other models stay as
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import unwrap
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,7 +28,8 @@ def use_own_rotation(model: PreTrainedModel) -> None:
     if model.config.model_type not in SERVED or model.config.model_type in WITH_SINKS:
         return
     for module in model.modules():
-        forward: Any = type(module).forward
+        # without the wrapper by which transformers since 5.24 takes former names of arguments
+        forward: Any = unwrap(type(module).forward)
         other = getattr(forward, "__globals__", {}).get(_NAME)
         if other is not None and type(module).__name__.endswith("Attention"):
             names = {**forward.__globals__, _NAME: _Turn(other)}

@@ -83,7 +83,6 @@ def _both_heads(
         logits=self.lm_head(hidden[:, -logits_to_keep:]) if with_logits else None,
         # a new tensor: FSDP2 warns of a module that returns a view
         scores=None if scores is None else scores.float().clone(),
-        past_key_values=out.past_key_values,
     )
 
 

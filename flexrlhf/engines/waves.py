@@ -7,6 +7,7 @@ transformers' own layers concatenate: each token copies the keys and values of a
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from flexrlhf.engines.router_replay import Routers
 from flexrlhf.memory.activations import CACHE_COLUMNS
+
+_CACHE = "cache" if "cache" in {each.name for each in fields(BaseModelOutputWithPast)} else "past_key_values"
+"""Argument of a model's forward that has its cache, as the installed transformers names it."""
 
 
 class Wave:
@@ -122,9 +127,9 @@ def last_logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask:
         input_ids=tokens,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{_CACHE: cache},
     )
     logits: Tensor = out.logits[:, -1]
     return logits
