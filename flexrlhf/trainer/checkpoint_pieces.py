@@ -1,4 +1,4 @@
-"""Tensors of a rank in a checkpoint, copied to host memory: pieces of loaded models, and rows in flight.
+"""Tensors of a rank in a checkpoint, and their copies in host memory: pieces of loaded models, and rows in flight.
 
 Rows in flight are generated at the end of a step but not trained on (``schedule.lag``), or not whole yet
 (``rollout.segment_tokens``).
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flexrlhf.engines.base import WEIGHTS, StateTensor
+from flexrlhf.engines.host_offload import host_memory
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import POSITION, PRESENT
 from flexrlhf.placement.layout import BatchShape
@@ -27,6 +29,41 @@ from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.weights.saving import written_names
 from flexrlhf.weights.shards import Part, Parts, trained_parts
 
+_ALIGNMENT = 64
+"""Tensors in host memory begin at a multiple of so many bytes."""
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which is kept for the next time: to allocate and to pin it takes longer than
+    the copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+
+    def begin(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of ``tensors`` for ``file``, complete after ``wait``, in the place of the copies before."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+        if file not in self._memory or self._memory[file].nbytes < sum(sizes):
+            self._memory.pop(file, None)
+            self._memory[file] = host_memory(sum(sizes), pinned=self._device.type == "cuda")
+        copies = {}
+        for start, (key, tensor) in zip(accumulate(sizes, initial=0), tensors.items(), strict=False):
+            copies[key] = self._memory[file][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            # in the order of the computing stream, which frees and overwrites ``tensor`` later
+            copies[key].copy_(tensor.detach(), non_blocking=True)
+        return copies
+
+    def begin_pieces(self, file: str, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """Return copies of ``pieces``, with the arguments of ``begin``."""
+        copies = self.begin(file, {key: piece.values for key, piece in pieces.items()})
+        return {key: replace(piece, values=copies[key]) for key, piece in pieces.items()}
+
+    def wait(self) -> None:
+        """Wait for all copies."""
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()
+
 
 def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     """Return the weights and moments of a trained model that ``rank`` writes."""
@@ -36,7 +73,7 @@ def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
         for name, tensor in tensors.items():
             # ranks with a range of their own each write theirs
             if tensor.values.numel() and (tensor.flat is not None or name in mine):
-                pieces[piece_key(kind, name)] = Piece(_copied(tensor.values), part_of(tensor, parts, name))
+                pieces[piece_key(kind, name)] = Piece(tensor.values, part_of(tensor, parts, name))
     return pieces
 
 
@@ -44,7 +81,7 @@ def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     """Return the weights that ``rank`` writes of a copy which may be behind its trained model."""
     parts, live = trained_parts(model.placed, model.shape, rank), model.engine.weights()
     names = [name for name in written_names(model.placed, model.shape, rank) if live[name].numel()]
-    return {piece_key(WEIGHTS, name): Piece(_copied(live[name]), parts[name]) for name in sorted(names)}
+    return {piece_key(WEIGHTS, name): Piece(live[name], parts[name]) for name in sorted(names)}
 
 
 def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:
@@ -53,16 +90,12 @@ def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:
     return part if tensor.flat is None else replace(part, flat=tensor.flat)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 RowFile = dict[str, Tensor]
 """``<step>/<column>`` → values, and ``<step>/<column>/rows`` → their row numbers, int64."""
 
 
 def columns_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowFile:
-    """Return the columns that operators on ``rank`` have written for steps in flight, copied to host memory."""
+    """Return the columns that operators on ``rank`` have written for steps in flight."""
     file: RowFile = {}
     for step in _steps_with_rows(plan, rows, next_step):
         written: dict[str, set[int]] = defaultdict(set)
@@ -72,7 +105,7 @@ def columns_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> 
                     written[column].update(_rows_of(plan, run, rank))
         for column, numbers in written.items():
             ordered = sorted(numbers)
-            file[f"{step}/{column}"] = rows.at(step).get(column, ordered).to("cpu", copy=True).contiguous()
+            file[f"{step}/{column}"] = rows.at(step).get(column, ordered)
             file[f"{step}/{column}/rows"] = torch.tensor(ordered, dtype=torch.int64)
     return {key: tensor for key, tensor in file.items() if len(tensor)}
 

@@ -36,7 +36,13 @@ from flexrlhf.runs.manifest import (
 from flexrlhf.runs.run_directory import remove_abandoned
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
 from flexrlhf.strategies.schedule import checkpointed_models
-from flexrlhf.trainer.checkpoint_pieces import RowFile, columns_in_flight, follower_pieces, trained_pieces
+from flexrlhf.trainer.checkpoint_pieces import (
+    HostCopies,
+    RowFile,
+    columns_in_flight,
+    follower_pieces,
+    trained_pieces,
+)
 from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
@@ -86,6 +92,7 @@ class Checkpointer(Observer):
         self._context = state.context
         self._store = dist.PrefixStore(f"checkpoints/{self._context.plan.spec.name}", self._context.world.store)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._copies = HostCopies(state.context.world.device)
         self._writing: _Writing | None = None
         self._pending: list[int] = []
         # as they are now: a file may be edited while the run reads it no more
@@ -105,7 +112,9 @@ class Checkpointer(Observer):
         self._publish_written(wait=True)
         self.last_step = next_step
         state, context = self._state, self._context
-        pieces, rows = self._copied_pieces(), columns_in_flight(context.plan, context.rank, state.rows, next_step)
+        pieces = self._copied_pieces()
+        rows = self._copies.begin("rows", columns_in_flight(context.plan, context.rank, state.rows, next_step))
+        self._copies.wait()
         job = self._thread.submit(_write_files, self._directory(next_step), pieces, rows, self._configs(), context)
         context.flight.append_spans(context.files, next_step)
         self._writing = _Writing(next_step, job, self._progress(next_step))
@@ -136,7 +145,7 @@ class Checkpointer(Observer):
         self._thread.shutdown()
 
     def _copied_pieces(self) -> dict[str, dict[str, Piece]]:
-        """Return the pieces that this rank writes, copied to host memory, by file."""
+        """Return the pieces that this rank writes, by file, which are being copied to host memory."""
         context = self._context
         files: dict[str, dict[str, Piece]] = {}
         for name in checkpointed_models(context.plan.placement, context.plan.spec):
@@ -144,10 +153,10 @@ class Checkpointer(Observer):
             if model is not None:
                 file = piece_file(name, context.rank)
                 if model.placed.trained:
-                    files[file] = trained_pieces(model, context.rank)
+                    files[file] = self._copies.begin_pieces(file, trained_pieces(model, context.rank))
                 else:
                     with model.on_device():
-                        files[file] = follower_pieces(model, context.rank)
+                        files[file] = self._copies.begin_pieces(file, follower_pieces(model, context.rank))
         return {name: pieces for name, pieces in files.items() if pieces}
 
     def _configs(self) -> dict[str, str]:

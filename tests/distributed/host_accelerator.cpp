@@ -62,7 +62,7 @@ struct Lane {
 
 std::recursive_mutex lanes_lock;
 std::map<int64_t, Lane> lanes;
-std::atomic<int64_t> last_stream{0}, late_copies{0};
+std::atomic<int64_t> last_stream{0}, late_copies{0}, reads{0};
 thread_local int64_t current_stream = 0;
 
 void enqueue(int64_t stream, const Step& step) {
@@ -246,6 +246,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     std::lock_guard<std::recursive_mutex> lock(lanes_lock);
+    ++reads;
     advance(stream.id(), lanes[stream.id()].begun);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
@@ -337,7 +338,6 @@ const std::set<std::string> READS = {
     "aten::_local_scalar_dense", "aten::nonzero",    "aten::equal",      "aten::is_nonzero",         "aten::masked_select",
     "aten::repeat_interleave",   "aten::_unique2",   "aten::unique_dim", "aten::unique_consecutive",
 };
-std::atomic<int64_t> reads{0};
 
 void free_view(void* context) {
   delete static_cast<c10::Storage*>(context);
@@ -496,7 +496,7 @@ void* data_of(const at::Tensor& tensor) {
   return static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * tensor.element_size();
 }
 
-// Copies between the two devices; from this one to the host is a read.
+// Copies between the two devices; from this one to the host is a read if the caller waits for it.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   bool is_plain = from.is_contiguous() && to.is_contiguous() && from.scalar_type() == to.scalar_type();
   if (non_blocking && current_stream != 0 && is_plain && from.nbytes() == to.nbytes()) {
@@ -508,7 +508,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   Call call("aten::_copy_from");
-  reads += from.device().type() == DEVICE && to.device().type() != DEVICE;
+  reads += from.device().type() == DEVICE && to.device().type() != DEVICE && !non_blocking;
   torch::jit::Stack stack{call.to_cpu(c10::IValue(to)), call.to_cpu(c10::IValue(from)), false};
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   return to;

@@ -264,7 +264,7 @@ def test_switches_reach_the_ranks(outcomes: Outcomes) -> None:
 
 def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outcomes) -> None:
     """A call of four passes reads its rows, and once its statistics; whether all rows have ended is looked at every
-    eight tokens.
+    eight tokens. A checkpoint waits for all copies together; before, checksums of two shadows are read on rank 1.
     """
 
     def reads(outcome: Outcome, rank: int, label: str) -> int:
@@ -275,3 +275,5 @@ def test_the_host_waits_for_no_micro_batch_and_not_for_each_token(outcomes: Outc
     for label in ("ref_logprobs on ref", "values on critic.shadow", "scores on reward"):
         assert 0 < reads(outcomes.whole, 1, label) < 3, label
     assert 0 < reads(outcomes.whole, 1, "generate on actor.shadow") < RESPONSE / 3
+    checkpoints = [each for each in outcomes.whole.plan.schedule.instructions if isinstance(each, Checkpoint)]
+    assert [reads(outcomes.whole, rank, each.label) for each in checkpoints for rank in (0, 1)] == [1, 3]
