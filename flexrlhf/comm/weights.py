@@ -83,9 +83,9 @@ class WeightGather:
                 fill(tensors[name], parts[name], piece)
         return tensors
 
-    def experts(self, weights: Weights, name: str, experts: range, dtype: torch.dtype) -> Tensor:
-        """Return ``experts`` of the parameter ``name``, on the first rank of the group; on others it is not all there.
-        A collective.
+    def experts(self, weights: Weights, name: str, experts: range, dtype: torch.dtype, target: int = 0) -> Tensor:
+        """Return ``experts`` of the parameter ``name``, on the rank of the group at index ``target``; on others it is
+        not all there. A collective.
 
         The bytes of all ranks are added up, each of which only one has, so that every bit arrives.
         """
@@ -101,9 +101,14 @@ class WeightGather:
                 if (common := intersection(box, whole)) is not None:
                     values = view_of(weights[name].detach(), own, common)
                     view_of(found, Part(part.shape, whole), common).copy_(values)
-        work = dist.reduce(found.view(torch.uint8), group_dst=0, group=self.group, async_op=True)
+        work = dist.reduce(found.view(torch.uint8), group_dst=target, group=self.group, async_op=True)
         self.wait(posted(work), self.ranks)
         return found
+
+    def meet(self, device: torch.device) -> None:
+        """Wait until all ranks of the group have called this. A collective."""
+        work = dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)
+        self.wait(posted(work), self.ranks)
 
     def _longest(self, names: Sequence[str]) -> int:
         return max(part_elements(parts, [name for name in names if name in parts]) for parts in self.shards)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
@@ -27,6 +28,7 @@ from flexrlhf.memory.transfer_bytes import (
     copied_bytes,
     is_loaded_whole,
     loading_bytes,
+    saved_model,
     saving_parts,
     sync_parts,
     writing_bytes,
@@ -63,7 +65,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Saving:
-    """A Save: ``ranks`` gather the model; the first of them writes it from host memory, tensor by tensor."""
+    """A Save: ``ranks`` gather the model, and write its files in turns from host memory, tensor by tensor."""
 
     model: ModelName
     ranks: tuple[int, ...]
@@ -158,6 +160,7 @@ class Sizing:
     reusing:    copies that exist only during their calls, as of ``copies_that_reuse`` (strategies/syncs.py).
     slots:      whether rows are decoded in slots where a family can.
     on_gpus:    whether all devices are GPUs of known classes, on which vLLM has graphs and buffers.
+    save:       settings of saved models.
     """
 
     placement: Placement
@@ -169,6 +172,7 @@ class Sizing:
     reusing: Mapping[ModelName, str] = field(default_factory=dict)
     slots: bool = True
     on_gpus: bool = False
+    save: SaveSpec = field(default_factory=SaveSpec)
 
     def texts_of(self, role: str) -> SequenceLengths:
         """Return the lengths of the rows that the models of ``role`` read."""
@@ -344,8 +348,10 @@ class Sizing:
         shape = self.shapes.get(model.role)
         if shape is None:
             return Phase("save", work.model, {"gathered": None})
-        host = writing_bytes(model, shape) if rank == work.ranks[0] else 0
-        return Phase("save", work.model, saving_parts(model, shape, work.ranks, self.sync), host=host)
+        saved = saved_model(model, shape, self.sync.bucket_bytes, self.save.shard_bytes)
+        number = len(work.ranks)
+        host = writing_bytes(model, shape, saved, number) if rank in work.ranks[: saved.files] else 0
+        return Phase("save", work.model, saving_parts(saved, number), host=host)
 
     def _copy(self, work: Copying, rank: int) -> Phase:
         sizes = []

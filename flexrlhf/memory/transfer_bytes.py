@@ -13,7 +13,7 @@ from flexrlhf.weights.expert_files import file_shapes
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
-from flexrlhf.weights.saving import saved_buckets, saved_type, written_names
+from flexrlhf.weights.saving import saved_files, saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.weights.shards import part_elements, trained_parts
 from flexrlhf.weights.sync_plan import adapter_elements, sent_dtype, volumes
@@ -74,23 +74,40 @@ def sync_parts(
     return parts
 
 
-def saving_parts(
-    model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...], settings: SyncSpec
-) -> dict[str, int | None]:
-    """Return bytes by name on each of ``ranks``, which gather the trained weights bucket by bucket."""
-    item = _saved_item(model, shape)
-    whole, experts = _largest_buckets(shape_of(model, shape).trained, item, settings.bucket_bytes)
-    return {"gathered": max(_gathering(whole, len(ranks)), experts if len(ranks) > 1 else 0)}
+@dataclass(frozen=True)
+class Saved:
+    """A model as it is saved: the number of its files, and bytes of the largest buckets.
+
+    whole:    of whole parameters.
+    experts:  of some experts.
+    """
+
+    files: int
+    whole: int
+    experts: int
+
+
+def saving_parts(saved: Saved, num_ranks: int) -> dict[str, int | None]:
+    """Return bytes by name on each of ``num_ranks``, which gather the trained weights bucket by bucket."""
+    return {"gathered": max(_gathering(saved.whole, num_ranks), saved.experts if num_ranks > 1 else 0)}
+
+
+def saved_model(model: PlacedModel, shape: ModelShape, bucket_bytes: int, shard_bytes: int) -> Saved:
+    """Return the files of a model of at most ``shard_bytes``, and their buckets; adapters are in one."""
+    family, most = "" if shape.sizes is None else shape.sizes.family, float(shard_bytes)
+    if model.settings.lora is not None:
+        most = math.inf
+    return _saved(family, shape_of(model, shape).trained, _saved_item(model, shape), bucket_bytes, most)
 
 
 @lru_cache(maxsize=256)
-def _largest_buckets(parameters: Parameters, item: int, bucket_bytes: int) -> tuple[int, int]:
-    """Return the bytes of the largest bucket of whole tensors, and of the largest of some experts."""
-    buckets = [*saved_buckets(dict(parameters), item, bucket_bytes)]
+def _saved(family: str, parameters: Parameters, item: int, bucket_bytes: int, shard_bytes: float) -> Saved:
+    files = saved_files(family, dict(parameters), item, bucket_bytes, shard_bytes)
+    buckets = [each for file in files for each in file.buckets]
     whole, experts = (
         [each.size for each in buckets if (each.experts is None) == is_whole] for is_whole in (True, False)
     )
-    return max(whole, default=0), max(experts, default=0)
+    return Saved(len(files), max(whole, default=0), max(experts, default=0))
 
 
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
@@ -98,11 +115,15 @@ def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
     return _saved_item(model, shape) * count_elements(shape.trained)
 
 
-def writing_bytes(model: PlacedModel, shape: ModelShape) -> int:
-    """Return the host memory of the rank that writes a model: one tensor of a file; of adapters all."""
+def writing_bytes(model: PlacedModel, shape: ModelShape, saved: Saved, num_ranks: int) -> int:
+    """Return the host memory of a rank that writes files of a model: one tensor; of adapters all.
+
+    If each of ``num_ranks`` writes, also a bucket, which waits there while the others' are gathered.
+    """
     if model.settings.lora is not None:
         return saved_bytes(model, shape)
-    return _saved_item(model, shape) * _largest_in_files(
+    bucket = max(saved.whole, saved.experts) if saved.files > 1 and num_ranks > 1 else 0
+    return bucket + _saved_item(model, shape) * _largest_in_files(
         "" if shape.sizes is None else shape.sizes.family, shape.trained
     )
 

@@ -212,9 +212,17 @@ class Plan:
         debug, reusing = self.spec.debug, dict[ModelName, str]()
         if debug.reused_weights:
             reusing = copies_that_reuse(self.schedule.instructions, self.placement)
-        own, on_gpus = own_texts(self.lengths, texts), self.cluster.has_known_classes
         return Sizing(
-            self.placement, self.shapes, texts, self.spec.sync, own, node_of, reusing, debug.slots, on_gpus
+            self.placement,
+            self.shapes,
+            texts,
+            self.spec.sync,
+            own_texts(self.lengths, texts),
+            node_of,
+            reusing,
+            debug.slots,
+            self.cluster.has_known_classes,
+            self.spec.save,
         )
 
     def memory(self, rank: int, sizing: Sizing | None = None) -> RankMemory:

@@ -6,6 +6,7 @@ larger ones are several with an index, named as transformers names them.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -24,7 +25,8 @@ from flexrlhf.runs.tensor_files import save_tensors
 from flexrlhf.weights.adapter_files import ADAPTER, PREFIX, frozen_model
 from flexrlhf.weights.expert_files import FilePiece, file_pieces
 from flexrlhf.weights.lora import without_adapter
-from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD, SINGLE
+from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD
+from flexrlhf.weights.saving import split_files
 from flexrlhf.weights.shards import is_of_experts
 
 TOKENIZER_FILES = (
@@ -66,31 +68,24 @@ def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
     return {name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def split_files(forms: Forms, shard_bytes: int = SHARD_BYTES) -> dict[str, list[str]]:
-    """Return the names of the tensors of each file, both in the order of ``forms``."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in forms:
-        if shards[-1] and size + forms[name].nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += forms[name].nbytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
-
-
 class ModelFiles:
     """Files of a model in ``directory`` that are being written, in the order of the names of its parameters.
 
     forms:   of the parameters, each of which is one tensor or several (``weights/expert_files.py``).
     family:  of the model.
+    writer:  of the files that several write in turns: its number, and how many they are. The first writes the index.
 
     Errors of the file system are raised with the path of the file.
     """
 
-    def __init__(self, directory: Path, forms: Forms, shard_bytes: int = SHARD_BYTES, family: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        forms: Forms,
+        shard_bytes: int = SHARD_BYTES,
+        family: str = "",
+        writer: tuple[int, int] = (0, 1),
+    ) -> None:
         self._directory = directory
         self._pieces = {name: list(file_pieces(family, name, forms[name].shape)) for name in sorted(forms)}
         self._forms = {
@@ -98,23 +93,28 @@ class ModelFiles:
             for name, pieces in self._pieces.items()
             for piece in pieces
         }
-        self._files = split_files(self._forms, shard_bytes)
-        self._pending = [(file, name) for file, names in self._files.items() for name in names]
+        self._files = split_files({name: form.nbytes for name, form in self._forms.items()}, shard_bytes)
+        self._places = {name: file for file, names in self._files.items() for name in names}
+        number, writers = writer
+        self._is_first = number == 0
+        self._others = [file for index, file in enumerate(self._files) if index % writers != number]
+        self._pending = [name for name, file in self._places.items() if file not in self._others]
         self._path = directory
         self._open: BinaryIO | None = None
 
-    def write(self, tensors: Mapping[str, Tensor], experts: range | None = None) -> None:
+    def write(self, tensors: Mapping[str, Tensor], experts: range | None = None, only: str | None = None) -> None:
         """Write ``tensors``, the next ones by name, from any device.
 
-        ``experts``: the next ones of a parameter, which alone is in ``tensors``; None: these are whole.
+        experts:  the next ones of a parameter, which alone is in ``tensors``; None: these are whole.
+        only:     the file to write to, where ``tensors`` are in others, too; None: all.
         """
         for name in sorted(tensors):
             for piece in self._pieces[name]:
                 written = piece if experts is None else _with_experts(piece, experts)
-                if written is None:
+                file = self._places[piece.name]
+                if written is None or only not in (None, file):
                     continue
-                file, expected = self._pending[0]
-                assert piece.name == expected, f"{piece.name} is written before {expected}"
+                assert piece.name == self._pending[0], f"{piece.name} is written before {self._pending[0]}"
                 with _named_errors(self._directory / file):
                     stream = self._stream(file)
                     values = _part_of(tensors[name], written, 0 if experts is None else experts.start)
@@ -124,13 +124,15 @@ class ModelFiles:
                     self._pending.pop(0)
 
     def close(self, is_complete: bool = True) -> None:
-        """Close the last file, and write the index of several."""
+        """Close the last file; the first writer then writes the index of several, once the others have closed."""
         if self._open is not None:
             with _named_errors(self._path):
                 self._open.close()
         if is_complete:
             assert not self._pending, f"{len(self._pending)} tensors are not written"
-            self._write_index()
+            if self._is_first:
+                self._check_others()
+                self._write_index()
 
     def _stream(self, file: str) -> BinaryIO:
         """Return ``file``, opened and begun with its header: sizes are known before the values are."""
@@ -142,11 +144,18 @@ class ModelFiles:
             self._open.write(_header({name: self._forms[name] for name in self._files[file]}))
         return self._open
 
+    def _check_others(self) -> None:
+        """Raise OSError unless the files of other writers are whole in this one's view of the directory."""
+        for file in self._others:
+            path = self._directory / file
+            forms = {name: self._forms[name] for name in self._files[file]}
+            if path.stat().st_size != len(_header(forms)) + sum(form.nbytes for form in forms.values()):
+                raise OSError(errno.EIO, "another rank has written it, and it is not whole", str(path))
+
     def _write_index(self) -> None:
         if len(self._files) > 1:
-            places = {name: file for file, names in self._files.items() for name in names}
             total = sum(form.nbytes for form in self._forms.values())
-            index = {"metadata": {"total_size": total}, "weight_map": places}
+            index = {"metadata": {"total_size": total}, "weight_map": self._places}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -205,6 +214,8 @@ def model_writer(
     best: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    writers: int = 1,
+    mark: str = "",
 ) -> Iterator[ModelFiles]:
     """Yield the files of a model, to write its tensors into, next to its config and the tokenizer's files.
 
@@ -212,16 +223,44 @@ def model_writer(
     best:         contents of ``best.json``, for a best model.
     texts:        further files, in the place of the tokenizer's if they have the same name.
     shard_bytes:  most bytes of weights in a file.
+    writers:      processes that write files in turns, of which this is the first and the others ``share_writer``; they
+                  have closed theirs when the body ends.
+    mark:         part of the name that the directory has while it is written.
     """
-    with _replacing(directory, tokenizer, best, texts) as fresh:
+    with _replacing(directory, tokenizer, best, texts, mark) as fresh:
         config.save_pretrained(fresh)
-        files = ModelFiles(fresh, forms, shard_bytes, config.model_type)
-        try:
+        with _closing(ModelFiles(fresh, forms, shard_bytes, config.model_type, (0, writers))) as files:
             yield files
-        except BaseException:
-            files.close(is_complete=False)
-            raise
-        files.close()
+
+
+@contextmanager
+def share_writer(
+    directory: Path, forms: Forms, family: str, shard_bytes: int, writer: tuple[int, int], mark: str
+) -> Iterator[ModelFiles]:
+    """Yield the files that a further writer writes of a model, with the arguments of ``model_writer`` and
+    ``ModelFiles``. If it fails nothing is left of the model."""
+    fresh = _fresh(directory, mark)
+    try:
+        with _closing(ModelFiles(fresh, forms, shard_bytes, family, writer)) as files:
+            yield files
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def _fresh(directory: Path, mark: str) -> Path:
+    """Return the directory that is filled before it replaces ``directory``."""
+    return directory.with_name(f"{directory.name}{mark}.writing")
+
+
+@contextmanager
+def _closing(files: ModelFiles) -> Iterator[ModelFiles]:
+    try:
+        yield files
+    except BaseException:
+        files.close(is_complete=False)
+        raise
+    files.close()
 
 
 def save_model(
@@ -289,10 +328,14 @@ def _as_peft(name: str, tensor: Tensor, of_experts: Sequence[str]) -> tuple[str,
 
 @contextmanager
 def _replacing(
-    directory: Path, tokenizer: str | None, best: Mapping[str, Any] | None, texts: Mapping[str, str] | None
+    directory: Path,
+    tokenizer: str | None,
+    best: Mapping[str, Any] | None,
+    texts: Mapping[str, str] | None,
+    mark: str = "",
 ) -> Iterator[Path]:
     """Yield a directory to fill; it gets the tokenizer's files and then replaces ``directory``."""
-    fresh = directory.with_name(directory.name + ".writing")
+    fresh = _fresh(directory, mark)
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     try:

@@ -299,7 +299,7 @@ class Eval(_Periodic):
 
 @dataclass(frozen=True, kw_only=True)
 class Save(_OfModel):
-    """Gather of one trained model's weights on its ranks; the first of them writes a Hugging Face directory.
+    """Gather of one trained model's weights on its ranks, which write the files of a Hugging Face directory in turns.
 
     ``best``: metric of the evaluation before it; the model is written only if that is the best so far.
     """

@@ -144,7 +144,7 @@ def first_alike(
     If shards are uneven, the first rank stores most.
     """
     firsts: dict[object, int] = {}
-    # the rank that writes the files of a model
+    # the rank that writes the files of a model; of several the next ranks write some
     writers = [each.ranks[:1] if isinstance(each, Save) else () for each in instructions]
     named = [frozenset(instruction.ranks) for instruction in instructions]
     shapes = (batch, *dict.fromkeys(each.batch for each in instructions if isinstance(each, Eval)))

@@ -1,9 +1,13 @@
-"""Execute a Save: gather the trained weights of a model; its first rank writes a directory."""
+"""Execute a Save: gather the trained weights of a model, whose ranks write the files of a directory in turns."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,42 @@ from torch import Tensor
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.plan.run_tokenizer import chat_format, usage_files
-from flexrlhf.runs.model_directory import TensorForm, model_writer, save_adapters
+from flexrlhf.runs.model_directory import ModelFiles, TensorForm, model_writer, save_adapters, share_writer
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
 from flexrlhf.weights.expert_files import is_router_bias
 from flexrlhf.weights.lora import shape_of
-from flexrlhf.weights.saving import SavedBucket, saved_buckets, saved_type
+from flexrlhf.weights.saving import SavedBucket, SavedFile, saved_files, saved_type
 from flexrlhf.weights.shards import trained_parts
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """Gathers of the trained weights of a model.
+
+    index:  of this rank among those that gather.
+    live:   parts of this rank.
+    dtype:  of the saved model.
+    """
+
+    model: LoadedModel
+    gather: WeightGather
+    index: int
+    live: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+    def bucket(self, bucket: SavedBucket, target: int = 0) -> dict[str, Tensor]:
+        """Return the weights of ``bucket`` on the rank of the group at index ``target``; on others they may not all be
+        there. A collective."""
+        if bucket.experts is not None:
+            (name,) = bucket.names
+            return {name: self.gather.experts(self.live, name, bucket.experts, self.dtype, target)}
+        biases = [name for name in bucket.names if is_router_bias(name)]
+        others = [name for name in bucket.names if name not in biases]
+        found = self.gather.whole(self.live, others, self.dtype)
+        return found | (self.gather.whole(self.live, biases, torch.float32) if biases else {})
 
 
 class ModelSaver:
@@ -34,68 +65,111 @@ class ModelSaver:
     def save(self, save: Save, step: int) -> None:
         """Write the model of ``save``; a best model only if its metric in ``step`` is better than all before."""
         if save.best is None:
-            self._save(save, self._name(save, step))
+            self._save(save, self._name(save, step), step)
         elif (value := self._recorder.improved(save, step)) is not None:
-            self._save(save, f"{save.model}-best", {"step": step, "metric": save.best, "value": value})
+            best = {"step": step, "metric": save.best, "value": value}
+            self._save(save, f"{save.model}-best", step, best)
 
     def _name(self, save: Save, step: int) -> str:
         """Return the name of the directory: one for each step before the last if all are kept."""
         spec = self._context.plan.spec
         return f"{save.model}-step-{step + 1:06d}" if spec.save.keep and step + 1 < spec.steps else save.model
 
-    def _save(self, save: Save, name: str, best: Mapping[str, Any] | None = None) -> None:
-        """Gather the weights, by all ranks of ``save``; the first one writes the directory ``name``."""
-        model = self._context.models[save.model]
-        buckets = self._buckets(model, save.ranks)
-        if self._context.rank == save.ranks[0]:
-            directory = self._context.directory / name
-            self._write(model, directory, buckets, best)
-            self._context.files.send_directory(directory)
-            return
-        for _ in buckets:
-            pass
-
-    def _write(
-        self,
-        model: LoadedModel,
-        directory: Path,
-        buckets: Iterator[tuple[SavedBucket, dict[str, Tensor]]],
-        best: Mapping[str, Any] | None,
-    ) -> None:
-        tokenizer, placed = self._context.data.tokenizer, model.placed
-        plan, data = self._context.plan, self._context.data
-        policy = plan.model("actor") if placed.role == "actor" else None
-        texts = usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
-        if placed.settings.lora is not None:
-            weights = {name: each.to("cpu", copy=True) for _, found in buckets for name, each in found.items()}
-            save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
-            return
-        config = copy.deepcopy(model.engine.config)
-        config.dtype = dtype = _saved_dtype(model)
-        forms = {
-            name: TensorForm(shape, torch.float32 if is_router_bias(name) else dtype)
-            for name, shape in shape_of(placed, model.shape).trained
-        }
-        with model_writer(directory, forms, config, tokenizer, best, texts, plan.spec.save.shard_bytes) as files:
-            for bucket, found in buckets:
-                files.write(found, bucket.experts)
-
-    def _buckets(self, model: LoadedModel, ranks: tuple[int, ...]) -> Iterator[tuple[SavedBucket, dict[str, Tensor]]]:
-        """Yield all trained weights, a bucket at a time in the order of their names. A collective."""
+    def _save(self, save: Save, name: str, step: int, best: Mapping[str, Any] | None = None) -> None:
+        """Gather the weights, by all ranks of ``save``, and write the directory ``name``."""
+        model, ranks = self._context.models[save.model], save.ranks
         shards = tuple(trained_parts(model.placed, model.shape, rank) for rank in ranks)
         group = self._context.groups.get(f"gather {model.placed.name}", ranks)
-        gather, live = WeightGather(group, ranks, shards, self._context.wait), model.engine.weights()
-        dtype = _saved_dtype(model)
-        shapes = {name: part.shape for parts in shards for name, part in parts.items()}
-        for bucket in saved_buckets(shapes, dtype.itemsize, self._context.plan.spec.sync.bucket_bytes):
-            if bucket.experts is None:
-                biases = [name for name in bucket.names if is_router_bias(name)]
-                others = gather.whole(live, [name for name in bucket.names if name not in biases], dtype)
-                yield bucket, others | (gather.whole(live, biases, torch.float32) if biases else {})
-            else:
-                (name,) = bucket.names
-                yield bucket, {name: gather.experts(live, name, bucket.experts, dtype)}
+        dtype = DTYPES[saved_type(model.placed, model.shape)]
+        gather = WeightGather(group, ranks, shards, self._context.wait)
+        gathering = _Gathering(model, gather, ranks.index(self._context.rank), model.engine.weights(), dtype)
+        directory = self._context.directory / name
+        if model.placed.settings.lora is not None:
+            self._save_adapters(gathering, directory, best)
+        else:
+            self._save_files(gathering, directory, step, best)
+        if gathering.index == 0:
+            self._context.files.send_directory(directory)
+
+    def _save_adapters(self, gathering: _Gathering, directory: Path, best: Mapping[str, Any] | None) -> None:
+        """Gather all adapters; the first rank writes them."""
+        placed, weights = gathering.model.placed, dict[str, Tensor]()
+        (file,) = self._files(gathering, "", math.inf)
+        for bucket in file.buckets:
+            found = gathering.bucket(bucket)
+            if gathering.index == 0:
+                weights |= {name: each.to("cpu", copy=True) for name, each in found.items()}
+        if gathering.index == 0:
+            tokenizer, texts = self._context.data.tokenizer, self._texts(gathering.model)
+            save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
+
+    def _save_files(self, gathering: _Gathering, directory: Path, step: int, best: Mapping[str, Any] | None) -> None:
+        """Gather the weights bucket by bucket; ranks write the files in turns.
+
+        Where machines have directories of their own the first rank writes all.
+        """
+        config = copy.deepcopy(gathering.model.engine.config)
+        config.dtype = gathering.dtype
+        files = self._files(gathering, config.model_type, self._context.plan.spec.save.shard_bytes)
+        writers = 1 if self._context.files.are_copied else min(len(gathering.gather.ranks), len(files))
+        if gathering.index >= writers:
+            _write_files(gathering, files, writers, None)
+        else:
+            # other machines may take the directory of an earlier step for this one, for seconds, by its name
+            with self._writer(gathering, config, directory, writers, f"-{step}", best) as written:
+                _write_files(gathering, files, writers, written)
+                if gathering.index == 0 and writers > 1:
+                    gathering.gather.meet(self._context.world.device)
+        if gathering.index > 0 and writers > 1:
+            gathering.gather.meet(self._context.world.device)
+
+    def _writer(
+        self,
+        gathering: _Gathering,
+        config: Any,
+        directory: Path,
+        writers: int,
+        mark: str,
+        best: Mapping[str, Any] | None,
+    ) -> AbstractContextManager[ModelFiles]:
+        """Return the files that this rank writes, one of ``writers``."""
+        model, shard_bytes = gathering.model, self._context.plan.spec.save.shard_bytes
+        forms = {
+            name: TensorForm(shape, torch.float32 if is_router_bias(name) else gathering.dtype)
+            for name, shape in shape_of(model.placed, model.shape).trained
+        }
+        if gathering.index > 0:
+            return share_writer(directory, forms, config.model_type, shard_bytes, (gathering.index, writers), mark)
+        tokenizer, texts = self._context.data.tokenizer, self._texts(model)
+        return model_writer(directory, forms, config, tokenizer, best, texts, shard_bytes, writers, mark)
+
+    def _files(self, gathering: _Gathering, family: str, shard_bytes: float) -> list[SavedFile]:
+        shapes = dict(shape_of(gathering.model.placed, gathering.model.shape).trained)
+        bucket_bytes = self._context.plan.spec.sync.bucket_bytes
+        return saved_files(family, shapes, gathering.dtype.itemsize, bucket_bytes, shard_bytes)
+
+    def _texts(self, model: LoadedModel) -> Mapping[str, str]:
+        """Return the files that say how ``model`` is used."""
+        plan, data = self._context.plan, self._context.data
+        policy = plan.model("actor") if model.placed.role == "actor" else None
+        return usage_files(chat_format(plan).template, policy, data.eos_token_ids, data.pad_token_id)
 
 
-def _saved_dtype(model: LoadedModel) -> torch.dtype:
-    return DTYPES[saved_type(model.placed, model.shape)]
+def _write_files(gathering: _Gathering, files: Sequence[SavedFile], writers: int, written: ModelFiles | None) -> None:
+    """Gather a bucket for a file of each of ``writers``, then the next ones, so that all write at the same time.
+
+    written:  files of this rank; None if it is no writer.
+    """
+    for first in range(0, len(files), writers):
+        side_by_side = files[first : first + writers]
+        for buckets in zip_longest(*(file.buckets for file in side_by_side)):
+            own: dict[str, Tensor] = {}
+            for target, bucket in enumerate(buckets):
+                if bucket is not None:
+                    found = gathering.bucket(bucket, target)
+                    if target == gathering.index:
+                        # it waits in host memory: the device's is for the others'
+                        own = {name: each.to("cpu") for name, each in found.items()} if writers > 1 else found
+                    del found
+            if own and written is not None:
+                written.write(own, buckets[gathering.index].experts, side_by_side[gathering.index].name)

@@ -32,14 +32,15 @@ def weights(directory: Path) -> dict[str, Tensor]:
 
 
 def train(directory: Path, source: Path) -> Path:
-    """Train two steps of SFT on two ranks from bfloat16 files; the models of both steps are kept."""
+    """Train two steps of SFT on two ranks from bfloat16 files; both write files of the models, which are kept."""
     assets = make_assets(source)
     plain = AutoModelForCausalLM.from_pretrained(assets.model("actor"), dtype=torch.bfloat16)
     plain.save_pretrained(directory / "rounded")
     spec = assets.spec(Case("sft", "all", 2))
     actor = spec.models.actor
     assert actor is not None, "SFT has an actor"
-    models = spec.models.model_copy(update={"actor": actor.model_copy(update={"path": str(directory / "rounded")})})
+    changed = {"path": str(directory / "rounded"), "zero": 3}
+    models = spec.models.model_copy(update={"actor": actor.model_copy(update=changed)})
     changes = {
         **{"name": "rounded", "runs": str(directory / "runs"), "steps": STEPS, "models": models, "eval": None},
         "save": SaveSpec(every=1, keep=True, shard_gb=SHARD_GB),

@@ -31,7 +31,7 @@ from flexrlhf.memory.engine_bytes import (
 from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
 from flexrlhf.memory.rank_memory import RankMemory, Start, rank_memory
 from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units
-from flexrlhf.memory.transfer_bytes import UNDER_WAY, saving_parts, sync_parts
+from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts, sync_parts, writing_bytes
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
@@ -512,8 +512,12 @@ def test_a_rank_packs_its_own_shards() -> None:
 def test_shards_are_gathered_before_they_are_saved() -> None:
     shape = ModelShape(tuple((f"w{index}.weight", (1000, 1)) for index in range(4)))
     actor = placed_model("actor", (0, 1), zero=3)
-    assert saving_parts(actor, shape, (0, 1), SyncSpec(bucket_mb=0.004)) == {"gathered": 2 * 4000 + 2 * 2000}
-    assert saving_parts(actor, shape, (0,), SyncSpec(bucket_mb=0.002)) == {"gathered": 0}
+    saved = saved_model(actor, shape, 4000, 16000)
+    assert saving_parts(saved, 2) == {"gathered": 2 * 4000 + 2 * 2000} and saving_parts(saved, 1) == {"gathered": 0}
+    # a rank has a bucket for its file while another file's is gathered
+    several = saved_model(actor, shape, 4000, 8000)
+    assert [writing_bytes(actor, shape, each, 2) for each in (saved, several)] == [4000, 8000]
+    assert writing_bytes(actor, shape, several, 1) == 4000
 
 
 # --- a rank

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flexrlhf.runs.model_directory import ModelFiles, TensorForm, forms_of, model_writer, save_model, split_files
+from flexrlhf.runs.model_directory import ModelFiles, TensorForm, forms_of, model_writer, save_model, share_writer
 from flexrlhf.weights.model_files import stored_tensors
-from flexrlhf.weights.saving import saved_buckets
+from flexrlhf.weights.saving import saved_files, split_files
 
 CONFIG = {
     "model_type": "llama",
@@ -73,8 +77,7 @@ def test_shards_have_at_most_their_size_and_an_index(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_a_shard_is_alone() -> None:
-    forms = {name: TensorForm((size,), torch.float32) for name, size in {"a": 1, "b": 9, "c": 1, "d": 1}.items()}
-    first, second, third = split_files(forms, 12).values()
+    first, second, third = split_files({"a": 4, "b": 36, "c": 4, "d": 4}, 12).values()
     assert (first, second, third) == (["a"], ["b"], ["c", "d"])
 
 
@@ -90,15 +93,80 @@ def test_transformers_loads_shards(tmp_path: Path, family: str) -> None:
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     with model_writer(tmp_path / "actor", forms_of(weights), plain.config, None, shard_bytes=4000) as files:
         # as they are gathered: a few experts of a large layer at a time
-        for bucket in saved_buckets({name: each.shape for name, each in weights.items()}, 4, 3000):
-            rows = slice(None) if bucket.experts is None else slice(bucket.experts.start, bucket.experts.stop)
-            part = {name: weights[name][rows] for name in bucket.names}
-            assert bucket.size == sum(each.nbytes for each in part.values())
-            files.write(part, bucket.experts)
+        for name, part, experts in gathered(family, weights):
+            files.write(part, experts, name)
     assert len(list((tmp_path / "actor").glob("*.safetensors"))) > 3
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "actor", output_loading_info=True)
     assert not any(info.values())
     assert all(torch.equal(parameter, weights[name]) for name, parameter in again.named_parameters())
+
+
+def gathered(family: str, weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor], range | None]]:
+    """Buckets of files of 4,000 bytes: file, weights and experts of each."""
+    for file in saved_files(family, {name: tuple(each.shape) for name, each in weights.items()}, 4, 3000, 4000):
+        for bucket in file.buckets:
+            rows = ... if bucket.experts is None else slice(bucket.experts.start, bucket.experts.stop)
+            part = {name: weights[name][rows] for name in bucket.names}
+            assert bucket.size == sum(each.nbytes for each in part.values())
+            yield file.name, part, bucket.experts
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_several_writers_write_the_bytes_of_one(tmp_path: Path, family: str) -> None:
+    """Each its own files; of a parameter in several files no more than an expert is gathered twice."""
+    from transformers import AutoConfig
+
+    config, experts = AutoConfig.for_model(**CONFIG | {"model_type": family}), torch.randn(5, 24, 16)
+    weights = tensors() | {f"layers.{index}.mlp.experts.gate_up_proj": experts + index for index in range(2)}
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    forms = forms_of(weights)
+    with model_writer(alone, forms, config, None, shard_bytes=4000) as files:
+        files.write(weights)
+    with model_writer(several, forms, config, None, shard_bytes=4000, writers=3, mark="-7") as first:
+        for number in range(3):
+            with share_writer(several, forms, family, 4000, (number, 3), "-7") if number else nullcontext(first) as own:
+                for name, part, rows in gathered(family, weights):
+                    if sorted(files_of(alone)).index(name) % 3 == number:
+                        own.write(part, rows, name)
+    assert len(files_of(alone)) > 3 and contents(several) == contents(alone)
+    sent = sum(each.nbytes for _, part, _ in gathered(family, weights) for each in part.values())
+    assert sent <= sum(each.nbytes for each in weights.values()) + len(files_of(alone)) * experts[0].nbytes
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["alone", "several"]
+
+
+def files_of(directory: Path) -> list[str]:
+    return [path.name for path in directory.glob("*.safetensors")]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_model_whose_other_writer_fails_replaces_none(tmp_path: Path, stays: bool) -> None:
+    """The writer that fails removes all; where it was killed, its file lacks bytes."""
+    from transformers import AutoConfig
+
+    config, weights = AutoConfig.for_model(**CONFIG), tensors()
+    files = split_files({name: weights[name].nbytes for name in sorted(weights)}, 50)
+    save_model(tmp_path / "actor", weights, config, None)
+    before = contents(tmp_path / "actor")
+    place = tmp_path / "actor", forms_of(weights)
+    with pytest.raises(OSError) as raised, model_writer(*place, config, None, shard_bytes=50, writers=2) as first:
+        for number, (file, names) in enumerate(files.items()):
+            if number % 2 == 0:
+                first.write({name: weights[name] for name in names}, only=file)
+        with suppress(KeyboardInterrupt), share_writer(*place, "", 50, (1, 2), "") as other:
+            name = next(name for index, names in enumerate(files.values()) if index % 2 for name in names)
+            other.write({name: weights[name]})
+            raise KeyboardInterrupt
+        assert not (tmp_path / "actor.writing").exists()
+        if stays:
+            shutil.copytree(tmp_path / "actor", tmp_path / "actor.writing")
+            for file in files:
+                (tmp_path / "actor.writing" / file).write_bytes(b"")
+    assert raised.value.errno == (errno.EIO if stays else errno.ENOENT)
+    assert contents(tmp_path / "actor") == before and [each.name for each in tmp_path.iterdir()] == ["actor"]
 
 
 def test_a_directory_is_replaced_only_by_a_whole_model(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, laye
 from flexrlhf.memory.engine_bytes import MEGATRON_ALIGNMENT, megatron_buffer, model_state, new_gradient_bytes
 from flexrlhf.memory.packed_rows import largest_pass
 from flexrlhf.memory.states import trained_units, with_fused_layers
-from flexrlhf.memory.transfer_bytes import copied_bytes, saving_parts
+from flexrlhf.memory.transfer_bytes import copied_bytes, saved_model
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.plan.memory_text import planned_memory
@@ -134,8 +134,8 @@ def test_ranks_write_every_part_of_a_checkpoint_once(dp: int, tp: int, pp: int, 
 
 def test_a_save_gathers_all_stages() -> None:
     one, two, shape = placed(1, 2, 1), placed(1, 1, 2), shape_of()
-    settings = SyncSpec(bucket_mb=0.5)
-    assert saving_parts(two, shape, two.ranks, settings) == saving_parts(one, shape, one.ranks, settings)
+    sizes = 500_000, 5_000_000_000
+    assert saved_model(two, shape, *sizes) == saved_model(one, shape, *sizes)
 
 
 # --- activations
