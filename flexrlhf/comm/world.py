@@ -362,14 +362,20 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def gpu_number(device: torch.device) -> str:
+    """Return the GPU's own number: if each process sees one alone, all of them are cuda:0."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def cuda_backend(gpus: Sequence[str]) -> str:
-    """Return the back end of all ranks, given the GPU of each: NCCL refuses two ranks on one, for which gloo serves."""
+    """Return the back end of all ranks, given the number of each rank's GPU: NCCL refuses two ranks on one, for which
+    gloo serves."""
     return "gloo" if len(set(gpus)) < len(gpus) else "nccl"
 
 
 def _gpus_of_all(store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float) -> list[str]:
-    """Return the GPU of each rank by its own number: if each process sees one alone, all of them are cuda:0."""
-    store.set(f"GPU/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    """Return the number of each rank's GPU."""
+    store.set(f"GPU/{rank}", gpu_number(device))
     keys = [f"GPU/{each}" for each in range(size)]
     store.wait(keys, timedelta(seconds=timeout_seconds))
     return [store.get(key).decode() for key in keys]

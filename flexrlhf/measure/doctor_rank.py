@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.store import own_address
-from flexrlhf.comm.world import World, local_device, open_world
+from flexrlhf.comm.world import World, cuda_backend, gpu_number, local_device, open_world
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RunStopped, UserError
@@ -113,19 +113,20 @@ class Survey:
         facts = RankFacts(self._world.rank, self._host.node)
         if self._host.device != "cuda":
             return replace(facts, tflops=measured_tflops(torch.device("cpu"), torch.float32))
-        torch.cuda.set_device(local_device("cuda"))
+        device = local_device("cuda")
+        torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info()
         # a type that all classes compute in
-        tflops = measured_tflops(local_device("cuda"), torch.float16)
-        return replace(facts, device=torch.cuda.get_device_name(), total=total, free=free, tflops=tflops)
+        tflops = measured_tflops(device, torch.float16)
+        name, gpu = torch.cuda.get_device_name(), gpu_number(device)
+        return replace(facts, device=name, gpu=gpu, total=total, free=free, tflops=tflops)
 
     def _world_of_device(self, job: JobFacts) -> World:
         """Return the world with the back end of the run, unless machines differ in their devices.
 
         Ranks that share a GPU send through host memory, by gloo.
         """
-        are_shared = any(len(host.ranks) > host.devices for host in job.hosts)
-        if {host.device for host in job.hosts} != {"cuda"} or are_shared:
+        if {host.device for host in job.hosts} != {"cuda"} or cuda_backend([rank.gpu for rank in job.ranks]) == "gloo":
             return self._world
         return replace(self._world, device=local_device("cuda"), backend="nccl")
 

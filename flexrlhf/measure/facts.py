@@ -125,6 +125,7 @@ class RankFacts:
 
     rank, node:   its number, and its machine's
     device:       name of its CUDA device; empty on CPUs
+    gpu:          that device's own number, which no other device has; empty on CPUs
     total, free:  bytes of that device's memory
     tflops:       of a matrix product while all ranks of its machine compute one; None: not measured
     """
@@ -135,6 +136,7 @@ class RankFacts:
     total: int = 0
     free: int = 0
     tflops: float | None = None
+    gpu: str = ""
 
 
 @dataclass(frozen=True)

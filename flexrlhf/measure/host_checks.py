@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from flexrlhf.comm.world import cuda_backend
 from flexrlhf.errors import UserError
 from flexrlhf.measure.facts import UNLIMITED, Check, HostFacts, JobFacts, RankFacts, united
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -22,20 +23,17 @@ SAME_MEMORY = 0.85
 
 def check_devices(plans: Sequence[Plan], job: JobFacts) -> Check:
     """Check that each host has the devices that the cluster of the plans gives it."""
-    lines = [check for host in job.hosts for check in _host_devices(plans[0], host)]
+    lines = [check for host in job.hosts for check in _host_devices(plans[0], host, job)]
     lines += [check for rank in job.ranks if rank.device for check in _rank_device(plans[0], rank)]
     return united("devices", lines)
 
 
-def _host_devices(plan: Plan, host: HostFacts) -> Iterator[Check]:
+def _host_devices(plan: Plan, host: HostFacts, job: JobFacts) -> Iterator[Check]:
     count = len(host.ranks)
     if host.problem:
         yield Check("devices", "FAILS", f"{host.name}: {host.problem}")
-    elif host.device == "cuda" and count > host.devices:
-        seen = f"{host.name}: {counted(count, 'rank')} on {counted(host.devices, 'CUDA device')}, over gloo"
-        yield Check("devices", "warning", seen, f"use --devices {host.devices}, unless it is a test")
     elif host.device == "cuda":
-        yield Check("devices", "ok", f"{host.name}: {counted(count, 'rank')} on {counted(host.devices, 'CUDA device')}")
+        yield _gpus(host, job)
     elif host.devices:
         seen = f"{host.name}: {counted(count, 'rank')} and {counted(host.devices, 'CUDA device')}, so on CPUs"
         yield Check("devices", "warning", seen, f"use --devices {host.devices}, or cluster.device: cpu")
@@ -47,6 +45,20 @@ def _host_devices(plan: Plan, host: HostFacts) -> Iterator[Check]:
         yield Check("devices", "warning", seen, "use fewer devices, or expect slow steps")
     else:
         yield Check("devices", "ok", f"{host.name}: {counted(count, 'rank')} on {counted(host.cores, 'core')}")
+
+
+def _gpus(host: HostFacts, job: JobFacts) -> Check:
+    """Check that no rank shares a GPU; before the ranks have reported theirs, by the number that this host has."""
+    gpus = [rank.gpu for rank in job.ranks if rank.gpu]
+    own = {rank.gpu for rank in job.ranks if rank.gpu and rank.node == host.node}
+    count, devices = len(host.ranks), len(own) or host.devices
+    seen = f"{host.name}: {counted(count, 'rank')} on {counted(devices, 'CUDA device')}"
+    if count > devices:
+        return Check("devices", "warning", f"{seen}, over gloo", f"use --devices {devices}, unless it is a test")
+    if cuda_backend(gpus) == "gloo":
+        advice = "give each rank a GPU of its own, unless it is a test"
+        return Check("devices", "warning", f"{seen}; the job has two ranks on one, so over gloo", advice)
+    return Check("devices", "ok", seen)
 
 
 def _named_classes(plan: Plan, host: HostFacts) -> str:

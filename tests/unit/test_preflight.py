@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from packaging.requirements import Requirement
 from small_runs import plan_of
 
+from flexrlhf.comm.world import World
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.launch import shared_directories as directories
 from flexrlhf.launch.shared_directories import Sharing, look_for_probes, probed_directories
 from flexrlhf.launch.terms import Terms
 from flexrlhf.measure.doctor import available_memory, judge_libraries
+from flexrlhf.measure.doctor_rank import Survey
 from flexrlhf.measure.facts import (
     JOB_FACTS,
     Check,
@@ -33,6 +37,7 @@ from flexrlhf.measure.facts import (
     format_checks,
     united,
 )
+from flexrlhf.measure.host_checks import check_devices
 from flexrlhf.measure.job_checks import judge
 from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfer_bytes import saved_bytes
@@ -85,8 +90,8 @@ def job(plan: Plan, *hosts: HostFacts, **changes: Any) -> JobFacts:
     facts = JobFacts(
         hosts or (host(plan), host(plan, 1)),
         (
-            RankFacts(0, 0, "NVIDIA A100-SXM4-80GB", 80 * GB, 79 * GB, 200.0),
-            RankFacts(1, 1, "NVIDIA A100", 80 * GB, 79 * GB, 190.0),
+            RankFacts(0, 0, "NVIDIA A100-SXM4-80GB", 80 * GB, 79 * GB, 200.0, "GPU-a"),
+            RankFacts(1, 1, "NVIDIA A100", 80 * GB, 79 * GB, 190.0, "GPU-b"),
         ),
         clocks=(ClockFacts(1, 0.01, 0.001),),
         directories=SharedFacts(),
@@ -123,7 +128,6 @@ def test_facts_survive_json(plan: Plan) -> None:
     [
         ({"problem": "cluster.device: cuda needs 1, found 0"}, "devices", "FAILS", "node 1 (host b): cluster.device"),
         ({"devices": 0}, "devices", "warning", "planned with A100-80G, has no CUDA device"),
-        ({"device": "cuda", "devices": 0}, "devices", "warning", "1 rank on 0 CUDA devices, over gloo"),
         ({"memory": 1000}, "free memory", "FAILS", "node 1 (host b): "),
         ({"input_problem": "data.path x: no such file"}, "inputs", "FAILS", "node 1 (host b): data.path x"),
         ({"shared": 10**6}, "shared memory", "warning", "--shm-size"),
@@ -158,6 +162,33 @@ def test_a_setting_that_differs_is_named(plan: Plan) -> None:
     assert check.seen == "seed is 0 on node 0 (host a) and 3 on node 1 (host b)"
     more = host(plan, 1, specs=(dump_spec(other), dump_spec(other)))
     assert named(plan, job(plan, host(plan), more), "same settings").seen.startswith("1 run on node 0")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "backend", "result", "words"),
+    [
+        # a launcher that sees more or fewer GPUs than its ranks use
+        (("a", "b", "c", "d"), 1, "nccl", "ok", "node 0 (host a): 2 ranks on 2 CUDA devices"),
+        (("a", "a", "b", "c"), 2, "gloo", "warning", "node 0 (host a): 2 ranks on 1 CUDA device, over gloo"),
+        # two launchers on one machine
+        (("a", "b", "b", "a"), 2, "gloo", "warning", "the job has two ranks on one, so over gloo"),
+    ],
+)
+def test_shared_gpus_are_found_by_their_own_numbers_as_in_a_run(
+    plan: Plan, gpus: tuple[str, ...], visible: int, backend: str, result: str, words: str, monkeypatch: Any
+) -> None:
+    hosts = [host(plan, node, ranks=(2 * node, 2 * node + 1), device="cuda", devices=visible) for node in range(2)]
+    facts = job(plan, *hosts, ranks=tuple(RankFacts(rank, rank // 2, gpu=gpu) for rank, gpu in enumerate(gpus)))
+    check = check_devices([plan], facts)
+    assert check.result == result and words in check.seen, check
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    world = World(0, 4, dist.HashStore(), torch.device("cpu"), "gloo")
+    assert Survey(world, hosts[0], 2, 1.0, Path())._world_of_device(facts).backend == backend
+
+
+def test_gpus_of_ranks_that_have_not_reported_are_counted_on_the_host(plan: Plan) -> None:
+    check = check_devices([plan], JobFacts((host(plan, ranks=(0, 1), device="cuda", devices=1),)))
+    assert check.result == "warning" and "2 ranks on 1 CUDA device, over gloo" in check.seen
 
 
 def test_equal_files_and_settings_travel_once(plan: Plan) -> None:
