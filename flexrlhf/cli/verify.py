@@ -144,7 +144,7 @@ def _verify(plans: Sequence[Plan], sides: Sequence[Side]) -> bool:
             typer.echo(side_text(plan, plans[0]))
         first = run_side(plans[0], factory)
         verdicts = [
-            verify_side(first, plan, side.is_repeated, typer.echo, factory)
+            verify_side(first, run_side(plan, factory), side.is_repeated, typer.echo, factory)
             for side, plan in zip(sides, plans[1:], strict=True)
         ]
     return all(verdict.is_same for verdict in verdicts)

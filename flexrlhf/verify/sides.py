@@ -7,7 +7,7 @@ from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.number_settings import differing_settings, nested_differences
-from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, SaveSpec
+from flexrlhf.config.output_settings import CheckpointSpec, SaveSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
@@ -29,7 +29,7 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
         "epochs": None,
         "save": SaveSpec(),
         "checkpoint": CheckpointSpec(on_signal=False),
-        "debug": DebugSpec(record_columns=True),
+        "debug": spec.debug.model_copy(update={"record_columns": True, "replay": None}),
         "eval": spec.eval and spec.eval.model_copy(update={"every": None}),
     }
     algorithm = spec.algorithm

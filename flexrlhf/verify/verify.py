@@ -62,13 +62,14 @@ def run_side(plan: Plan, factory: RankFactory | None) -> RecordedRun:
 
 
 def verify_side(
-    first: RecordedRun, plan: Plan, is_repeated: bool, write: Print, factory: RankFactory | None
+    first: RecordedRun, second: RecordedRun, is_repeated: bool, write: Print, factory: RankFactory | None
 ) -> Verdict:
-    """Run ``plan`` on ranks of ``factory``, compare it with ``first`` and print the table and the verdict.
+    """Compare a side with ``first`` and print the table and the verdict; after a tie it runs again, on ranks of
+    ``factory``.
 
     ``is_repeated``: the plan is the first side's: on CPUs its numbers are the same to the last bit.
     """
-    runs = first, run_side(plan, factory)
+    runs, plan = (first, second), second.plan
     models = (*first.plan.placement.models, *plan.placement.models)
     sent = first.plan.spec.sync.dtype, plan.spec.sync.dtype
     limits = BITWISE if is_repeated and _is_on_cpu(first) else limits_for(models, sent)

@@ -13,6 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
+from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.plan.pipeline import make_plan
@@ -199,6 +200,10 @@ def test_a_short_run_keeps_what_numbers_depend_on(tmp_path: Path) -> None:
     long = spec_of([1, 1, 1, 1], 2, "steps=100", optimizer, "algorithm.freeze_actor_steps=7", "save.every=2")
     short = short_spec(long, "side", tmp_path, 2)
     assert (short.steps, short.save.every, short.debug.record_columns) == (2, None, True)
+    # a mechanism that is turned off stays so
+    mended = spec_of([1, 1, 1, 1], 2, "debug={cudnn_attention: true, replay: runs/other}")
+    debug = short_spec(mended, "side", tmp_path, 2).debug
+    assert debug == DebugSpec(record_columns=True, cudnn_attention=True)
     assert short.directory == tmp_path / "side"
     assert short.algorithm.freeze_actor_steps == 1  # type: ignore[union-attr]
     assert short.models.actor is not None
