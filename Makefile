@@ -53,7 +53,8 @@ real: install-all
 	$(call INSTALL,.[real])
 	$(BIN)/python -m benchmarks.real $(if $(DATA),--data "$(DATA)") $(OPTIONS)
 
-# everything that a GPU changes, in the order in which it fails (docs/gpu.md); without one, on the CPU with smaller models
+# everything that GPUs change, in the order in which it fails (docs/gpu.md): make gpu OPTIONS="--gpus 8"; without one on
+# CPU ranks with smaller models
 gpu: install-all
 	$(BIN)/python -m benchmarks.gpu $(OPTIONS)
 

@@ -30,10 +30,12 @@ class Failed(Unfinished):
 class TimeBudget:
     """Time budget of a stage.
 
-    seconds:  from the making of this
+    seconds:      from the making of this
+    environment:  variables of all commands
     """
 
     seconds: float
+    environment: Mapping[str, str] = field(default_factory=dict)
     _start: float = field(default_factory=time.monotonic)
 
     @property
@@ -48,7 +50,7 @@ class TimeBudget:
         """
         process = subprocess.Popen(
             command,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **self.environment, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

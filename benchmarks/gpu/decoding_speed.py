@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.machine import ON_CPU, ON_GPU, device_name
+from benchmarks.gpu.results import Found
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding, tokens_between_looks
 from flexrlhf.engines.language_head import use_language_head
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.operators.columns import Lengths
 
-Figures = Iterator[tuple[str, str, dict[str, float]]]
 SAMPLES = 4
 
 
-def of_decoding() -> Figures:
+def of_decoding() -> Iterator[Found]:
     """Responses whose lengths differ much, by all rows at a time, and by a quarter of them."""
     # as in runs: it plans for each number of keys
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -89,6 +92,18 @@ ON_CPU = Scale(
 def device_name() -> str:
     """Return ``cuda`` if there is a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(filter(None, given.split(","))) if given is not None else tuple(map(str, range(_num_gpus())))
+
+
+def _num_gpus() -> int:
+    """Return the number of GPUs by another process: this one would no longer heed CUDA_VISIBLE_DEVICES."""
+    code = "import torch; print(torch.cuda.device_count())"
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 def facts() -> dict[str, str]:

@@ -11,25 +11,21 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.clock import TimeBudget, Unfinished
+from benchmarks.gpu.communicators import of_one_rank
 from benchmarks.gpu.decoding_speed import of_decoding
 from benchmarks.gpu.machine import device_name
-from benchmarks.gpu.results import LeftOut, Row
+from benchmarks.gpu.results import Found, LeftOut, Row, printed_rows
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.launch.start import why_no_gpu
 from flexrlhf.placement.hosts import NVIDIA_DRIVER, has_nvidia_driver
-
-Found = tuple[str, str, dict[str, float]]
-"""Name of a measurement, the result in words, and its figures."""
 
 
 def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
@@ -39,10 +35,7 @@ def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
         printed = budget.run([sys.executable, "-m", __name__, stage])
     except Unfinished as error:
         printed, reason = error.printed, str(error)
-    for line in printed.splitlines():
-        if line.startswith('["'):
-            name, found, figures = json.loads(line)
-            yield Row(stage, name, found, figures)
+    yield from printed_rows(stage, printed)
     if reason:
         yield LeftOut(stage, "later measurements", reason)
 
@@ -63,22 +56,6 @@ def of_device() -> Iterator[Found]:
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     libraries = {"CUDA": torch.version.cuda, "cuDNN": cudnn, "NCCL": nccl}
     yield "built for", ", ".join(f"{name} {version}" for name, version in libraries.items()), {}
-
-
-def of_nccl() -> Iterator[Found]:
-    """Device memory of communicators of this process alone."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
-    before, _ = torch.cuda.mem_get_info()
-    for number in range(1, 9):
-        began = time.perf_counter()
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=dist.new_group([0], backend="nccl"))
-        torch.cuda.synchronize()
-        if number in (1, 2, 4, 8):
-            used = before - torch.cuda.mem_get_info()[0]
-            seconds = time.perf_counter() - began
-            found = f"{used / 1e6:.0f} MB, the last one in {seconds:.2f} s"
-            yield f"{number} communicators of one rank", found, {"bytes": used, "seconds": seconds}
-    dist.destroy_process_group()
 
 
 def of_kernels() -> Iterator[Found]:
@@ -197,7 +174,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-MEASUREMENTS = {"device": of_device, "nccl": of_nccl, "kernels": of_kernels, "decoding": of_decoding}
+MEASUREMENTS = {"device": of_device, "nccl": of_one_rank, "kernels": of_kernels, "decoding": of_decoding}
 
 if __name__ == "__main__":
     for row in MEASUREMENTS[sys.argv[1]]():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.clock import TimeBudget, Unfinished
-from benchmarks.gpu.machine import Scale
+from benchmarks.gpu.job import Job
 from benchmarks.gpu.results import LeftOut, Row
 from benchmarks.gpu.workload import run_config
 from benchmarks.predicted_steps import PLACEMENTS
@@ -25,10 +25,11 @@ RANKS = 2
 COMMAND = (sys.executable, "-m", "flexrlhf")
 
 
-def run_placements(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+def run_placements(job: Job, budget: TimeBudget) -> Iterator[Row | LeftOut]:
     """Profile with two ranks, which share a GPU; then yield each placement's predicted and measured step time."""
+    directory, scale = job.directory, job.scale
     shorter = replace(scale, prompts=max(4, scale.prompts // 2), response=scale.response // 2)
-    cluster = {"devices": RANKS, "device": device}
+    cluster = {"devices": RANKS, "device": job.device}
     profile = directory / "profile.json"
     paths = {
         name: run_config(
@@ -36,7 +37,7 @@ def run_placements(directory: Path, scale: Scale, device: str, budget: TimeBudge
             directory,
             shorter,
             scale.small,
-            device,
+            job.device,
             cluster=cluster,
             placement=json.loads(vector),
         )

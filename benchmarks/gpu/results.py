@@ -4,10 +4,13 @@ reason."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+Found = tuple[str, str, dict[str, float]]
+"""Name of a measurement, the result in words, and its figures."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,14 @@ class LeftOut:
     stage: str
     measurement: str
     reason: str
+
+
+def printed_rows(stage: str, printed: str) -> Iterator[Row]:
+    """Yield the results that a process has printed, each as a line of JSON, among other lines."""
+    for line in printed.splitlines():
+        if line.startswith('["'):
+            measurement, found, figures = json.loads(line)
+            yield Row(stage, measurement, found, figures)
 
 
 @dataclass

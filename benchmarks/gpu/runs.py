@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.clock import TimeBudget, Unfinished
+from benchmarks.gpu.job import Job
 from benchmarks.gpu.machine import Scale
 from benchmarks.gpu.results import LeftOut, Row
 from benchmarks.gpu.workload import run_config
@@ -31,16 +32,17 @@ ENGINES: dict[str, tuple[str, ...]] = {
 """Settings of the runs with vLLM, by feature."""
 
 
-def run_offloading(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+def run_offloading(job: Job, budget: TimeBudget) -> Iterator[Row | LeftOut]:
     """Train PPO on one rank with less memory than its models take; then resume from the middle of that run."""
-    path = _tight_config(directory, scale, device)
+    scale = job.scale
+    path = _tight_config(job.directory, scale, job.device)
     plan = make_plan(load_spec(path, ()))
     moved = {each.model for each in plan.schedule.instructions if isinstance(each, Offload)}
     budget.run([*COMMAND, "run", str(path)])
     planned, measured = plan.memories[0].peak_bytes, _peak(plan)
     found = f"{', '.join(sorted(moved))}; peak {planned / 1e6:.0f} MB planned, {measured / 1e6:.0f} MB measured"
     yield Row("offload", "PPO that offloads", found, {"planned": planned, "measured": measured})
-    copies = _facts(plan)["host_copies"]["0"]
+    copies = facts_of(plan)["host_copies"]["0"]
     hidden = 1 - copies["waited"] / copies["seconds"] if copies["seconds"] else 0.0
     found = f"{copies['seconds']:.2f} s of copies to host memory and back, {hidden:.0%} hidden behind calls"
     yield Row("offload", "copies on streams of their own", found, {**copies, "hidden": hidden})
@@ -67,14 +69,15 @@ def _tight_config(directory: Path, scale: Scale, device: str) -> Path:
     return path
 
 
-def run_vllm(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+def run_vllm(job: Job, budget: TimeBudget) -> Iterator[Row | LeftOut]:
     """Train GRPO with vLLM on the actor's rank, beginning with the features that are most likely to work."""
     if find_spec("vllm") is None:
         yield LeftOut("vllm", "GRPO with vLLM", "vllm is not installed")
         return
-    for name, settings in ENGINES.items() if device == "cuda" else [("on CPUs", ())]:
+    for name, settings in ENGINES.items() if job.device == "cuda" else [("on CPUs", ())]:
         rollout = {"engine": "vllm", "parity": {"every": 1}}
-        path = run_config(f"grpo-vllm-{name.replace(' ', '-')}", directory, scale, scale.small, device, rollout=rollout)
+        run = f"grpo-vllm-{name.replace(' ', '-')}"
+        path = run_config(run, job.directory, job.scale, job.scale.small, job.device, rollout=rollout)
         try:
             further = (word for setting in settings for word in ("--set", setting))
             budget.run([*COMMAND, "run", str(path), *further], most=budget.left / 2)
@@ -93,10 +96,10 @@ def _metrics(directory: Path) -> list[dict[str, float]]:
 
 
 def _peak(plan: Plan) -> float:
-    return float(_facts(plan)["peak_bytes"]["0"])
+    return float(facts_of(plan)["peak_bytes"]["0"])
 
 
-def _facts(plan: Plan) -> dict[str, Any]:
+def facts_of(plan: Plan) -> dict[str, Any]:
     """Return the facts of a run in addition to its spans."""
     found: dict[str, Any] = json.loads((plan.spec.directory / "timeline.json").read_text())["otherData"]
     return found

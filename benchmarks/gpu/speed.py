@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.clock import TimeBudget, Unfinished
+from benchmarks.gpu.job import Job
 from benchmarks.gpu.machine import Scale, memory_gb, peak_flops
 from benchmarks.gpu.results import LeftOut, Row
-from benchmarks.gpu.workload import run_config, write_model
+from benchmarks.gpu.workload import run_config, write_data, write_model
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.placement.placed import PlacedModel
@@ -49,10 +50,9 @@ class StepRows:
         return self.rows * (self.prompt + self.response)
 
 
-def run_speed(
-    directory: Path, scale: Scale, device: str, budget: TimeBudget, trl: str | None
-) -> Iterator[Row | LeftOut]:
-    """Yield the figures of PPO and GRPO on one rank. ``trl``: a Python with TRL, or None."""
+def run_speed(job: Job, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+    """Yield the figures of PPO and GRPO on one rank."""
+    directory, scale, device = job.directory, job.scale, job.device
     peak, source = peak_flops(scale.dtype)
     for algorithm in ("grpo", "ppo"):
         found = _fitting(algorithm, directory, scale, device)
@@ -64,14 +64,16 @@ def run_speed(
         path = run_config(f"{algorithm}-speed", directory, replace(scale, micro=micro), model, device)
         try:
             yield from _measured(algorithm, path, budget, peak)
-            yield _trl(algorithm, directory, scale, model, device, budget, trl)
+            yield _trl(algorithm, directory, scale, model, device, budget, job.trl)
         except Unfinished as error:
             yield LeftOut(STAGE, algorithm, str(error))
     yield Row(STAGE, "peak of MFU", f"{peak / 1e12:.3g} TFLOP/s, {source}", {"flops": peak})
 
 
-def run_long(directory: Path, scale: Scale, device: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
+def run_long(job: Job, budget: TimeBudget) -> Iterator[Row | LeftOut]:
     """Yield the figures of GRPO of few long sequences on one rank, by kernel of attention."""
+    directory, scale, device = job.directory / "long", job.scale.of_long_sequences, job.device
+    write_data(directory, scale)
     found = _fitting("grpo", directory, scale, device)
     if found is None:
         yield LeftOut(LONG, "GRPO", "no model fits the free memory")

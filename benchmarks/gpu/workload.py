@@ -21,22 +21,26 @@ NUM_PROMPTS = 256
 ROLES = {"ppo": ("actor", "critic", "ref", "reward"), "grpo": ("actor", "ref")}
 
 
-def write_data(directory: Path, scale: Scale) -> None:
-    """Write a tokenizer of 150 words and prompts that all have ``scale.prompt`` tokens."""
+def write_data(directory: Path, scale: Scale, shortest: int | None = None) -> None:
+    """Write a tokenizer of 150 words and prompts of ``shortest`` to ``scale.prompt`` tokens; None: all are longest."""
     build_tokenizer([" ".join(WORDS)], directory / "tokenizer")
     rng = random.Random(0)
     # one more token than words: bos
-    prompts = [" ".join(rng.choices(WORDS, k=scale.prompt - 1)) for _ in range(NUM_PROMPTS)]
+    lengths = (rng.randint(shortest or scale.prompt, scale.prompt) for _ in range(NUM_PROMPTS))
+    prompts = [" ".join(rng.choices(WORDS, k=length - 1)) for length in lengths]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
 def write_model(directory: Path, model: Mapping[str, Any], dtype: str, device: str) -> Path:
     """Write a random model, made on ``device``; return its directory. Ranks would make each of theirs on one core."""
-    path = directory / f"model-{model['hidden_size']}"
+    path = directory / f"model-{model['model_type']}-{model['hidden_size']}"
     if not path.exists():
         with torch.device(device):
             config = AutoConfig.for_model(**model)
             AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(path)
+        if device == "cuda":
+            # ranks use the same GPU
+            torch.cuda.empty_cache()
     return path
 
 

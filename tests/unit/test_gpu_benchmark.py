@@ -1,9 +1,12 @@
-"""`make gpu`: its table for commands that end, fail or take too long, and the reference of MFU."""
+"""`make gpu`: its table for commands that end, fail or take too long, its stages for one GPU and several, and the
+reference of MFU."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,15 +14,25 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from benchmarks.gpu.__main__ import _run
+from benchmarks.gpu.against import plan_side
+from benchmarks.gpu.bases import BASES, settings_of, write_base
 from benchmarks.gpu.clock import Failed, OutOfTime, TimeBudget
 from benchmarks.gpu.gpu_tests import _of_report
+from benchmarks.gpu.incidents import FAULTS, is_named
+from benchmarks.gpu.job import MODELS, Job
 from benchmarks.gpu.machine import ON_CPU, ON_GPU
+from benchmarks.gpu.mechanisms import MECHANISMS
 from benchmarks.gpu.results import LeftOut, Results, Row
 from benchmarks.gpu.speed import FREE, StepRows, _flops, _phase_row, _shape, _trl
+from benchmarks.gpu.stages import STAGES, Stage
 from benchmarks.gpu.workload import run_config, write_data
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.verify.sides import check_comparable
+
+ROOT = Path(__file__).parents[2]
 
 
 def python(code: str) -> list[str]:
@@ -106,3 +119,67 @@ def test_its_runs_can_be_planned(algorithm: str, tmp_path: Path) -> None:
             assert plan.batch.num_rows == scale.prompts * scale.samples
             assert max(memory.peak_bytes for memory in plan.memories) < FREE * 78e9
     assert yaml.safe_load(path.read_text())["data"]["max_prompt_tokens"] == ON_GPU.prompt
+
+
+# --- several GPUs
+
+
+def test_all_mechanisms_can_be_compared_with_their_plain_runs(tmp_path: Path) -> None:
+    job = Job(tmp_path, "cpu", ON_CPU, 8)
+    for name, base in BASES.items():
+        path, settings = write_base(name, job), settings_of(name, job)
+        plain = plan_side(path, "plain", tmp_path, (*settings, "cluster.devices=1", *base.plain))
+        assert plain.placement.num_ranks == (2 if base.plain else 1)
+        for each in (each for stage in MECHANISMS.values() for each in stage if each.base == name):
+            own = (*settings, f"cluster.devices={each.ranks}", *each.settings)
+            plan = plan_side(path, "other", tmp_path, own)
+            check_comparable(plain, plan, each.name)
+            assert plan.placement.num_ranks == each.ranks, each.name
+    for model in (model for sizes in MODELS.values() for model in sizes.values()):
+        # tensor-parallel ranks, context-parallel ranks, pipeline stages and expert-parallel ranks at most
+        assert model["num_key_value_heads"] % 4 == model["num_hidden_layers"] % 2 == 0
+        assert model.get("num_experts", 8) % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("exception", "at step 1, train_actor, exit code 1: RuntimeError: planted by make gpu"),
+        ("out of memory", "at step 1: memory is exhausted (CUDA out of memory); use fewer tokens"),
+        ("SIGKILL", "at step 1, train_actor on actor, killed by SIGKILL"),
+        ("SIGSTOP", "does not respond; arrived: rank 0"),
+    ],
+)
+def test_a_fault_is_named_by_rank_and_reason(name: str, sentence: str) -> None:
+    reason = FAULTS[name].reason
+    assert is_named(f"rank 1 (actor; host a) {sentence}", reason)
+    assert not is_named(f"rank 10 (actor; host a) {sentence}", reason)
+    assert not is_named("rank 1 (actor; host a) ended the run at step 1, killed by SIGABRT", reason)
+
+
+def test_stages_have_the_gpus_that_they_need_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage for one GPU does not see the others, and one for several says which number it lacks."""
+
+    def see(_: Job, budget: TimeBudget) -> Iterator[Row]:
+        visible = budget.run(python("import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"))
+        yield Row("probe", "visible", visible.strip())
+
+    job, results = Job(tmp_path, "cuda", ON_GPU, 2, ("4", "GPU-a")), Results({})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a")
+    for gpus in (1, 2, 4):
+        monkeypatch.setitem(STAGES, "probe", Stage(see, 30, 30, gpus))
+        _run("probe", job, None, results)
+    assert [row.found for row in results.rows] == ["4", "4,GPU-a"]
+    assert results.left_out == [LeftOut("probe", "all", "needs 4 GPUs, 2 used (--gpus)")]
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 2
+
+
+def test_the_document_lists_the_stages_and_their_limits() -> None:
+    tables = (ROOT / "docs" / "gpu.md").read_text().partition("## What one GPU has shown")[0]
+    limits = dict(re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|", tables, re.MULTILINE))
+    assert list(limits) == list(STAGES)
+    for name, stage in STAGES.items():
+        if stage.gpus == 1:
+            assert limits[name] == f"{stage.on_gpu / 60:g} min"
+        else:
+            assert limits[name].startswith(str(stage.gpus)) and stage.on_gpu <= 180
