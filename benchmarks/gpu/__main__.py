@@ -28,9 +28,9 @@ from benchmarks.gpu.workload import write_data
 
 
 def main() -> int:
-    options = _options()
-    gpus = visible_gpus()[: options.gpus]
-    if gpus:
+    found = visible_gpus()
+    options = _options(len(found))
+    if gpus := found[: options.gpus]:
         # before this process looks at one
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     device = device_name()
@@ -70,7 +70,8 @@ def _run(name: str, job: Job, seconds: float | None, results: Results) -> None:
         results.write(job.directory)
 
 
-def _options() -> argparse.Namespace:
+def _options(found: int) -> argparse.Namespace:
+    """Return the options. ``found``: GPUs of this machine."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,8 +90,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--trl", metavar="PYTHON", help="interpreter of an environment that has trl")
     options = parser.parse_args()
-    if options.gpus is not None and not 1 <= options.gpus <= (len(visible_gpus()) or options.gpus):
-        parser.error(f"--gpus {options.gpus}: use 1 to {len(visible_gpus()) or 8}")
+    if options.gpus is not None and not 1 <= options.gpus <= (found or options.gpus):
+        parser.error(f"--gpus {options.gpus}: use 1 to {found or 8}")
     return options
 
 

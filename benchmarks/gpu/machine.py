@@ -95,15 +95,14 @@ def device_name() -> str:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(filter(None, given.split(","))) if given is not None else tuple(map(str, range(_num_gpus())))
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
 
-
-def _num_gpus() -> int:
-    """Return the number of GPUs by another process: this one would no longer heed CUDA_VISIBLE_DEVICES."""
+    Another process counts them: this one would no longer heed a change of that variable.
+    """
     code = "import torch; print(torch.cuda.device_count())"
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    count = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(map(str, range(count))) if given is None else tuple(given.split(","))[:count]
 
 
 def facts() -> dict[str, str]:
