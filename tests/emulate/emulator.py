@@ -16,7 +16,8 @@ from threading import Thread
 from typing import Literal
 
 from fabric import Fabric, Stopped
-from nccl_rules import Await, Call, Post, sync_calls
+from nccl_rules import Await, Call, Meet, Post, Synchronize, sync_calls
+from pass_calls import PassCalls
 from symbolic import (
     Cell,
     Value,
@@ -100,13 +101,17 @@ def emulate(
     mode: Mode,
     streams: Mapping[int, Stream] | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
+    adds_groups: bool = False,
 ) -> dict[int, Trace]:
-    """Run ``plan`` and return every rank's trace. ``streams`` replaces the work of single ranks (to break a plan).
+    """Run ``plan`` and return every rank's trace.
+
+    streams:      replace the work of single ranks: to break a plan, or as a program calls it.
+    adds_groups:  whether groups of moves are made when they are first used, as in a session.
 
     Raises EmulationError with the first failure, or with the wait of every blocked rank.
     """
     fabric = Fabric(deadline_seconds)
-    ranks = [Rank(rank, plan, fabric, mode) for rank in range(plan.placement.num_ranks)]
+    ranks = [Rank(rank, plan, fabric, mode, adds_groups) for rank in range(plan.placement.num_ranks)]
     own = {rank.number: walk(plan.schedule, rank.number, plan.spec.steps) for rank in ranks}
     threads = [Thread(target=rank.run, args=((streams or {}).get(rank.number, own[rank.number]),)) for rank in ranks]
     for thread in threads:
@@ -138,11 +143,12 @@ class Rows:
 class Rank:
     """One rank: its rows by step, its weights by placed model, and one method for each kind of instruction."""
 
-    def __init__(self, number: int, plan: Plan, fabric: Fabric, mode: Mode) -> None:
-        self.number = number
+    def __init__(self, number: int, plan: Plan, fabric: Fabric, mode: Mode, adds_groups: bool = False) -> None:
+        self.number, self._adds_groups = number, adds_groups
         here = [model for model in plan.placement.on_rank(number) if not model.is_transient]
         self.trace = Trace(weights={model.name: initial_weights(model.role) for model in here})
         self._plan = plan
+        self._groups = {(group.purpose, group.ranks): group for group in plan.groups if not group.alone}
         self._fabric = fabric
         self._mode = mode
         self._rows: dict[int, Rows] = {}
@@ -154,6 +160,17 @@ class Rank:
         self._unawaited: dict[str, list[Call]] = {}
         self._sync_plans: dict[str, SyncPlan] = {}
         self._at = "start"
+        # that this rank has, in the order of the plan
+        self._connected: set[object] = set()
+        for group in plan.groups:
+            self._connect(group)
+
+    def _connect(self, group: Group) -> None:
+        """Make the communicator of ``group`` with its other ranks, unless another group of these has made it."""
+        if self.number in group.ranks and len(group.ranks) > 1 and group.communicator not in self._connected:
+            self._connected.add(group.communicator)
+            key = ("connect", group.communicator)
+            self.trace.calls += [Meet(key, group.ranks), Post(key, group), Await(key, on_device=True)]
 
     def run(self, stream: Stream) -> None:
         """The body of the thread: never raises."""
@@ -177,6 +194,7 @@ class Rank:
             self._fabric.meet(self.number, ("all", position), instruction.ranks, self._at)
         if isinstance(instruction, Checkpoint | Eval):
             self._store(instruction.models)
+        self._synchronize(instruction)
         match instruction:
             case Run():
                 self._run(position, step, instruction)
@@ -227,6 +245,14 @@ class Rank:
     def _planned_bytes(self) -> int:
         return self._plan.row_bytes_in_flight(self.number)
 
+    def _synchronize(self, instruction: Instruction) -> None:
+        """Note a place where an engine's library may wait for the device: graphs are captured, memory is unmapped."""
+        is_generation = isinstance(instruction, Run) and instruction.operator.kind == "generate"
+        if is_generation or isinstance(instruction, Offload | Reload):
+            (name,) = instruction.uses
+            kind = "generate" if is_generation else instruction.kind
+            self.trace.calls.append(Synchronize((kind, self._plan.placement[name].engine)))
+
     # Run ---------------------------------------------------------------------------------------------------------
 
     def _run(self, position: Position, step: int, run: Run) -> None:
@@ -235,6 +261,10 @@ class Rank:
         match run.operator.kind:
             case "train":
                 self._train(position, step, run, model)
+            case "step":
+                self.trace.calls += self._passes(("step", position), model).step()
+                reads = self._all_reduce((position,), step, run, model, run.mini_batches)
+                self.trace.weights[run.model] = updated(run.operator, self.trace.weights[run.model], reads)
             case "combine" if run.operator.function == "parity":
                 self._compare(position, step, run, model)
             case "combine":
@@ -382,6 +412,9 @@ class Rank:
     # Move --------------------------------------------------------------------------------------------------------
 
     def _move(self, position: Position, step: int, move: Move) -> None:
+        if self._adds_groups:
+            group = Group("move", move.ranks)
+            self._connect(self._groups.setdefault((group.purpose, group.ranks), group))
         self._check_group("move", move.ranks, move)
         self._hold_back(position, move)
         parcels: dict[int, list[tuple[str, int, Value]]] = defaultdict(list)
@@ -397,9 +430,9 @@ class Rank:
         key = ("move", position)
         links = [(t.source, t.destination) for t in move.transfers if self.number in (t.source, t.destination)]
         if move.primitive != "point_to_point":
-            self.trace.calls.append(Post(key, Group("move", move.ranks)))
+            self.trace.calls.append(Post(key, self._group("move", move.ranks)))
         elif links:
-            self.trace.calls.append(Post(key, Group("move", move.ranks), tuple(dict.fromkeys(links))))
+            self.trace.calls.append(Post(key, self._group("move", move.ranks), tuple(dict.fromkeys(links))))
 
         def arrive() -> None:
             if sources:
@@ -480,7 +513,7 @@ class Rank:
             assert {*receivers, *senders} <= set(sync.ranks), f"{sync.label} leaves {sync.ranks}"
             self._check_group(f"sync {sync.source}", sync.ranks, sync)
             calls, later = sync_calls(
-                plan, Group(f"sync {sync.source}", sync.ranks), position, settings.checksum, sync.overlaps
+                plan, self._group(f"sync {sync.source}", sync.ranks), position, settings.checksum, sync.overlaps
             )
             self.trace.calls += [*self._unawaited.pop(sync.source, ()), *calls]
             self._unawaited[sync.source if self.number in source.ranks else sync.destination] = later
@@ -559,6 +592,9 @@ class Rank:
         So all of them must come, with parts of the same weights; ranks of one replica with the same rows.
         """
         layout, weights = model.layout, self._weights(model.name)
+        passes, kind = self._passes(key, model), instruction.operator.kind
+        calls = {"generate": passes.generate, "train": passes.train, "backward": passes.backward}
+        self.trace.calls += calls.get(kind, passes.forward)()
         if model.facts.groups_of_one:
             assert Group("alone", (self.number,), alone=True) in self._plan.groups, f"no group of {self.number} alone"
         if layout.tp > 1:
@@ -584,11 +620,22 @@ class Rank:
                 self._agree((*key, purpose), f"{purpose} {model.name}", sets[purpose], instruction, weights)
         return weights
 
+    def _passes(self, key: tuple[object, ...], model: PlacedModel) -> PassCalls:
+        """Calls inside the passes of a Run of ``model``, as its engine makes them."""
+        sizes = self._plan.shapes[model.role].sizes
+        is_ring = sizes is not None and model.settings.is_ring(sizes.heads)
+        return PassCalls(
+            model, self.number, key, is_ring, lambda purpose, ranks: self._group(f"{purpose} {model.name}", ranks)
+        )
+
+    def _group(self, purpose: str, ranks: tuple[int, ...]) -> Group:
+        """The plan's group of ``ranks``; a rank alone has none, and ``_check_group`` reports one that is missing."""
+        return self._groups.get((purpose, ranks), Group(purpose, ranks))
+
     def _agree(
         self, key: tuple[object, ...], purpose: str, ranks: tuple[int, ...], instruction: Instruction, gift: object
     ) -> None:
         self._check_group(purpose, ranks, instruction)
-        self._collective((*key, ranks), purpose, ranks)
         gifts = self._fabric.meet(self.number, (*key, ranks), ranks, f"{self._at}, together,", gift)
         assert all(other == gift for other in gifts.values()), f"{purpose}: ranks {ranks} do not compute the same"
 
@@ -609,7 +656,7 @@ class Rank:
 
     def _collective(self, key: object, purpose: str, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1:
-            self.trace.calls += [Post(key, Group(purpose, ranks)), Await(key)]
+            self.trace.calls += [Post(key, self._group(purpose, ranks)), Await(key)]
 
     def _look(self, use: str, step: int, instruction: Run | Save, weights: Value) -> None:
         self.trace.looks.append((use, instruction.model, step, weights))
@@ -617,7 +664,7 @@ class Rank:
     def _check_group(self, purpose: str, ranks: tuple[int, ...], instruction: Instruction) -> None:
         """Ranks talk in a group that the plan made for this purpose and that the instruction names."""
         assert set(ranks) <= set(instruction.ranks), f"{purpose} of {ranks}, but {instruction.ranks} are named"
-        assert len(ranks) == 1 or Group(purpose, ranks) in self._plan.groups, f"no group {purpose!r} of {ranks}"
+        assert len(ranks) == 1 or (purpose, ranks) in self._groups, f"no group {purpose!r} of {ranks}"
 
 
 def _stores_something(model: PlacedModel, shape: ModelShape, rank: int) -> bool:

@@ -6,6 +6,9 @@ A wait blocks the main stream, and here the host, too, which waits with a deadli
 
 Single messages have a queue for each pair of ranks, whose communicator is made at the first of them: there the host
 waits until the other rank is at one of this pair, too.
+
+A wait holds a rank up, and does not change the order of its calls. So calls that end with more waits end with fewer,
+and one play decides for every timing.
 """
 
 from __future__ import annotations
@@ -45,12 +48,31 @@ class Post:
 
 @dataclass(frozen=True)
 class Await:
-    """Wait of the main stream for work posted under ``key``; without a key the host waits for the main stream."""
+    """Wait of the main stream for work posted under ``key``; without a key the host waits for the main stream.
+
+    on_device:  whether the host goes on meanwhile.
+    """
 
     key: object = None
+    on_device: bool = False
 
 
-Call = Post | Await
+@dataclass(frozen=True)
+class Synchronize:
+    """Place where a library may wait for all work on the device: ``at`` an instruction of an engine."""
+
+    at: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Place where the hosts of ``ranks`` wait for each other: they make a group."""
+
+    key: object
+    ranks: tuple[int, ...]
+
+
+Call = Post | Await | Synchronize | Meet
 
 
 @dataclass
@@ -70,21 +92,36 @@ class _Device:
     awaited:  keys that its main stream waits for, in order; ``passed`` of them are done.
     begun:    how often each key was posted here, less ended ones.
     queues:   posted work, by group, and by pair of ranks.
+    order:    queues of posted work that has not ended, if it runs in one order (``is_strict``).
     """
 
     calls: deque[Call]
+    is_strict: bool
     awaited: list[object] = field(default_factory=list)
     passed: int = 0
     begun: Counter[object] = field(default_factory=Counter)
     queues: dict[object, deque[_Running]] = field(default_factory=lambda: defaultdict(deque))
+    order: deque[object] = field(default_factory=deque)
+
+    def post(self, post: Post) -> None:
+        self.queues[post.queue].append(_Running(post, Counter(post.messages), len(self.awaited)))
+        self.begun[post.key] += 1
+        self.order += [post.queue] * self.is_strict
 
     def head(self, queue: object) -> _Running | None:
         """Running work of a queue."""
+        if self.order and self.order[0] != queue:
+            return None
         running = self.queues[queue][0] if self.queues.get(queue) else None
         return running if running is not None and running.after <= self.passed else None
 
     def end(self, queue: object) -> None:
         self.begun[self.queues[queue].popleft().post.key] -= 1
+        if self.is_strict:
+            self.order.popleft()
+
+    def is_idle(self) -> bool:
+        return self.passed == len(self.awaited) and not any(self.queues.values())
 
     def advance(self) -> bool:
         """Let the main stream pass ended work."""
@@ -143,6 +180,21 @@ def _checksums(rank: int, buckets: Sequence[RankBucket], group: Group, key: tupl
     return Post((*key, "checksums"), group, tuple(dict.fromkeys(_messages(rank, buckets))))
 
 
+def outstanding(rank: int, calls: Sequence[Call]) -> list[tuple[Synchronize, list[Post]]]:
+    """Return the places where a library may wait for the device of ``rank``, each with the receives that are under way
+    there and that its own list awaits later."""
+    awaited = {call.key: index for index, call in enumerate(calls) if isinstance(call, Await)}
+    found: list[tuple[Synchronize, list[Post]]] = []
+    receives: list[Post] = []
+    for index, call in enumerate(calls):
+        if isinstance(call, Post) and (not call.messages or any(to == rank for _, to in call.messages)):
+            receives.append(call)
+        if isinstance(call, Synchronize):
+            receives = [each for each in receives if awaited.get(each.key, index) > index]
+            found.append((call, [*receives]))
+    return found
+
+
 def _messages(rank: int, buckets: Iterable[RankBucket]) -> tuple[Message, ...]:
     """Messages that ``rank`` sends and receives, one for each vector."""
     found: list[Message] = []
@@ -152,22 +204,32 @@ def _messages(rank: int, buckets: Iterable[RankBucket]) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def find_block(calls: Mapping[int, Sequence[Call]], one_by_one: Order | None = None) -> str:
+def find_block(
+    calls: Mapping[int, Sequence[Call]],
+    one_by_one: Order | None = None,
+    strict: bool = False,
+) -> str:
     """Play the calls of each rank; return the calls at which ranks are blocked, empty if all end.
 
-    ``one_by_one``: messages of a batch are single ones, in this order.
+    one_by_one:  messages of a batch are single ones, in this order.
+    strict:      whether the host also waits for the device wherever a library may, and all work of a device runs in the
+                 order of its posting, whatever its communicator: hardware queues that streams share do no worse
+                 (CUDA_DEVICE_MAX_CONNECTIONS).
     """
-    player = _Player({rank: _Device(deque(_expanded(rank, own, one_by_one))) for rank, own in calls.items()})
+    devices = {rank: _Device(deque(_expanded(rank, own, one_by_one, strict)), strict) for rank, own in calls.items()}
+    player = _Player(devices)
     while player.advance():
         pass
     return player.blocked()
 
 
-def _expanded(rank: int, calls: Iterable[Call], one_by_one: Order | None) -> Iterable[Call]:
+def _expanded(rank: int, calls: Iterable[Call], one_by_one: Order | None, strict: bool) -> Iterable[Call]:
     for call in calls:
-        if isinstance(call, Await) and call.key is not None:
+        if isinstance(call, Synchronize):
+            yield from [call] * strict
+        elif isinstance(call, Await) and call.key is not None:
             # the library's waits would block only the main stream, but ours have a deadline
-            yield from (call, Await())
+            yield from [call] if call.on_device else (call, Await())
         elif one_by_one is None or not isinstance(call, Post) or not call.messages:
             yield call
         else:
@@ -179,6 +241,7 @@ class _Player:
         self._devices = devices
         # pairs that have a communicator
         self._made: set[object] = set()
+        self._met: set[Meet] = set()
 
     def advance(self) -> bool:
         """Advance every rank as far as possible; return whether one has advanced."""
@@ -195,6 +258,13 @@ class _Player:
 
     def _call(self, rank: int, device: _Device, call: Call) -> bool:
         """Whether the host of ``rank`` gets past ``call``."""
+        if isinstance(call, Meet):
+            heads = [self._devices[other].calls for other in call.ranks]
+            if all(calls and calls[0] == call for calls in heads):
+                self._met.add(call)
+            return call in self._met
+        if isinstance(call, Synchronize) or (device.is_strict and call == Await()):
+            return device.is_idle()
         if isinstance(call, Await):
             if call.key is not None:
                 device.awaited.append(call.key)
@@ -205,8 +275,7 @@ class _Player:
             if not (calls and isinstance(calls[0], Post) and calls[0].queue == call.queue):
                 return False
             self._made.add(call.queue)
-        device.queues[call.queue].append(_Running(call, Counter(call.messages), len(device.awaited)))
-        device.begun[call.key] += 1
+        device.post(call)
         return True
 
     def _cross(self, rank: int, queue: object, running: _Running) -> bool:
