@@ -194,7 +194,6 @@ class Rank:
             self._fabric.meet(self.number, ("all", position), instruction.ranks, self._at)
         if isinstance(instruction, Checkpoint | Eval):
             self._store(instruction.models)
-        self._synchronize(instruction)
         match instruction:
             case Run():
                 self._run(position, step, instruction)
@@ -214,9 +213,11 @@ class Rank:
                 self._weights(instruction.model, is_stored=not is_sent_on)
                 self._check_nothing_begun(instruction.model)
                 self._offloaded.add(instruction.model)
+                self._synchronize("offload", instruction.model)
             case Reload():
                 assert instruction.model in self._offloaded, f"{instruction.model} is on the device already"
                 self._offloaded.remove(instruction.model)
+                self._synchronize("reload", instruction.model)
             case Release():
                 self._weights(instruction.model)
                 self._check_nothing_begun(instruction.model)
@@ -245,13 +246,9 @@ class Rank:
     def _planned_bytes(self) -> int:
         return self._plan.row_bytes_in_flight(self.number)
 
-    def _synchronize(self, instruction: Instruction) -> None:
+    def _synchronize(self, kind: str, model: str) -> None:
         """Note a place where an engine's library may wait for the device: graphs are captured, memory is unmapped."""
-        is_generation = isinstance(instruction, Run) and instruction.operator.kind == "generate"
-        if is_generation or isinstance(instruction, Offload | Reload):
-            (name,) = instruction.uses
-            kind = "generate" if is_generation else instruction.kind
-            self.trace.calls.append(Synchronize((kind, self._plan.placement[name].engine)))
+        self.trace.calls.append(Synchronize((kind, self._plan.placement[model].engine)))
 
     # Run ---------------------------------------------------------------------------------------------------------
 
@@ -593,6 +590,8 @@ class Rank:
         """
         layout, weights = model.layout, self._weights(model.name)
         passes, kind = self._passes(key, model), instruction.operator.kind
+        if kind == "generate":
+            self._synchronize(kind, model.name)
         calls = {"generate": passes.generate, "train": passes.train, "backward": passes.backward}
         self.trace.calls += calls.get(kind, passes.forward)()
         if model.facts.groups_of_one:

@@ -180,18 +180,19 @@ def _checksums(rank: int, buckets: Sequence[RankBucket], group: Group, key: tupl
     return Post((*key, "checksums"), group, tuple(dict.fromkeys(_messages(rank, buckets))))
 
 
-def outstanding(rank: int, calls: Sequence[Call]) -> list[tuple[Synchronize, list[Post]]]:
-    """Return the places where a library may wait for the device of ``rank``, each with the receives that are under way
-    there and that its own list awaits later."""
-    awaited = {call.key: index for index, call in enumerate(calls) if isinstance(call, Await)}
+def outstanding(calls: Iterable[Call]) -> list[tuple[Synchronize, list[Post]]]:
+    """Return the places where a library may wait for the device of a rank, each with communication that the rank has
+    begun and awaits later."""
     found: list[tuple[Synchronize, list[Post]]] = []
-    receives: list[Post] = []
-    for index, call in enumerate(calls):
-        if isinstance(call, Post) and (not call.messages or any(to == rank for _, to in call.messages)):
-            receives.append(call)
-        if isinstance(call, Synchronize):
-            receives = [each for each in receives if awaited.get(each.key, index) > index]
-            found.append((call, [*receives]))
+    posted: dict[object, Post] = {}
+    for call in calls:
+        match call:
+            case Post():
+                posted[call.key] = call
+            case Await():
+                posted.pop(call.key, None)
+            case Synchronize():
+                found.append((call, [*posted.values()]))
     return found
 
 
