@@ -40,6 +40,12 @@ from flexrlhf.text import ranks_text
 
 ABORT_SECONDS = 60.0
 """Time after a deadline in which a rank ends by itself before NCCL's watchdog aborts it without a sentence."""
+GOES_ON_SECONDS = 30 * 86_400.0
+"""The same of messages that go on while their ranks compute. The watchdog counts from the beginning of a message, our
+deadline from the beginning of the wait for it: between them a rank may compute for as long as a batch takes."""
+MOVE_BLOCKS = 4
+"""Most thread blocks of a GPU that messages of rows run on, here and at their other end. A message that has not come is
+a kernel that spins, perhaps for a whole training, on a multiprocessor for each; rows are few megabytes."""
 LEAVE_SECONDS = 30.0
 """Longest wait of the rank that serves the store for ranks that end after it."""
 ALONE = "alone"
@@ -204,8 +210,9 @@ class World:
                 ALONE if group.alone else self.backend,
                 self.store,
                 f"flexrlhf-{number}",
-                timeout_seconds + ABORT_SECONDS * (self.backend == "nccl"),
+                timeout_seconds + self._abort_seconds(group),
                 group.communicator[0] + SINGLY * (not self.switches.message_batches),
+                most_blocks=MOVE_BLOCKS if self.backend == "nccl" and group.purpose == "move" else None,
             )
             # the first batch of messages needs all ranks of its communicator
             if self.backend == "nccl" and len(group.ranks) > 1:
@@ -213,6 +220,12 @@ class World:
                 if self.switches.device_polling:
                     await_device(posted(first), timeout_seconds)
         return handle
+
+    def _abort_seconds(self, group: Group) -> float:
+        """Return the time after a deadline in which the back end of ``group`` leaves a wait to us."""
+        if self.backend != "nccl":
+            return 0.0
+        return GOES_ON_SECONDS if group.goes_on else ABORT_SECONDS
 
     def meet(self, what: str, timeout_seconds: float) -> None:
         """Wait, through the store, until every rank has called this. Raises DeadlineError with the missing ranks."""
@@ -263,14 +276,19 @@ def new_group(
     timeout_seconds: float,
     description: str,
     in_world: bool = True,
+    most_blocks: int | None = None,
 ) -> dist.ProcessGroup:
     """Create a process group, which its own ranks alone call: for torch's, all ranks of the world meet each time.
 
-    rank:      of this process, among ``ranks``.
-    name:      alike on the ranks of the group, of no other group that the store has had.
-    in_world:  whether ``ranks`` are those of the job's world.
+    rank:         of this process, among ``ranks``.
+    name:         alike on the ranks of the group, of no other group that the store has had.
+    in_world:     whether ``ranks`` are those of the job's world.
+    most_blocks:  of a GPU that NCCL's kernels may have; None: NCCL decides.
     """
-    ordered = sorted(ranks)
+    ordered, timeout, options = sorted(ranks), timedelta(seconds=timeout_seconds), None
+    if most_blocks is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.config.max_ctas = timeout, most_blocks
     group, _ = _new_process_group_helper(
         len(ordered),
         ordered.index(rank),
@@ -278,7 +296,8 @@ def new_group(
         backend,
         store,
         GroupName(name),
-        timeout=timedelta(seconds=timeout_seconds),
+        backend_options=options,
+        timeout=timeout,
         group_desc=description,
     )
     _world.pg_group_ranks[group] = {each: index for index, each in enumerate(ordered)}

@@ -39,8 +39,13 @@ class Group:
         begin them, one for those inside layers, which would queue behind FSDP2's, and one for each purpose that goes on
         meanwhile. A GPU has up to 0.5 GB of buffers for each.
         """
-        goes_on = self.apart or self.purpose == "move" or self.purpose.startswith("sync ")
-        return (self.purpose if goes_on else "inside layers" if self.inside else "blocking", self.ranks)
+        is_own = self.apart or self.goes_on
+        return (self.purpose if is_own else "inside layers" if self.inside else "blocking", self.ranks)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether ranks begin messages and go on, for as long as they compute, before they wait for them."""
+        return self.purpose == "move" or self.purpose.startswith("sync ")
 
 
 def compute_groups(model: PlacedModel) -> list[Group]:

@@ -161,14 +161,14 @@ class Rank:
         self._sync_plans: dict[str, SyncPlan] = {}
         self._at = "start"
         # that this rank has, in the order of the plan
-        self._connected: set[object] = set()
+        self._connected: dict[object, tuple[int, ...]] = {}
         for group in plan.groups:
             self._connect(group)
 
     def _connect(self, group: Group) -> None:
         """Make the communicator of ``group`` with its other ranks, unless another group of these has made it."""
         if self.number in group.ranks and len(group.ranks) > 1 and group.communicator not in self._connected:
-            self._connected.add(group.communicator)
+            self._connected[group.communicator] = group.ranks
             key = ("connect", group.communicator)
             self.trace.calls += [Meet(key, group.ranks), Post(key, group), Await(key, on_device=True)]
 
@@ -181,6 +181,8 @@ class Rank:
             for rows in self._rows.values():
                 rows.land()
             self._store(list(self._unawaited))
+            # with NCCL all ranks of a communicator destroy it together
+            self.trace.calls += [Meet(("close", each), ranks) for each, ranks in self._connected.items()]
         except Stopped:
             pass
         except Exception as error:
