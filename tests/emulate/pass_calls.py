@@ -1,7 +1,7 @@
 """Calls of a rank inside the passes of a placed model, in the order in which engines make them.
 
 Two layers have every order that more would have: inside a layer, and from one to the next. Replicas that are not in
-lockstep have different numbers of micro-batches. Pipeline stages exchange once.
+lockstep have different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from flexrlhf.placement.groups import (
 from flexrlhf.placement.placed import PlacedModel
 
 LAYERS = range(2)
+FROM_BEFORE, TO_AFTER, FROM_AFTER, TO_BEFORE = (-1, 0), (0, 1), (1, 0), (0, -1)
+"""Messages between stages."""
 ROOT = "root"
 """Unit of FSDP2 with the parameters outside of layers."""
 Ranks = tuple[int, ...]
@@ -56,6 +58,8 @@ class PassCalls:
         self._same_part = self.group(weights, layout.of_weights.dp_set(self.rank))
         self._dp = self.group("compute", layout.dp_set(self.rank))
         self._cp = self.group("cp", layout.cp_set(self.rank))
+        self._stages = self.group("pp", layout.pp_set(self.rank))
+        self._ends = self.group(*pipeline_ends(layout.pp_set(self.rank)))
         self._tp = self.group("tp", next(ranks for ranks in layout.tp_sets if self.rank in ranks))
         self._ep = self._same_experts = Group(EXPERTS, (self.rank,))
         if layout.ep > 1:
@@ -74,8 +78,10 @@ class PassCalls:
         """Columns of rows, or generation without a cache of keys and values of another engine."""
         self._lockstep()
         for _ in range(self._count):
+            self._between_stages(FROM_BEFORE)
             self._forward()
-        self._pipeline()
+            self._between_stages(TO_AFTER)
+        self._collective("results of all stages", self._stages)
         return self._free()
 
     def generate(self) -> list[Call]:
@@ -86,7 +92,7 @@ class PassCalls:
         # a rank without rows left
         self._lockstep()
         self._collective("columns", self._cp, host=True)
-        self._pipeline()
+        self._collective("hidden states of all stages", self._stages)
         return self._free()
 
     def train(self) -> list[Call]:
@@ -98,10 +104,13 @@ class PassCalls:
         """Gradients of one mini-batch."""
         self._lockstep()
         self._collective("totals", self._dp, host=True)
-        for _ in range(self._count):
-            self._forward()
-            self._backward()
-        self._pipeline()
+        if len(self._stages.ranks) > 1:
+            self._in_turn()
+        else:
+            for _ in range(self._count):
+                self._forward()
+                self._backward()
+        self._collective("statistics of all stages", self._stages)
         return self._free()
 
     def step(self) -> list[Call]:
@@ -111,6 +120,8 @@ class PassCalls:
         if self.model.layout.ep > 1 and self.model.split == "whole":
             self._collective("gradients", self._same_experts, host=True)
         self._collective("partial gradients", self._tp, host=True)
+        if self.rank in self._ends.ranks:
+            self._collective("tied embedding", self._ends)
         if self.model.layout.ep > 1:
             self._collective("norm of experts", self._ep, host=True)
         self._collective("norm", self._tp, host=True)
@@ -202,12 +213,35 @@ class PassCalls:
         self._reshard(("experts", layer))
         self._collective("gradients, tokens", self._ep)
 
-    def _pipeline(self) -> None:
-        layout = self.model.layout
-        self._collective("stages", self.group("pp", layout.pp_set(self.rank)))
-        purpose, ends = pipeline_ends(layout.pp_set(self.rank))
-        if purpose == "ends" and self.rank in ends:
-            self._collective("tied embedding", self.group(purpose, ends))
+    def _in_turn(self) -> None:
+        """One forward pass and one backward pass in turn, behind as many forward passes as there are later stages."""
+        ahead = min(len(self._stages.ranks) - 1 - self._stages.ranks.index(self.rank), self._count)
+        for _ in range(ahead):
+            self._between_stages(FROM_BEFORE)
+            self._forward()
+            self._between_stages(TO_AFTER)
+        if ahead < self._count:
+            self._between_stages(FROM_BEFORE)
+        for number in range(ahead, self._count):
+            self._forward()
+            self._between_stages(TO_AFTER, FROM_AFTER)
+            self._backward()
+            self._between_stages(TO_BEFORE, *[FROM_BEFORE] * (number < self._count - 1))
+        for _ in range(ahead):
+            self._between_stages(FROM_AFTER)
+            self._backward()
+            self._between_stages(TO_BEFORE)
+
+    def _between_stages(self, *steps: tuple[int, int]) -> None:
+        """Exchange hidden states and their gradients with neighbours of this stage, in one batch.
+
+        steps:  from which stage to which, counted from this one.
+        """
+        ranks, stage = self._stages.ranks, self._stages.ranks.index(self.rank)
+        places = [(stage + source, stage + destination) for source, destination in steps]
+        messages = [(ranks[a], ranks[b]) for a, b in places if min(a, b) >= 0 and max(a, b) < len(ranks)]
+        if messages:
+            self._wait(self._post("hidden states", self._stages, messages))
 
     def _send_around(self, name: str) -> object:
         """Begin to send to the next context-parallel rank, and to receive from the one before."""

@@ -200,6 +200,7 @@ def grpo(actor: dict[str, Any], rollout: dict[str, Any], **settings: Any) -> dic
 RING, ULYSSES, FULL = {"context_parallel": "ring"}, {"context_parallel": "ulysses"}, {"zero": 3}
 VLLM, TORCH = {"engine": "vllm"}, {"engine": "torch"}
 SPARSE = {"init": MIXTRAL}
+STAGES = {"engine": "megatron", "pp": 2, "zero": 1}
 KINDS = {
     "ulysses, zero 3": grpo({"cp": 2, **ULYSSES, **FULL}, VLLM),
     "ring, zero 2, vLLM tp 2": grpo({"cp": 4, **RING, "zero": 2}, {**VLLM, "tp": 2}),
@@ -211,6 +212,8 @@ KINDS = {
     "experts and ring": grpo({**SPARSE, "ep": 4, "cp": 2, **RING, **FULL}, VLLM),
     "shards of each node": grpo({**FULL, "shard": "node"}, VLLM, cluster=TWO_NODES),
     "shards and experts of each node": grpo({**SPARSE, "ep": 2, **FULL, "shard": "node"}, VLLM, cluster=TWO_NODES),
+    "ring in Megatron's stages": grpo({**STAGES, "cp": 2, **RING}, {**VLLM, "tp": 2}),
+    "Megatron's stages apart, lag 2": grpo({**STAGES, "tp": 2}, VLLM, schedule={"lag": 2}, **APART),
     "segments": grpo(FULL, {**VLLM, "segment_tokens": 4}),
     "segments apart, lag 2": grpo(FULL, {**VLLM, "segment_tokens": 4}, schedule={"lag": 2}, **APART),
     "ring apart, lag 1": grpo({"cp": 2, **RING, **FULL}, {**VLLM, "tp": 2}, schedule={"lag": 1}, **APART),
