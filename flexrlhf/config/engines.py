@@ -174,6 +174,7 @@ MEGATRON = EngineFacts(
     kinds=frozenset({"forward", "train"}),
     zero=(0, 1),
     pp=True,
+    cp=True,
     float16=False,
     sharded_optimizers=("adamw",),
     both_heads=False,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, masking_utils
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, Totals, add_moments
-from flexrlhf.engines.context_parallel import shared_attention
+from flexrlhf.engines.context_parallel import own_part
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
@@ -33,7 +33,7 @@ from flexrlhf.engines.readout import (
 )
 from flexrlhf.engines.router_losses import RouterTotals
 from flexrlhf.engines.router_replay import MISMATCH, Routers, make_routers
-from flexrlhf.engines.row_split import RowPart, RowSplit
+from flexrlhf.engines.row_split import RowSplit
 from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.operators.columns import EXPERTS, Column
 
@@ -249,7 +249,10 @@ class Passes:
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
         if piece.part is not None:
             with no_search_for_texts():
-                return self._call_part(piece, piece.part, **arguments)
+                tokens, positions, attended = own_part(piece, self.pass_settings.split)
+                return self.call(
+                    input_ids=tokens, attention_mask=None, position_ids=positions, attended=attended, **arguments
+                )
         if piece.attended is not None:
             arguments["attended"] = piece.attended
         with nullcontext() if piece.has_mask else no_search_for_texts():
@@ -259,18 +262,6 @@ class Passes:
                 position_ids=piece.position_ids,
                 **arguments,
             )
-
-    def _call_part(self, piece: MicroBatch, part: RowPart, **arguments: Any) -> Any:
-        """Run the model on this rank's part of the rows, whose attention is shared with the other parts' ranks."""
-        split = self.pass_settings.split
-        assert split is not None and piece.attended is not None, "parts of rows attend by the lengths of sequences"
-        return self.call(
-            input_ids=piece.tokens[:, part.columns],
-            attention_mask=None,
-            position_ids=piece.position_ids[:, part.columns],
-            attended=shared_attention(piece.attended, split, piece.width),
-            **arguments,
-        )
 
 
 @contextmanager

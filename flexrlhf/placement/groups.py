@@ -130,4 +130,4 @@ def replica_purpose(layout: Layout) -> str:
 
 def model_purpose(layout: Layout) -> str:
     """Return the purpose of the group of all ranks of an engine with pipeline stages."""
-    return replica_purpose(layout) if layout.dp == 1 else "compute" if layout.tp == layout.pp == 1 else "model"
+    return replica_purpose(layout) if layout.dp == 1 else "compute" if layout.width == layout.pp == 1 else "model"

@@ -623,6 +623,12 @@ COMPUTE: dict[str, Raw] = {
         "ref": {"engine": "deepspeed", "zero": 3},
         "reward": {"engine": "megatron", "tp": 2, "sequence_parallel": False},
     },
+    "megatron-cp": {
+        "actor": {"engine": "megatron", "cp": 2, "context_parallel": "ring", "shadow": {"engine": "torch", "cp": 1}},
+        "critic": {"engine": "megatron", "cp": 2, "zero": 1, "shadow": {"engine": "torch"}},
+        "ref": {"engine": "megatron", "cp": 2},
+        "reward": {"engine": "megatron", "cp": 2, "context_parallel": "ring"},
+    },
     # on four ranks, next to a rollout engine
     "megatron-tp-pp": {
         "actor": {"engine": "megatron", "tp": 2, "pp": 2},
@@ -948,6 +954,7 @@ def _every_megatron() -> list[Case]:
         for names in product(settings, ("co-located", "halves"))
         for way in ("megatron-tp-pp", "megatron-pp-dp")
     ]
+    sides += [Case(setting, "lag", 4, "megatron-cp") for setting in ("two", "grpo")]
     # Megatron's distributed optimizer has no sgd
     return sides + [case for case in four if (case.setting, case.compute) != ("scheduled", "megatron-tp-pp")]
 

@@ -75,7 +75,7 @@ class PassCalls:
         self._count = 1 if self._in_lockstep else 1 + layout.replica(self.rank) % 2
 
     def forward(self) -> list[Call]:
-        """Columns of rows, or generation without a cache of keys and values of another engine."""
+        """Columns of rows."""
         self._lockstep()
         for _ in range(self._count):
             self._between_stages(FROM_BEFORE)

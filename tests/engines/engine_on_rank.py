@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, World
-from flexrlhf.engines.base import Engine, EngineContext, make_engine
+from flexrlhf.engines.base import ContextRanks, Engine, EngineContext, make_engine
 from flexrlhf.operators.columns import Lengths
+from flexrlhf.placement.groups import WEIGHTS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.trainer.loaded_models import stage_ranks
 
@@ -22,6 +23,9 @@ def engine_on_rank(
     def ranks_of(purpose: str, ranks: tuple[int, ...]) -> RankGroup:
         return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, lambda work, _: work.wait())
 
+    cp = None
+    if layout.cp > 1:
+        cp = ContextRanks(ranks_of("cp", layout.cp_set(rank)), ranks_of(WEIGHTS, layout.of_weights.dp_set(rank)))
     return make_engine(
         EngineContext(
             placed=model,
@@ -36,5 +40,6 @@ def engine_on_rank(
             kv_bytes=0,
             store=dist.PrefixStore(model.name, world.store),
             stages=stage_ranks(layout, rank, ranks_of),
+            cp=cp,
         )
     )

@@ -30,7 +30,7 @@ TIED = {"tie_word_embeddings": True}
 PADDED = {"pad_token_id": 3}
 SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
 
-MEGATRON = ("tp", "pp", "zero", "sequence_parallel", "activation_checkpointing", "pack_texts")
+MEGATRON = ("tp", "pp", "cp", "context_parallel", "zero", "sequence_parallel", "activation_checkpointing", "pack_texts")
 """Settings of a case that change no number."""
 
 
@@ -51,7 +51,7 @@ class Case:
             settings = {name: value for name, value in settings.items() if name not in MEGATRON}
         source = {"path": str(path)} if self.is_from_files and path is not None else {"init": self.init}
         spec = ModelSpec(**source, **settings)
-        layout = Layout(self.ranks, spec.tp, spec.pp) if engine == "megatron" else Layout((0,))
+        layout = Layout(self.ranks, spec.tp, spec.pp, cp=spec.cp) if engine == "megatron" else Layout((0,))
         return PlacedModel(ModelName("actor"), layout, True, spec, head=self.head)
 
     @property
@@ -76,6 +76,13 @@ CASES = {
     ),
     "one pass, tp pp": Case(FOUR, {**LLAMA, **PADDED}, settings={"tp": 2, "pp": 2, "micro_batch_tokens": 512}),
     "one pass, dp": Case((0, 1), settings={"micro_batch_tokens": 512}),
+    "ring, pp": Case(FOUR, settings={"cp": 2, "pp": 2, "context_parallel": "ring", "activation_checkpointing": True}),
+    "ulysses, tp": Case(FOUR, QWEN3, settings={"cp": 2, "tp": 2}),
+    "ring, dp, distributed optimizer, tied": Case(
+        FOUR, {**LLAMA, **TIED, **PADDED}, settings={"cp": 2, "context_parallel": "ring", "zero": 1}
+    ),
+    "experts, ring": Case(FOUR, QWEN3_MOE, settings={"cp": 2, "tp": 2, "context_parallel": "ring"}),
+    "ulysses, values": Case((0, 1), head="scalar", settings={"cp": 2}),
     "tied, tp": Case((0, 1), {**LLAMA, **TIED, **PADDED}, settings={"tp": 2}),
     "experts, tp pp, recomputed": Case(FOUR, QWEN3_MOE, settings={"tp": 2, "pp": 2, "activation_checkpointing": True}),
     "experts, tp dp, distributed optimizer": Case(FOUR, MIXTRAL, settings={"tp": 2, "zero": 1}),
@@ -90,6 +97,7 @@ CASES = {
 
 IN_FULL_ALONE = (
     *("tp", "pp", "dp", "tp pp", "one pass, dp", "16 bits, files, tp dp", "qwen3, tp dp"),
+    *("ring, dp, distributed optimizer, tied", "ulysses, values", "experts, ring"),
     *("experts, tp dp, distributed optimizer", "experts, 16 bits, pp", "experts, values, 16 bits, pp"),
 )
 """Cases that others have with a further setting."""

@@ -113,4 +113,4 @@ def check_states(case: Case, found: list[dict[str, Tensor]]) -> None:
         planned = sum(
             parts[each].num_elements for rank in model.ranks if each in (parts := parts_on(model, shape, rank))
         )
-        assert stored == (planned // model.layout.dp if model.settings.zero == 1 else planned), each
+        assert stored == (planned // model.layout.of_weights.dp if model.settings.zero == 1 else planned), each

@@ -28,6 +28,7 @@ from flexrlhf.engines.base import (
     StateTensor,
     TrainingState,
 )
+from flexrlhf.engines.context_parallel import row_split
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.megatron.adapters import starting_weights
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
@@ -81,15 +82,18 @@ class MegatronEngine(Lender):
             )
             world = ranks.model.group or context.alone
             assert world is not None, "the plan has a group of one rank for every rank of a Megatron model"
-            self._update = StageUpdate(self._settings, module, groups, world, context.num_updates)
+            copies = placed.layout.cp
+            self._update = StageUpdate(self._settings, module, groups, world, context.num_updates, copies)
             if self._settings.dtype != "float32":
                 _read_masters(source, self._update.tensors(self._named)[WEIGHTS])
         rule = score_rule(self.config, placed.trained)
+        split = row_split(context, skeleton.model)
         laid_out = pass_settings(
-            self._settings, self.config, context.lengths, context.device, switches=context.switches
+            self._settings, self.config, context.lengths, context.device, split, context.switches
         )
-        # sequence parallelism gives each rank as many tokens of a row
-        multiple = lcm(laid_out.multiple, groups.tp.size() if self._stage.config.sequence_parallel else 1)
+        # sequence parallelism gives each rank as many tokens of a row, or of its part
+        parts = placed.layout.width if self._stage.config.sequence_parallel else 1
+        multiple = lcm(laid_out.multiple, parts)
         self._passes = StagePasses(
             module=module,
             readout=Readout(placed.head, self._stage.head, context.lengths, context.temperature, rule),
@@ -242,7 +246,7 @@ def process_groups(context: EngineContext, ranks: StageRanks) -> ProcessGroupCol
     def group(of: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return alone if of is None else of
 
-    dp, tp = group(context.dp.group), group(context.tp.group)
+    dp, tp, same_part = group(context.dp.group), group(context.tp.group), group(context.same_part.group)
     stages, replica, ends = group(ranks.stages.group), group(ranks.replica.group), group(ranks.ends.group)
     return ProcessGroupCollection(
         tp=tp,
@@ -251,15 +255,16 @@ def process_groups(context: EngineContext, ranks: StageRanks) -> ProcessGroupCol
         embd=ends,
         pos_embd=alone,
         dp=dp,
-        dp_cp=dp,
-        intra_dp_cp=dp,
+        dp_cp=same_part,
+        intra_dp_cp=same_part,
         intra_dist_opt=group(ranks.model.group),
+        # attention of parts of rows is ours
         cp=alone,
         tp_cp=tp,
         ep=alone,
         expt_tp=tp,
         tp_ep=tp,
         tp_ep_pp=replica,
-        expt_dp=dp,
-        intra_expt_dp=dp,
+        expt_dp=same_part,
+        intra_expt_dp=same_part,
     )

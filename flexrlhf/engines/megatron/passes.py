@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, Loss, Moments, StageRanks, Totals, add_moments
+from flexrlhf.engines.context_parallel import own_part
 from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
 from flexrlhf.engines.pass_settings import PassSettings
@@ -177,7 +178,7 @@ class StagePasses:
         """Compute the stage of the next micro-batch; return its output, and what the last stage makes of that."""
         each = next(work)
         with self.readout.scoring(each.piece, each.request):
-            output = module(each.piece.tokens, each.piece.position_ids, each.piece.attended)
+            output = module(*own_part(each.piece, self.pass_settings.split))
         return output, partial(self._computed if each.loss is None else self._loss, each)
 
     def _computed(self, work: _Work, output: Tensor, non_loss_data: bool) -> Computed:

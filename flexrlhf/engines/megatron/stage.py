@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from flexrlhf.config.model_settings import Head, LoraSpec
-from flexrlhf.engines.attention import PassAttention, attend
+from flexrlhf.engines.attention import SharedAttention
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.megatron.adapters import Adapter
 from flexrlhf.engines.megatron.experts import RoutedExperts
@@ -104,10 +104,11 @@ class Stage(GPTModel):
         self.head = LanguageHead(weight, shape.chunk_elements, self.tp_group if self.tp_group.size() > 1 else None)
         return self.head
 
-    def forward(self, tokens: Tensor, positions: Tensor, attended: PassAttention) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attended: SharedAttention) -> Tensor:
         """Return what the stage computes of sequences: on the last one the head's output, float32.
 
-        tokens:     int64 (m, W); under sequence parallelism W is a multiple of the tensor-parallel ranks.
+        tokens:     int64 (m, W), of which context-parallel ranks have a part each; under sequence parallelism W is a
+                    multiple of the tensor-parallel ranks.
         positions:  int64 (m, W).
         attended:   the tokens that attend to each other.
         """
@@ -168,12 +169,11 @@ class SequencesAttention(nn.Module):
         super().__init__()
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, attention_bias: PassAttention, **_: Any
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, attention_bias: SharedAttention, **_: Any
     ) -> Tensor:
         """Return (W, m, heads x head size) of queries, keys and values (W, m, heads, head size)."""
-        flat = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
-        out: Tensor = attend(flat[0], flat[1], flat[2], attention_bias)
-        return out.unflatten(0, (-1, len(query))).transpose(0, 1).flatten(2)
+        states = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
+        return attention_bias.attend(states[0], states[1], states[2], None).transpose(0, 1).flatten(2)
 
 
 class ContiguousAttention(SelfAttention):

@@ -37,6 +37,7 @@ class StageUpdate:
     groups:       of this rank.
     world:        all ranks of the model.
     num_updates:  optimizer steps of the run.
+    copies:       ranks of a replica that have the same part of the model.
 
     ``gradient_bytes``: bytes of the gradients of the last optimizer step; 0 before the first.
     """
@@ -48,7 +49,10 @@ class StageUpdate:
         groups: ProcessGroupCollection,
         world: dist.ProcessGroup,
         num_updates: int,
+        copies: int = 1,
     ) -> None:
+        # the norm is over a replica, or with zero 1 over ranges of all ranks, each once
+        self._copies = 1 if settings.zero == 1 else copies
         self._settings, self._module, self._groups = settings, module, groups
         with as_world(world), torch_optimizers():
             chained = get_megatron_optimizer(
@@ -95,7 +99,8 @@ class StageUpdate:
         # losses are divided already, so that no number of tokens divides the sums over ranks
         finalize_model_grads([self._module], None, self._groups)
         self._wrapper.prepare_grads()
-        norm = torch.tensor(float(self._wrapper.get_grad_norm()), device=self.gradients[0].device)
+        counted = float(self._wrapper.get_grad_norm()) / self._copies**0.5
+        norm = torch.tensor(counted, device=self.gradients[0].device)
         rate = learning_rate(self._optimizer)
         if not torch.isfinite(norm):
             raise NonFiniteStep(update_statistics(rate, norm, is_scaled=True, skipped=True))
