@@ -88,9 +88,7 @@ class MegatronEngine(Lender):
                 _read_masters(source, self._update.tensors(self._named)[WEIGHTS])
         rule = score_rule(self.config, placed.trained)
         split = row_split(context, skeleton.model)
-        laid_out = pass_settings(
-            self._settings, self.config, context.lengths, context.device, split, context.switches
-        )
+        laid_out = pass_settings(self._settings, self.config, context.lengths, context.device, split, context.switches)
         # sequence parallelism gives each rank as many tokens of a row, or of its part
         parts = placed.layout.width if self._stage.config.sequence_parallel else 1
         multiple = lcm(laid_out.multiple, parts)
