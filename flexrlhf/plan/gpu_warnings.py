@@ -59,9 +59,9 @@ def _experts_one_by_one(plan: Plan) -> Iterator[str]:
             if dtype != "bfloat16" or not DEVICE_CLASSES[name].has_grouped_mm(2):
                 found[name, dtype].append(str(model.name))
     majors = " and ".join(map(str, GROUPED_CAPABILITIES))
-    for (name, dtype), models in found.items():
+    for (name, kind), models in found.items():
         yield (
-            f"{name} computes the products of experts of {', '.join(models)} one after the other, in {dtype}: torch "
+            f"{name} computes the products of experts of {', '.join(models)} one after the other, in {kind}: torch "
             f"has a kernel for all of them in bfloat16 on GPUs of compute capability {majors}"
         )
 

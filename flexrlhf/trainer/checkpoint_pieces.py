@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flexrlhf.engines.base import WEIGHTS, StateTensor
-from flexrlhf.engines.host_offload import host_memory
+from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import POSITION, PRESENT
 from flexrlhf.placement.layout import BatchShape
@@ -37,8 +37,8 @@ class HostCopies:
     """Copies of tensors in host memory, which is kept for the next time: to allocate and to pin it takes longer than
     the copies."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, streams: CopyStreams) -> None:
+        self._device, self._streams = device, streams
         self._memory: dict[str, Tensor] = {}
 
     def begin(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class HostCopies:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
         if file not in self._memory or self._memory[file].nbytes < sum(sizes):
             self._memory.pop(file, None)
-            self._memory[file] = host_memory(sum(sizes), pinned=self._device.type == "cuda")
+            self._memory[file] = self._streams.host_memory(sum(sizes))
         copies = {}
         for start, (key, tensor) in zip(accumulate(sizes, initial=0), tensors.items(), strict=False):
             copies[key] = self._memory[file][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

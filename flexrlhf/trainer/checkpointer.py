@@ -92,7 +92,7 @@ class Checkpointer(Observer):
         self._context = state.context
         self._store = dist.PrefixStore(f"checkpoints/{self._context.plan.spec.name}", self._context.world.store)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._copies = HostCopies(state.context.world.device)
+        self._copies = HostCopies(state.context.world.device, state.context.copies)
         self._writing: _Writing | None = None
         self._pending: list[int] = []
         # as they are now: a file may be edited while the run reads it no more
