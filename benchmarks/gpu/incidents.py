@@ -47,7 +47,7 @@ FAULTS = {
     "out of memory": Fault("memory is exhausted"),
     "SIGKILL": Fault("killed by SIGKILL"),
     # nothing is noticed before the deadline
-    "SIGSTOP": Fault("does not respond", timeout=15, seconds=15 + 20.0),
+    "SIGSTOP": Fault("does not respond|no sign of life", timeout=15, seconds=15 + 20.0),
 }
 
 
@@ -83,7 +83,7 @@ def _failed(stage: str, name: str, fault: Fault, job: Job, budget: TimeBudget) -
 
 def is_named(sentence: str, reason: str) -> bool:
     """Return whether a closing sentence names the rank that failed and why."""
-    return re.search(rf"rank {RANK}\b.*{reason}", sentence) is not None
+    return re.search(rf"rank {RANK}\b.*(?:{reason})", sentence) is not None
 
 
 def _sentence(printed: str) -> str:

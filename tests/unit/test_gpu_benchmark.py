@@ -148,6 +148,7 @@ def test_all_mechanisms_can_be_compared_with_their_plain_runs(tmp_path: Path) ->
         ("out of memory", "at step 1: memory is exhausted (CUDA out of memory); use fewer tokens"),
         ("SIGKILL", "at step 1, train_actor on actor, killed by SIGKILL"),
         ("SIGSTOP", "does not respond; arrived: rank 0"),
+        ("SIGSTOP", "has given no sign of life for 15 s"),
     ],
 )
 def test_a_fault_is_named_by_rank_and_reason(name: str, sentence: str) -> None:
