@@ -49,7 +49,7 @@ class Case:
     def placed(self, name: str) -> PlacedModel:
         """The model under a unique name, so that its groups are unique."""
         spec = ModelSpec(init=self.init, engine="megatron", micro_batch_tokens=256, logits_mb=0.5, **self.settings)
-        layout = Layout(tuple(range(self.ranks)), spec.tp, spec.pp, cp=spec.cp)
+        layout = Layout(tuple(range(self.ranks)), spec.tp, spec.pp)
         return PlacedModel(ModelName(name.replace(" ", "_")), layout, True, spec, head=self.head)
 
     @property
@@ -81,8 +81,6 @@ TOGETHER = {
     "four stages": Case(4, settings={"pp": 4}),
     "four stages, recomputed, values": Case(4, head="scalar", settings={"pp": 4, **RECOMPUTED}),
     "two stages, bfloat16, zero 1": Case(4, settings={"pp": 2, "dtype": "bfloat16", "zero": 1}),
-    "ring, two stages, recomputed": Case(4, settings={"cp": 2, "pp": 2, "context_parallel": "ring", **RECOMPUTED}),
-    "ulysses, zero 1": Case(2, settings={"cp": 2, "zero": 1}),
     "tp, two stages": Case(4, settings={"tp": 2, "pp": 2}),
     "tp, two stages, tied": Case(
         4, init={**LLAMA, "tie_word_embeddings": True}, settings={"tp": 2, "pp": 2, "dtype": "bfloat16"}
