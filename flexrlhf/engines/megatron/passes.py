@@ -50,7 +50,7 @@ class _Work:
 
 
 class _Pipeline(P2PCommunicator):
-    """Messages between stages, whose ranks all have the same micro-batches, and so know their shapes.
+    """Messages between stages, whose shapes follow from the micro-batches, which are the same on all of their ranks.
 
     Megatron would exchange the shape before each tensor, wait for everything on the device, and read it.
     """
@@ -166,8 +166,9 @@ class StagePasses:
         if self.groups.pp.size() == 1:
             results: list[Any] = forward_backward_no_pipelining(**arguments)
         else:
-            config = get_model_config(self.module)
-            parts = self.groups.tp.size() if config.sequence_parallel else 1
+            config, split = get_model_config(self.module), self.pass_settings.split
+            parts = 1 if split is None else split.num_parts
+            parts *= self.groups.tp.size() if config.sequence_parallel else 1
             pipeline = _Pipeline(self.groups.pp, config, work, parts)
             results = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=pipeline)
         # the buffer for gathered activations, which no plan contains between calls
