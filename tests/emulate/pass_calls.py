@@ -48,7 +48,7 @@ class PassCalls:
     is_ring: bool
     group: GroupOf
     calls: list[Call] = field(default_factory=list)
-    _posted: Counter[Group] = field(default_factory=Counter)
+    _posted: Counter[tuple[Group, bool]] = field(default_factory=Counter)
     _gathers: dict[object, object] = field(default_factory=dict)
     _reductions: list[object] = field(default_factory=list)
 
@@ -284,8 +284,10 @@ class PassCalls:
         """Begin communication and return its key; None for one rank."""
         if len(ranks.ranks) == 1:
             return None
-        self._posted[ranks] += 1
-        key = (*self.key, ranks, self._posted[ranks], name)
+        # a stage in the middle has more messages than the first, and as many collectives
+        kind = ranks, bool(messages)
+        self._posted[kind] += 1
+        key = (*self.key, ranks, self._posted[kind], name)
         self.calls.append(Post(key, ranks, tuple(messages)))
         return key
 

@@ -20,7 +20,8 @@ def observed(*overrides: str) -> list[str]:
     """Return the observers of a run by name, in order."""
     parts: dict[str, Any] = {name: type(name, (Observer,), {})() for name in NAMED}
     rank = SimpleNamespace(
-        plan=plan_of(None, 1, *overrides), rank=0, decode=str, read_reply=None, models={}, send=None, meter=None
+        **{"plan": plan_of(None, 1, *overrides), "rank": 0, "decode": str, "models": {}},
+        **dict.fromkeys(("read_reply", "send", "meter", "report_memory")),
     )
     rank.flight = parts["flight"]
     results = parts["results"]
