@@ -299,7 +299,7 @@ def any_kernels() -> Any:
         ({"float32_routers": False}, float32_routers),
         ({"deterministic": True}, kernels_in_any_order),
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_a_switch_turns_off_its_mechanism(
     switch: dict[str, Any], count: Count, monkeypatch: pytest.MonkeyPatch
