@@ -212,7 +212,7 @@ class World:
                 f"flexrlhf-{number}",
                 timeout_seconds + self._abort_seconds(group),
                 group.communicator[0] + SINGLY * (not self.switches.message_batches),
-                most_blocks=MOVE_BLOCKS if self.backend == "nccl" and group.purpose == "move" else None,
+                most_blocks=self._most_blocks(group),
             )
             # the first batch of messages needs all ranks of its communicator
             if self.backend == "nccl" and len(group.ranks) > 1:
@@ -220,6 +220,10 @@ class World:
                 if self.switches.device_polling:
                     await_device(posted(first), timeout_seconds)
         return handle
+
+    def _most_blocks(self, group: Group) -> int | None:
+        is_limited = self.backend == "nccl" and group.purpose == "move" and self.switches.move_blocks
+        return MOVE_BLOCKS if is_limited else None
 
     def _abort_seconds(self, group: Group) -> float:
         """Return the time after a deadline in which the back end of ``group`` leaves a wait to us."""

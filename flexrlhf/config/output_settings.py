@@ -163,6 +163,10 @@ class Switches(StrictModel):
         description="begin all messages between pairs of ranks that belong together at once; false: one after another, "
         "for which NCCL connects each pair of ranks by itself",
     )
+    move_blocks: bool = Field(
+        True,
+        description="let NCCL's messages of rows take four thread blocks of a GPU at most; false: NCCL decides",
+    )
     device_polling: bool = Field(
         True,
         description="have the host look whether a GPU has done what it waits for, with a deadline; false: leave that "

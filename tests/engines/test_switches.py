@@ -97,24 +97,35 @@ class Done(dist.Work):
         return True
 
 
-def new_group(switches: Switches, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, int]:
-    """Make a group; return the back end and the description that torch gets, and how often the host looked at it."""
-    made: list[tuple[str, str]] = []
+def new_group(switches: Switches, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, int, int]:
+    """Make a group; return the back end and the description that torch gets, how often the host looked at it, and the
+    most blocks of its kernels, 0 without a limit."""
+    made: list[tuple[str, str, int]] = []
 
-    def helper(*arguments: Any, group_desc: str, **_: Any) -> tuple[object, None]:
-        made.append((arguments[3], group_desc))
+    def helper(*arguments: Any, group_desc: str, backend_options: Any, **_: Any) -> tuple[object, None]:
+        limit = 0 if backend_options is None else backend_options.config.max_ctas
+        made.append((arguments[3], group_desc, limit))
         return object(), None
+
+    # torch for CPUs has none
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
 
     first = Done()
     monkeypatch.setattr(world_module, "_new_process_group_helper", helper)
     monkeypatch.setattr(world_module, "_world", SimpleNamespace(pg_group_ranks={}))
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: first)
     world_of(switches).make_groups([Group("move", (0, 1))], 1.0)
-    return *made[0], first.looks
+    backend, description, limit = made[0]
+    return backend, description, first.looks, limit
 
 
 def groups_of_nccl(switches: Switches, monkeypatch: pytest.MonkeyPatch) -> int:
     return (new_group(switches, monkeypatch)[0]).count("nccl")
+
+
+def limits_of_blocks(switches: Switches, monkeypatch: pytest.MonkeyPatch) -> int:
+    return new_group(switches, monkeypatch)[3]
 
 
 def groups_that_share(switches: Switches, _: pytest.MonkeyPatch) -> int:
@@ -287,6 +298,7 @@ def any_kernels() -> Any:
         ({"communicators": "apart"}, groups_that_share),
         ({"communicators": "shared"}, communicators_inside_layers),
         ({"message_batches": False}, batches_of_messages),
+        ({"move_blocks": False}, limits_of_blocks),
         ({"device_polling": False}, looks_at_a_device),
         ({"device_waits": False}, waits_of_devices_alone),
         ({"reused_weights": False}, weights_stored_once),
