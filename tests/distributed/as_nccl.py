@@ -1,9 +1,8 @@
 """A command whose ranks destroy process groups as NCCL does, and a loop in which a rank fails.
 
-``python -m as_nccl MODULE ...`` is ``python -m MODULE ...``, with this module before
-the modules of the ranks that it starts.
-NCCL's destroy ends messages first, and is called by all ranks of a machine together; torch's watchdog aborts a process
-in which it takes too long.
+``python -m as_nccl MODULE ...`` is ``python -m MODULE ...``, with this module before the modules of the ranks that it
+starts. NCCL's destroy ends messages first, and is called by all ranks of a machine together; torch's watchdog aborts a
+process in which it takes too long.
 """
 
 from __future__ import annotations
