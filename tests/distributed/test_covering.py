@@ -19,7 +19,7 @@ IN_FULL_ALONE = {
     *("real-7b-heuristic", "real-70b-heuristic", "real-70b-searched"),
     *("deepspeed-0-tp", "deepspeed-3-tp", "uncrossed"),
     *("ep", "ep-3", "ep-tp", "ep-recomputed", *(f"experts-deepspeed-{stage}" for stage in range(4))),
-    *("cp-3", "cp-4", "cp-tp-3", "cp-ring-2", "cp-ring-4"),
+    *("cp-3", "cp-4", "cp-tp-3", "cp-ring-2", "cp-ring-4", "megatron-cp"),
     *("vllm-pp", "vllm-tp-pp", "vllm-narrow", "vllm-awake", "torch-awake", "vllm-engine"),
 }
 """Shapes, engines and rollouts of `make test-all`."""
