@@ -23,7 +23,7 @@ KL_BOUND = 8.0
 """Nats per response. The KL penalty (coefficient 0.2) keeps the policy this near to the SFT policy."""
 
 
-STEPS = {"sft": 80, "reward": 20, "ppo": 16}
+STEPS = {"sft": 80, "reward": 20, "ppo": 24}
 """Fewer than a newcomer runs, who has them all in `make run`."""
 FEWER = tuple(f"quickstart-{name}:steps={steps}" for name, steps in STEPS.items())
 
