@@ -103,6 +103,8 @@ def data(
 
 def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
     """Print the reports about the files of a run. Returns a sentence for each with which ``run`` would stop."""
+    from flexrlhf.plan.input_checks import solution_lines
+
     owner, problems = tokenizer_run(plan, earlier) or plan, []
     try:
         tokenizer = load_run_tokenizer(owner)
@@ -114,6 +116,8 @@ def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
                 found = inspect_source(plan, source, tokenizer)
             typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
             check_inspection(source, found)
+            for line in solution_lines(plan, source):
+                typer.echo(f"{plan.spec.name}: {line}\n")
             if source.is_training:
                 typer.echo(f"{plan.spec.name}: {passes_line(plan, source, found.counts)}\n")
         except UserError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import is_present
 from flexrlhf.environments.sources import check_package
-from flexrlhf.errors import UserError, nearest, shown, some_of
+from flexrlhf.errors import UserError, nearest, one_line, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages, check_run_engines
 from flexrlhf.plan.models import origins_first
@@ -24,7 +24,14 @@ from flexrlhf.plan.run_tokenizer import (
     load_tokenizer,
     tokenizer_path,
 )
-from flexrlhf.rewards.checks import check_columns, check_forms, check_present_functions, check_sources
+from flexrlhf.rewards.checks import (
+    check_columns,
+    check_forms,
+    check_present_functions,
+    check_solutions,
+    check_sources,
+    solutions_read,
+)
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
@@ -40,6 +47,8 @@ from flexrlhf.weights.shapes import read_config
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 """Settings of an activation in the configs of transformers' families."""
+TRIED = 200
+"""Solutions of a file that a report tries: formulas take milliseconds each."""
 
 
 def check_runs(plans: Sequence[Plan]) -> None:
@@ -94,6 +103,18 @@ def _check_texts(plan: Plan, source: DataSource, with_functions: bool) -> None:
     columns = dict.fromkeys(key for text in texts for key in text.columns) if names else {}
     for name in names:
         check_columns(sections[name], name, columns, source.path, with_functions)
+        check_solutions(sections[name], name, [text.columns for text in texts], source.path)
+
+
+def solution_lines(plan: Plan, source: DataSource) -> Iterator[str]:
+    """Yield how many solutions of a file with prompts the rules of its scores cannot read, of some that are tried."""
+    if source.needs != "prompts" or source.key == "algorithm.ptx":
+        return
+    texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout)
+    for name, sources in (("reward", plan.spec.reward or ()), ("cost", plan.spec.cost or ())):
+        for setting, tried, unread, first in solutions_read(sources, name, [each.columns for each in texts], TRIED):
+            example = f"; the first is {shown(first)}" if unread else ""
+            yield one_line(f"{setting}: solutions that the rule cannot read: {unread} of {tried}{example}")
 
 
 def _check_places(plan: Plan, plans: Sequence[Plan], index: int) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from flexrlhf.config.code_checks import check_function, definitions, python_file
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url, has_port
 from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.rewards.solutions import is_read
 from flexrlhf.rewards.worker_calls import FORMS, form_of, required_columns
 
 OWN_COLUMNS = ("num_tokens", "conversation")
@@ -102,6 +104,30 @@ def check_columns(
                     f"{words} {shown(column)}, no column of {path}{nearest(column, columns)}; "
                     f"there are {', '.join(columns)}"
                 )
+
+
+def solutions_read(
+    sources: Sequence[RewardSource], name: str, rows: Sequence[Mapping[str, Any]], most: int
+) -> Iterator[tuple[str, int, int, Any]]:
+    """Yield (setting, solutions tried, how many its rule cannot read, the first of these) for each rule of section
+    ``name`` that reads solutions. Of ``rows`` at most ``most`` are tried, evenly spaced; none without its package.
+    """
+    for index, source in enumerate(sources):
+        if not isinstance(source, RuleSource) or source.rule not in ("gsm8k", "math"):
+            continue
+        if source.rule == "math" and find_spec(_PACKAGES["math"][0]) is None:
+            continue
+        given = [value for row in rows[:: -(-len(rows) // most) or 1] if (value := row.get(source.answer)) is not None]
+        unread = [value for value in given if not is_read(source.rule, value)]
+        section = name if len(sources) == 1 else f"{name}.{index}"
+        yield f"{section}.answer", len(given), len(unread), next(iter(unread), None)
+
+
+def check_solutions(sources: Sequence[RewardSource], name: str, rows: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Raise UserError for a rule of section ``name`` that can read none of some solutions in ``rows``."""
+    for setting, tried, unread, first in solutions_read(sources, name, rows, 8):
+        if tried and unread == tried:
+            raise UserError(f"{setting}: the rule cannot read the solutions in {path}, such as {shown(first)}")
 
 
 def _needed(source: FunctionSource) -> list[str]:

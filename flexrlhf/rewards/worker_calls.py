@@ -27,6 +27,7 @@ from typing import Any, Literal
 from flexrlhf.config.code_loading import load_function
 from flexrlhf.rewards.base import Reply, Score, ScoreBatch, failed_reply
 from flexrlhf.rewards.replies import read_applicable, read_reply
+from flexrlhf.rewards.solutions import missing_solution, parsed_response, parsed_solution, unread_solution
 from flexrlhf.user_code.call_failures import CallFailure, Caught
 
 Form = Literal["texts", "by_name"]
@@ -97,19 +98,20 @@ def match(pattern: str, batch: ScoreBatch) -> Reply:
 
 def same_value(column: str, batch: ScoreBatch) -> Reply:
     """Return 1 for each response whose answer has the value of the solution in ``column``, else 0; None without
-    one.
+    one, and for one that math-verify cannot read.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    def score(solution: Any, response: str) -> float | None:
-        text = solution if isinstance(solution, str) else json.dumps(solution)
-        gold = parse(text) or parse(f"\\boxed{{{text}}}") if solution is not None else []
-        return float(verify(gold, parse(response))) if gold else None
+    def score(solution: Any, response: str) -> tuple[Score, CallFailure | None]:
+        if solution is None:
+            return None, missing_solution(column)
+        if not (right := parsed_solution(solution)):
+            return None, unread_solution(column, solution)
+        return float(verify(right, parsed_response(response))), None
 
     solutions = batch.columns.get(column, [None] * len(batch))
-    scores: list[Score] = [score(*each) for each in zip(solutions, batch.responses, strict=True)]
-    missing = CallFailure("column", f"a row has no solution in its column {column!r}")
-    return Reply(scores, missing if None in scores else None)
+    found = [score(*each) for each in zip(solutions, batch.responses, strict=True)]
+    return Reply([each for each, _ in found], next((failure for _, failure in found if failure is not None), None))
 
 
 def task_score(batch: ScoreBatch) -> Reply:

@@ -22,7 +22,8 @@ from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSo
 from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.input_checks import check_runs
+from flexrlhf.plan.input_checks import check_inputs, check_runs, solution_lines
+from flexrlhf.plan.run_data import data_sources
 from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.replies import read_reply
@@ -464,6 +465,19 @@ def test_exact_answer(response: str, right: Any, score: float) -> None:
         ("#### 1.2.3", "#### 7", 0),
         ("#### 7", "7", 1),
         ("#### 7", 7, 1),
+        ("#### +7", "7", 1),
+        ("#### \u22127", "-7", 1),
+        ("#### -7", "\u22127", 1),
+        ("#### \\$9,500", "9500", 1),
+        ("#### 9 500", "$9{,}500", 1),
+        ("#### 9\u202f500.00", "9 500", 1),
+        ("#### **7**", "7.", 1),
+        ("**#### $7$**", "\\boxed{7}", 1),
+        ("#### \uff17", "#### +7", 1),
+        ("#### 9", "9{,}500", 0),
+        ("#### 500", "9 500", 0),
+        ("#### 7\u00b2", "72", 0),
+        ("#### 7", "7 apples", math.nan),
         ("#### 7", "sNaN", math.nan),
         ("#### 7", "no number", math.nan),
     ],
@@ -483,9 +497,82 @@ def test_math() -> None:
         ("\\boxed{7}", "8", 0),
         ("I do not know", "8", 0),
         ("\\boxed{7}", "", math.nan),
+        ("\\boxed{5}", "The answer is 5\\pi.", 0),
+        ("\\boxed{5\\pi}", "The answer is 5\\pi.", 1),
+        ("\\boxed{20}", "4 \\cdot 5 = 20\n#### 1,020", 0),
+        ("It costs \\$9,500.", "9500", 1),
+        ("\\boxed{9\\,500}", "9{,}500", 1),
+        ("\\boxed{7}", "x \\text{ is }", math.nan),
     ]
     found = rule("math", [sample(response, answer=right) for response, right, _ in cases])
     assert found == pytest.approx([score for _, _, score in cases], nan_ok=True)
+
+
+FORMULAS = {
+    r"\left( 3, \frac{\pi}{2} \right)": (r"(3, \pi/2)", "3"),
+    r"[0, 1)": ("[0,1)", "1"),
+    r"x \in (-\infty, 2]": (r"(-\infty, 2]", "2"),
+    r"\{1, 2, 3\}": (r"\{3,2,1\}", "3"),
+    "2, -3": ("-3, 2", "2"),
+    r"3\sqrt{5}": (r"\sqrt{45}", "3"),
+    r"1 + \sqrt{2}": (r"\sqrt2+1", "2"),
+    r"36\pi": (r"36\pi", "36"),
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "4"),
+    r"\langle 1, 2 \rangle": ("(1, 2)", "2"),
+    r"2^{10}": ("1024", "10"),
+    r"2 + 3i": ("3i+2", "2"),
+    r"3\frac{1}{2}": ("3.5", "3"),
+    r"-\dfrac{1}{2}": ("-0.5", "2"),
+    r"25\%": ("25", "5"),
+    r"12\text{ cm}^2": ("12", "2"),
+    "15 cm^2": ("15", "2"),
+    r"\$18.90": ("18.9", "18"),
+    r"9{,}500": ("9500", "500"),
+    "12 345": ("12345", "345"),
+    "60\u00b0": ("60", "6"),
+    "x = 3": ("3", "4"),
+    r"1 < x < 4": ("1<x<4", "4"),
+    r"1.5 \times 10^{6}": ("1500000", "1.5"),
+    "6.02e23": (r"6.02 \times 10^{23}", "6.02"),
+    r"2 \pm \sqrt{3}": (r"2+\sqrt3, 2-\sqrt3", "2"),
+    "3\u221a5": (r"3\sqrt5", "3"),
+    "\u22123.": ("-3", "3"),
+    r"5 \text{ or } 7": ("5, 7", "7"),
+    "(2, 3), (4, 5)": ("(2,3),(4,5)", "5"),
+}
+"""Solution without delimiters → the same in other words, and a part of it, which is wrong."""
+
+
+def test_a_solution_without_delimiters_is_a_formula_as_a_whole() -> None:
+    cases = [
+        (sample(f"It is \\boxed{{{answer}}}.", answer=solution), score)
+        for solution, (right, wrong) in FORMULAS.items()
+        for answer, score in ((solution, 1.0), (right, 1.0), (wrong, 0.0))
+    ]
+    found = rule("math", [each for each, _ in cases])
+    assert [each.columns for (each, score), value in zip(cases, found, strict=True) if value != score] == []
+    # and the other way round
+    parts = [sample(f"\\boxed{{{solution}}}", answer=wrong) for solution, (_, wrong) in FORMULAS.items()]
+    assert rule("math", parts) == [0.0] * len(parts)
+
+
+@pytest.mark.parametrize(("name", "solution"), [("gsm8k", "7 apples"), ("math", "The proof is by induction.")])
+def test_a_solution_that_no_rule_reads_is_named(
+    name: Any, solution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = scores([RuleSource(rule=name)], [sample("#### 7", answer=solution)] * 2)
+    assert found.failed == 2
+    words = f"the solution {solution!r} in column 'answer' cannot be read by the rule"
+    assert capsys.readouterr().err.count(f"reward.rule {name}: {words}") == 1
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "a", "answer": solution}] * 3
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = plan_of(None, 1, "data.path=data.jsonl", NO_REWARD_MODEL, f"reward={{rule: {name}}}")
+    assert list(solution_lines(plan, data_sources(plan)[0])) == [
+        f"reward.answer: solutions that the rule cannot read: 3 of 3; the first is {solution!r}"
+    ]
+    with pytest.raises(UserError, match="reward.answer: the rule cannot read the solutions in data.jsonl, such as"):
+        check_inputs([plan])
 
 
 def test_math_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,8 +776,8 @@ def test_the_columns_of_a_runs_files_are_looked_at_before_it_starts(
     held_out: str, reward: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "right": "b"}\n')
-    Path("held_out.jsonl").write_text(f'{{"prompt": "a", "{held_out}": "b"}}\n')
+    Path("data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "right": "7"}\n')
+    Path("held_out.jsonl").write_text(f'{{"prompt": "a", "{held_out}": "7"}}\n')
     others = ["eval={path: held_out.jsonl, every: 2}"] if held_out else []
     with pytest.raises(UserError) as caught:
         check_runs([plan_of(None, 1, "data.path=data.jsonl", NO_REWARD_MODEL, f"reward={reward}", *others)])
