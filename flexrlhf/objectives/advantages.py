@@ -140,22 +140,25 @@ def whiten(values: Tensor, mask: Tensor, segments: Sequence[slice], reducer: Red
     for part, (count, total, squares) in zip(segments, sums.tolist(), strict=True):
         mean = total / max(count, 1)
         variance = max(squares - count * mean * mean, 0.0) / max(count - 1, 1)
-        out[part] = (values[part] - mean) * (variance + 1e-8) ** -0.5 * mask[part]
+        out[part] = ((values[part].double() - mean) * (variance + 1e-8) ** -0.5 * mask[part]).to(values.dtype)
     return out
 
 
 def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Return loss_mask and advantages (n, R) of REINFORCE++ (Hu 2025, section 3).
 
-    They are returns of the score and the KL penalty; with ``baseline: group`` less the mean score of the group. Raises
-    RunStopped for scores that are not finite, with ``invalid_scores: stop``.
+    They are returns of the score and the KL penalty. With ``baseline: group`` all tokens have the score of their whole
+    response less the mean score of the group, wherever its rewards are, as the paper and verl have it: less a mean of
+    whole responses, rewards from a token on would be too low the later it is. Raises RunStopped for scores that are not
+    finite, with ``invalid_scores: stop``.
     """
     shaped = shape_rewards(spec, batch, context)
-    baseline = torch.zeros_like(shaped.scores)
+    rewards, baseline = shaped.rewards, torch.zeros_like(shaped.scores)
     if spec.baseline == "group":
-        baseline = shaped.scores - centre_in_groups(shaped.scores, shaped.counts, batch.samples_per_prompt, "mean")[0]
+        rewards, scores = on_last_token(shaped.scores, shaped.mask), shaped.scores.double()
+        baseline = scores - centre_in_groups(scores, shaped.counts, batch.samples_per_prompt, "mean")[0]
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
-    columns, statistics = returns_over_baseline(spec, shaped.rewards - penalty, baseline, shaped.mask, context)
+    columns, statistics = returns_over_baseline(spec, rewards - penalty, baseline, shaped.mask, context)
     return {**columns, "outcome": shaped.outcomes}, {**shaped.statistics, **kl, **statistics}
 
 
@@ -183,13 +186,15 @@ def returns_over_baseline(
 ) -> tuple[Columns, Moments]:
     """Return loss_mask and advantages (n, R): discounted ``rewards`` (n, R) less ``baseline`` (n,), maybe whitened.
 
-    The baseline is placed on the last token, as scores are, so that both are discounted alike.
+    The baseline is placed on the last token, so that it is discounted as a score of the whole response is. The
+    difference of large numbers is float64.
     """
-    zeros = rewards.new_zeros(len(rewards), rewards.shape[1] + 1)
+    zeros = rewards.new_zeros(len(rewards), rewards.shape[1] + 1, dtype=torch.float64)
     returns, expected = (
-        gae(each, zeros, mask, spec.gamma, 1.0, zeros[:, 0])[0] for each in (rewards, on_last_token(baseline, mask))
+        gae(each.double(), zeros, mask, spec.gamma, 1.0, zeros[:, 0])[0]
+        for each in (rewards, on_last_token(baseline.double(), mask))
     )
-    advantages = returns - expected
+    advantages, returns = (returns - expected).float(), returns.float()
     statistics = {"advantage": moments(advantages, mask), "return": moments(returns, mask)}
     if spec.whiten == "batch":
         advantages = whiten(advantages, mask, [slice(0, len(mask))], context.reducer)

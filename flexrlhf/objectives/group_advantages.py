@@ -16,7 +16,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.engines.sampling import running_sums
 from flexrlhf.objectives.context import Columns, CombineContext, EarlierScores
 from flexrlhf.objectives.kl_penalty import kl_penalty
-from flexrlhf.objectives.reward_shaping import ShapedRewards, last_positions, raw_scores, shape_rewards
+from flexrlhf.objectives.reward_shaping import ROUNDING, ShapedRewards, last_positions, raw_scores, shape_rewards
 from flexrlhf.operators.columns import GROUP_SCORES
 from flexrlhf.operators.outcomes import CODES
 
@@ -36,7 +36,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     shaped = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
     is_after = spec.kl is not None and spec.kl.place == "advantages"
-    totals = (shaped.rewards if is_after else shaped.rewards - penalty).sum(1)
+    totals = (shaped.rewards if is_after else shaped.rewards - penalty).double().sum(1)
     compared = _compare(spec, totals, shaped, batch.samples_per_prompt, context.earlier)
     centred, alike = compared.centred, compared.alike
     if spec.scale == "group":
@@ -56,10 +56,11 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     if spec.supervision == "process":
         of_steps, step_statistics = process_advantages(spec, batch, shaped)
         advantages, statistics = of_steps * mask, statistics | step_statistics
+    advantages = advantages.float()
     statistics["advantage"] = moments(advantages, mask)
     columns = {"loss_mask": mask, "advantages": advantages, "outcome": outcomes}
     if context.earlier is not None:
-        columns[GROUP_SCORES] = totals.masked_fill(~shaped.counts, torch.nan)
+        columns[GROUP_SCORES] = totals.float().masked_fill(~shaped.counts, torch.nan)
     return columns, statistics
 
 
@@ -112,13 +113,15 @@ def _taken(batch: Batch, selected: Tensor) -> Moments:
 def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str) -> tuple[Tensor, Tensor]:
     """Return ``scores`` (n,) less the baseline of their group, and the group's deviation (n,), Bessel's correction.
 
-    Responses that do not count are left out of both and are 0; so is one that counts alone in its group.
+    Both are float64: in float32 the mean of equal large scores has an error of its own, which a division by a deviation
+    of that size would make an advantage. Responses that do not count are left out of both and are 0; so is one that
+    counts alone in its group.
 
     counts:   bool (n,), responses that count.
     samples:  responses of a group.
     baseline: "mean" of the group, or mean of the "others" (leave one out).
     """
-    grouped, weights = scores.view(-1, samples), counts.view(-1, samples).to(scores.dtype)
+    grouped, weights = scores.double().view(-1, samples), counts.double().view(-1, samples)
     number = weights.sum(1, keepdim=True)
     centred = (grouped - (grouped * weights).sum(1, keepdim=True) / number.clamp(min=1)) * weights
     # equal scores have a deviation of exactly 0, not a rounding error
@@ -131,14 +134,16 @@ def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str
 
 
 def _score_alike(grouped: Tensor, weights: Tensor) -> Tensor:
-    """Return bool (g, 1): whether all responses of a group that count have the same score.
+    """Return bool (g, 1): whether all responses of a group that count have the same score, but for rounding.
 
     ``grouped``, ``weights`` (g, s): scores, and not 0 for those that count.
     """
     counted = weights.bool()
     highest = grouped.masked_fill(~counted, -torch.inf).amax(1, keepdim=True)
     lowest = grouped.masked_fill(~counted, torch.inf).amin(1, keepdim=True)
-    return highest <= lowest
+    # none counts where the lowest is infinite
+    size = torch.maximum(highest.abs(), lowest.abs()).nan_to_num(posinf=0.0)
+    return highest - lowest <= ROUNDING * size
 
 
 def useful_groups(spec: GroupSpec, batch: Batch, context: CombineContext) -> Tensor:
@@ -210,13 +215,11 @@ def _step_rewards(batch: Batch, shaped: ShapedRewards) -> tuple[Tensor, Tensor]:
 def _normalised(rewards: Tensor, ends: Tensor, samples: int, by_deviation: bool) -> Tensor:
     """Return rewards (n, R) less the mean of their group's steps, over their deviation (Bessel's correction)."""
     shape = rewards.shape
-    rewards, ends = rewards.view(-1, samples * shape[1]), ends.view(-1, samples * shape[1])
+    rewards, ends = rewards.double().view(-1, samples * shape[1]), ends.view(-1, samples * shape[1])
     number = ends.sum(1, keepdim=True)
     centred = (rewards - rewards.sum(1, keepdim=True) / number.clamp(min=1)) * ends
-    highest = rewards.masked_fill(~ends, -torch.inf).amax(1, keepdim=True)
-    lowest = rewards.masked_fill(~ends, torch.inf).amin(1, keepdim=True)
     # equal rewards have a deviation of exactly 0, not a rounding error
-    centred = torch.where(highest <= lowest, 0.0, centred)
+    centred = torch.where(_score_alike(rewards, ends), 0.0, centred)
     if by_deviation:
         centred = centred / (((centred**2).sum(1, keepdim=True) / (number - 1).clamp(min=1)).sqrt() + EPSILON)
     return centred.view(shape)

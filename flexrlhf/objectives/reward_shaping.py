@@ -17,8 +17,11 @@ from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.columns import CALLED, ENVIRONMENT, STEP_ENDS, plain
+from flexrlhf.operators.columns import CALLED, ENVIRONMENT, STEP_ENDS, TURN_ENDS, plain
 from flexrlhf.operators.outcomes import CODES, FAILED
+
+ROUNDING = 4 * torch.finfo(torch.float32).eps
+"""Relative difference up to which scores, which are float32, are the same."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,9 @@ def _normalised(spec: PolicySpec, scores: Tensor, counts: Tensor, context: Combi
             count, total, squares = context.reducer.sum(moments(scores, counts)).tolist()
             mean = total / max(count, 1)
             deviation = (max(squares - count * mean * mean, 0.0) / max(count - 1, 1)) ** 0.5
-    return (scores - mean) / (deviation + 1e-8)
+    centred = scores.double() - mean
+    # a deviation of the size of the scores' own rounding is none
+    return (centred / (deviation + 1e-8)).float() if deviation > ROUNDING * abs(mean) else centred.float()
 
 
 def token_rewards(scores: Tensor, batch: Batch, mask: Tensor, suffix: str = "") -> Tensor:
@@ -156,7 +161,7 @@ def token_rewards(scores: Tensor, batch: Batch, mask: Tensor, suffix: str = "") 
 
 def on_last_token(values: Tensor, mask: Tensor) -> Tensor:
     """Return (n, R) with ``values`` (n,) on the last response tokens; empty responses have none."""
-    position, weights = last_positions(mask.bool())[:, None], mask.float()
+    position, weights = last_positions(mask.bool())[:, None], mask.to(values.dtype)
     return torch.zeros_like(weights).scatter_add(1, position, values[:, None] * weights.gather(1, position))
 
 
@@ -177,8 +182,8 @@ def weighted_scores(sources: Sources | None, batch: Batch, _: CombineContext) ->
     """Return ``scores`` (n,), ``token_scores`` (n, R), and ``step_ends`` (n, R) if a source scores steps.
 
     Scores of whole responses are on their last tokens; scores of functions and services are weighted already, as an
-    environment's rewards are. Of a model with steps only the tokens that end one count. An episode that failed has the
-    score NaN. ``sources``: None: the model of that name, or the environment alone.
+    environment's rewards are. Of a model with steps only the tokens that end one count; of episodes a turn is a step.
+    An episode that failed has the score NaN. ``sources``: None: the model of that name, or the environment alone.
     """
     given = {source.model: source.weight for source in sources or () if isinstance(source, ModelSource)}
     found = dict.fromkeys(name.partition(".")[2] for name in batch.columns if plain(name) in ("scores", "token_scores"))
@@ -195,6 +200,6 @@ def weighted_scores(sources: Sources | None, batch: Batch, _: CombineContext) ->
         elif f"scores.{source}" in batch.columns:
             scores = weight * batch[f"scores.{source}"]
             total, by_token = total + scores, by_token + on_last_token(scores, mask)
-    ends = [column for name, column in batch.columns.items() if plain(name) == STEP_ENDS]
+    ends = [column for name, column in batch.columns.items() if plain(name) in (STEP_ENDS, TURN_ENDS)]
     of_steps = {STEP_ENDS: torch.stack(ends).amax(0)} if ends else {}
     return {"scores": total, "token_scores": by_token, **of_steps}, {}

@@ -16,7 +16,7 @@ from dataclasses import replace
 from flexrlhf.config.reward_sources import ModelSource, RewardSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import CALLED, REWARDS, STEP_ENDS, TEXT, column_of, plain, qualified
+from flexrlhf.operators.columns import CALLED, REWARDS, STEP_ENDS, TEXT, TURN_ENDS, column_of, plain, qualified
 from flexrlhf.operators.graph import Graph, Operator
 
 SECTIONS = ("reward", "cost")
@@ -37,7 +37,8 @@ def with_sources(graph: Graph, spec: Spec) -> Graph:
         graph = _with_section(graph, section, sources, has_rewards)
     if _reads_ends(graph.operators) and STEP_ENDS not in graph.producers:
         raise UserError(
-            "algorithm.supervision: process needs a source of reward with level: step; give one, or use outcome"
+            "algorithm.supervision: process needs a source of reward with level: step, or an environment, whose turns "
+            "are steps; give one, or use outcome"
         )
     return graph
 
@@ -105,8 +106,9 @@ def _replaced(
         return
     parts: list[str] = []
     if has_rewards:
-        parts.append(f"{REWARDS}{suffix}")
-        own = tuple(dict.fromkeys((*own, f"token_scores{suffix}")))
+        # a turn is a step, whose reward is that of the turn
+        parts += [f"{REWARDS}{suffix}", *([TURN_ENDS] if with_ends else [])]
+        own = tuple(dict.fromkeys((*own, f"token_scores{suffix}", *([STEP_ENDS] if with_ends else []))))
     for source in models:
         name = f"{'scores' if source.level == 'answer' else 'token_scores'}.{source.model}{suffix}"
         yield replace(operator, name=f"{operator.name}_{source.model}", role=source.model, writes=(name,))

@@ -184,6 +184,7 @@ ALGORITHMS: dict[str, Raw] = {
     "grpo-episodes": _of(
         "grpo",
         {**EPISODE_SETTINGS, **_scored({"model": "reward", "weight": 0.1})},
+        supervision="process",
         importance={"cap": 1.1},
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
@@ -281,7 +282,7 @@ ALGORITHMS: dict[str, Raw] = {
     ),
     "reinforce-plain": _of("reinforce++", _scored(BY_TOKEN), whiten="none", gamma=0.9, num_mini_batches=4),
     "reinforce-counted": _of(
-        "reinforce++", _scored(COUNTED), baseline="group", samples_per_prompt=3, prompts_per_step=3
+        "reinforce++", _scored(COUNTED, BY_TOKEN), baseline="group", samples_per_prompt=3, prompts_per_step=3
     ),
     "remax": _of("remax"),
     "remax-retokenized": _of("remax", {"models": {"reward": {**OWN_TOKENIZER, "max_text_tokens": 20}}}),

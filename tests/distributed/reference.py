@@ -405,7 +405,7 @@ class Reference:
                 if each is not None:
                     judge.judge(each)
         if response.episode is not None:
-            add_rewards(response)
+            add_rewards(response, getattr(self.spec.algorithm, "supervision", "outcome") == "process")
 
     def _ref_logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
         """Log-probs by ref, by the actor as training began with its adapters, or by the actor without these."""

@@ -197,7 +197,7 @@ def with_baseline(spec: ReturnsSpec, responses: list[Response], controls: Contro
     baselines = baselines_of(spec, responses)
     for response, baseline in zip(responses, baselines, strict=True):
         follows, returns = 0.0, list[float]()
-        for reward in reversed(rewards_of(spec, response, controls)):
+        for reward in reversed(_followed(spec, response, controls)):
             follows = reward + spec.gamma * follows
             returns.insert(0, follows)
         # expected of the last token, and so by the one t tokens before it gamma^t of that
@@ -205,6 +205,14 @@ def with_baseline(spec: ReturnsSpec, responses: list[Response], controls: Contro
         response.advantages = [x - spec.gamma**age * baseline for x, age in zip(returns, ages, strict=True)]
         if response.is_trained:
             terms.add("return_mean", returns)
+
+
+def _followed(spec: ReturnsSpec, response: Response, controls: Controls) -> list[float]:
+    """Rewards of the tokens; compared with whole responses, a response has its score on the last token."""
+    if isinstance(spec, ReinforceSpec) and spec.baseline == "group" and response.tokens:
+        scores = [*[0.0] * (len(response.tokens) - 1), response.shaped]
+        return [score - cost for score, cost in zip(scores, penalties(spec, response, controls), strict=True)]
+    return rewards_of(spec, response, controls)
 
 
 def baselines_of(spec: ReturnsSpec, responses: list[Response]) -> list[float]:

@@ -114,10 +114,12 @@ def keep_sampled(response: Response) -> None:
         response.values[role] = [values[place] for place in [*places, places[-1] + 1 if places else 0]]
 
 
-def add_rewards(response: Response) -> None:
-    """Each turn's on its last token, in addition to scores of the response."""
+def add_rewards(response: Response, compares_steps: bool = False) -> None:
+    """Each turn's on its last token, in addition to scores of the response. ``compares_steps``: a turn is a step."""
     episode = response.episode
     assert episode is not None
+    if compares_steps:
+        response.step_ends = [int(place in set(episode.ends)) for place in range(len(response.tokens))]
     rewards = [0.0] * len(response.tokens)
     for end, reward in zip(episode.ends, episode.rewards, strict=True):
         rewards[end] = reward

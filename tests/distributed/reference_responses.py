@@ -182,8 +182,8 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
         own = sampled_columns(spec, greedy, pad) | score_columns(greedy, behind)
         columns |= {f"{name}.greedy": column for name, column in own.items()}
     columns |= score_columns(responses, behind)
-    if first.step_ends:
-        columns["step_ends"] = padded([a.step_ends for a in responses], behind, 0)
+    if any(a.step_ends for a in responses):
+        columns["step_ends"] = padded([a.spread(a.step_ends, 0) for a in responses], behind, 0)
     for role in first.values:
         name = f"values{CRITICS[role]}"
         columns[name] = everywhere(name, [a.values[role] for a in responses], behind + 1)

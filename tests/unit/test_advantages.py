@@ -14,11 +14,13 @@ from torch import Tensor
 
 from flexrlhf.config.algorithms.grpo import RaftSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.engines.base import Batch, Moments, add_moments
-from flexrlhf.objectives.advantages import gae, ppo_advantages, whiten
+from flexrlhf.objectives.advantages import gae, ppo_advantages, reinforce_advantages, whiten
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES
-from flexrlhf.objectives.group_advantages import best_of_group
+from flexrlhf.objectives.group_advantages import best_of_group, centre_in_groups
+from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.operators.outcomes import OUTCOMES
 from flexrlhf.trainer.controllers import first_state
 
@@ -102,6 +104,61 @@ def test_gae_is_the_sum_of_discounted_errors(seed: int) -> None:
             [a + v for a, v in zip(expected, own[1], strict=True)], abs=1e-5
         )
         assert not advantages[row][~places].any() and not returns[row][~places].any()
+
+
+# --- baselines of groups
+
+TURNS = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0]])
+"""Rewards of turns; the first two responses sum to 3, the others to 1."""
+
+
+@pytest.mark.parametrize("whitened", ["none", "batch"])
+def test_a_baseline_of_whole_responses_is_compared_with_whole_responses(whitened: Any) -> None:
+    """Equal episodes have no advantage, whichever of their turns were rewarded; others have the same in all turns."""
+    spec = ReinforceSpec(baseline="group", samples_per_prompt=2, kl=None, whiten=whitened)
+    mask = mask_of("1101", "1111", "1010", "1110")
+    rewards = TURNS * mask
+    batch = scored_batch(mask, rewards.sum(1).tolist(), token_scores=rewards)
+    columns, _ = reinforce_advantages(spec, Batch(batch.columns, batch.rows, 2), context_of(spec, batch))
+    assert not columns["advantages"].any()
+    rewards = rewards * torch.tensor([[1.0], [3.0], [1.0], [1.0]])
+    batch = scored_batch(mask, rewards.sum(1).tolist(), token_scores=rewards)
+    spec = spec.model_copy(update={"whiten": "none"})
+    columns, _ = reinforce_advantages(spec, Batch(batch.columns, batch.rows, 2), context_of(spec, batch))
+    assert columns["advantages"].tolist() == [[-3, -3, 0, -3], [3, 3, 3, 3], [0] * 4, [0] * 4]
+
+
+NEAR = torch.tensor([100.1] * 4 + [100.1 + 7.6e-6] * 4)
+"""Scores that differ by one unit of float32."""
+
+
+@pytest.mark.parametrize("baseline", ["mean", "others"])
+@pytest.mark.parametrize("size", [1.0, 1e-4, -1e6])
+def test_scores_that_differ_by_rounding_are_alike(baseline: str, size: float) -> None:
+    assert NEAR[0] != NEAR[-1]
+    for scores in (NEAR * size, NEAR.new_full((8,), 100.1) * size):
+        centred, deviation = centre_in_groups(scores, torch.ones(8, dtype=torch.bool), 8, baseline)
+        assert not centred.any() and not deviation.any()
+    centred, _ = centre_in_groups(NEAR + torch.arange(8) * 1e-3, torch.ones(8, dtype=torch.bool), 8, baseline)
+    assert centred.sum().abs() < 1e-10 and centred.abs().min() > 1e-4
+
+
+@pytest.mark.parametrize("how", ["batch", "running"])
+def test_normalised_scores_that_differ_by_rounding_are_about_zero(how: Any) -> None:
+    batch = scored_batch(mask_of(*["1"] * 8), NEAR.tolist())
+    spec = PpoSpec(normalise_scores=how, kl=None)
+    state = {
+        "score_count": 8.0,
+        "score_mean": float(NEAR.double().mean()),
+        "score_deviation": float(NEAR.double().std()),
+    }
+    assert shape_rewards(spec, batch, context_of(spec, batch, **state)).scores.abs().max() < 1e-5
+
+
+def test_whitening_of_large_values_has_mean_zero() -> None:
+    values = (NEAR + torch.arange(8) * 1e-5)[:, None]
+    found = whiten(values, mask_of(*["1"] * 8), [slice(0, 8)], Alone())
+    assert found.sum().abs() < 1e-5
 
 
 # --- whitening

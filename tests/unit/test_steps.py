@@ -190,6 +190,21 @@ def test_ends_of_steps_are_columns_where_they_are_read() -> None:
     assert "step_ends" not in graph_of(function).producers
 
 
+def test_turns_of_an_environment_are_steps() -> None:
+    graph = graph_of("environment={path: 'a.py:Game', max_turns: 2}", PROCESS)
+    weighed = graph.producers["step_ends"]
+    assert weighed.kind == "combine" and {"turn_ends", "token_scores.environment"} <= set(weighed.reads)
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 2.0, 0.0]])
+    columns = {"token_scores.environment": rewards, "turn_ends": ENDS, "scores.reward": torch.tensor([0.5, 0.0])}
+    batch = scored_batch(WHOLE, [9.0, 9.0], **columns)
+    found, _ = COMBINES["reward"](
+        spec_of(None, 1, "reward={model: reward}").reward, batch, context_of(GrpoSpec(), batch)
+    )
+    assert found["step_ends"].equal(ENDS) and found["token_scores"].tolist() == [[0, 1, 0, 3.5], [0, 0, 2, 0]]
+    advantages, _ = compared(rewards, found["step_ends"], WHOLE)
+    assert advantages.tolist() == [pytest.approx([0, 0, 1, 1], abs=1e-5), pytest.approx([0, 0, 0, 0], abs=1e-5)]
+
+
 def test_a_model_of_steps_has_its_ends_from_texts() -> None:
     graph = graph_of("reward={model: reward, level: step, separator: '.'}", PROCESS)
     names = [operator.name for operator in graph.operators]
