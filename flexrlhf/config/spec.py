@@ -114,7 +114,9 @@ class RolloutSpec(StrictModel):
     vllm: in its own memory; torch: on the ranks of the trained actor, in a layout of its own (a hybrid engine).
     """
 
-    OF_ALL: ClassVar[tuple[str, ...]] = ("engine", "logprobs", "segment_tokens", "max_segments", "groups")
+    OF_ALL: ClassVar[tuple[str, ...]] = (
+        *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "special_tokens"),
+    )
     """Settings that every engine has."""
 
     logprobs: Literal["auto", "recompute", "reuse"] = Field(
@@ -177,6 +179,11 @@ class RolloutSpec(StrictModel):
         description="of segments: wait: the responses to a prompt are trained on when the last of them has ended; "
         "as-ended: each when it ends, its advantage relative to the responses of its group that have ended by then, so "
         "that a first one alone has none",
+    )
+    special_tokens: Literal["keep", "skip"] = Field(
+        "keep",
+        description="in the text of responses that scores, stop strings and samples.jsonl have (any engine): keep: all "
+        "special tokens, such as <think>, but padding, beginning and end of a text; skip: none, as in TRL and verl",
     )
     prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")

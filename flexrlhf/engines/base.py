@@ -91,10 +91,10 @@ class Sampling:
     top_k:         0: no restriction.
     min_tokens:    least number of tokens of a response.
     num_ids:       sampled tokens are below it; None: any token. Log-probs are of the whole vocabulary, whose further
-                   rows are padding.
+                   rows are padding, as they are in training.
     stop:          stop strings; they need ``decode``.
     most_tokens:   tokens that a call adds to a response at most; None: to its end.
-    decode:        tokens of a response → its text.
+    decode:        tokens of a response → its text, with the special tokens that ``rollout.special_tokens`` keeps.
     has_kernel:    whether GPUs make the noise by a kernel, else by torch's operations.
     """
 

@@ -120,6 +120,7 @@ class RunData:
     is_trusted:     whether code in the tokenizer's directory may run
     shares:         parts of the training rows by source, and how often they come
     counts:         lengths of all rows of each source, by its key
+    num_ids:        ids up to the largest of the tokenizer
     """
 
     examples: list[Example]
@@ -131,6 +132,7 @@ class RunData:
     is_trusted: bool = False
     shares: tuple[SourceShare, ...] = ()
     counts: Mapping[str, DataCounts] = field(default_factory=dict)
+    num_ids: int = 0
 
 
 def load_run_data(plan: Plan) -> RunData:
@@ -149,7 +151,8 @@ def load_run_data(plan: Plan) -> RunData:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
     ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
-    return RunData(examples, evaluation, texts, tokenizer_path(plan), ends, pad, trusts_tokenizer(plan), shares, counts)
+    is_trusted, num_ids = trusts_tokenizer(plan), max(tokenizer.get_vocab().values(), default=-1) + 1
+    return RunData(examples, evaluation, texts, tokenizer_path(plan), ends, pad, is_trusted, shares, counts, num_ids)
 
 
 def examples_of(plan: Plan, name: str, rows: Sequence[str | Row], tokenizer: Any) -> list[Example]:

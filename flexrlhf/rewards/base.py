@@ -71,7 +71,7 @@ Turn = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with the response to score, as text without special tokens.
+    """A prompt with the response to score, as text (``rollout.special_tokens``).
 
     prompt:      text of the prompt
     response:    text of the response

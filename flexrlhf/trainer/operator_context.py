@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ class OperatorContext:
     check:     comparison of the first step's log-probs; None: there is none.
     encoders:  from text to tokens, by role, for models with a tokenizer of their own.
     environments: caller of the environments of episodes; None: there are none.
+    text:      tokens of a response to the text that scores read.
     """
 
     spec: Spec
@@ -48,6 +48,7 @@ class OperatorContext:
     check: SampledCheck | None = None
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
     environments: EnvironmentCaller | None = None
+    text: Callable[[Sequence[int]], str] = str
 
     def at(self, step: int) -> OperatorContext:
         """Return the context of ``step``."""
@@ -67,21 +68,20 @@ def make_operator_context(rank: RankContext) -> OperatorContext:
     encoders = make_text_encoders(rank.plan, rank.models)
     sampling = step_sampling(rank)
     return OperatorContext(
-        spec, sampling, world.device, rank.scorers, rank.decode, guard, check, encoders, rank.environments
+        spec, sampling, world.device, rank.scorers, rank.decode, guard, check, encoders, rank.environments, rank.text
     )
 
 
 def step_sampling(rank: RankContext) -> Sampling:
     """Return how responses are sampled in step 0; other steps differ in ``step`` alone."""
     algorithm, data = rank.plan.spec.algorithm, rank.data
-    decode = partial(rank.decode, skip_special_tokens=True)
     sampling = Sampling(
         rank.plan.spec.seed,
         0,
         rank.plan.temperature,
         data.eos_token_ids,
         data.pad_token_id,
-        decode=decode,
+        decode=rank.text,
         has_kernel=rank.plan.spec.debug.noise_kernel,
     )
     if not isinstance(algorithm, SampledSpec):
@@ -91,9 +91,21 @@ def step_sampling(rank: RankContext) -> Sampling:
         top_p=algorithm.top_p,
         top_k=algorithm.top_k,
         min_tokens=algorithm.min_response_tokens,
-        num_ids=rank.plan.sampled_ids,
+        num_ids=sampled_ids(rank),
         stop=algorithm.stop,
     )
+
+
+def sampled_ids(rank: RankContext) -> int | None:
+    """Return the number of ids that generation chooses from: those that every model embeds and the tokenizer has.
+
+    None: all of the actor's. A vocabulary may be padded, by rows that nothing trains.
+    """
+    plan, found = rank.plan, rank.data.num_ids
+    sizes = None if plan.graph.generated is None else plan.shapes[plan.graph.generated].sizes
+    if sizes is None or found >= sizes.vocabulary:
+        return plan.sampled_ids
+    return min(found, plan.sampled_ids or found)
 
 
 def evaluation_sampling(plan: Plan, sampling: Sampling) -> Sampling:

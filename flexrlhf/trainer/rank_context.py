@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from flexrlhf.comm.world import Groups, Wait, World
@@ -17,7 +16,7 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.memory_text import connected_memory, memory_in_use
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, turn_tokens
-from flexrlhf.plan.run_tokenizer import load_tokenizer
+from flexrlhf.plan.run_tokenizer import ResponseText, load_tokenizer, response_text
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_hosts import open_episodes
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
@@ -45,6 +44,7 @@ class RankContext:
     copies:     streams of their copies to host memory and back.
     scorers:    functions, services and rules that score responses.
     decode:     tokens to text, special tokens included.
+    text:       tokens of a response to the text that scores and stop strings read.
     read_reply: tokens of a reply to its messages; None without an environment.
     environments: caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
@@ -65,6 +65,7 @@ class RankContext:
     copies: CopyStreams
     scorers: ExternalScorers
     decode: Callable[..., str]
+    text: ResponseText
     read_reply: ReadReply | None
     environments: EnvironmentCaller | None
     start_bytes: dict[str, int]
@@ -146,7 +147,8 @@ def open_rank(
     turns = None if plan.spec.environment is None else turn_tokens(plan, tokenizer)
     environments = make_environment_caller(plan, world, turns, decode, open_episodes(plan, world, closing), log)
     read_reply = None if turns is None else turns.messages
-    scorers = make_external_scorers(plan.graph, plan.spec, partial(decode, skip_special_tokens=True), read_reply)
+    text = response_text(plan.spec, tokenizer, (data.pad_token_id, *data.eos_token_ids))
+    scorers = make_external_scorers(plan.graph, plan.spec, text, read_reply)
     copies = CopyStreams(world.device, plan.spec.debug)
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id, copies, report)
     report("models are loaded", models)
@@ -166,6 +168,7 @@ def open_rank(
         copies,
         scorers,
         decode,
+        text,
         read_reply,
         environments,
         start_bytes,

@@ -95,7 +95,7 @@ def _computed(
         case "score":
             return context.scorers.score(operator, batch, run.examples_of(batch), run.model.replica)
         case "retokenize":
-            encoder, decode = context.encoders[operator.function], context.decode
+            encoder, decode = context.encoders[operator.function], context.text
             return retokenized(operator, batch, run.examples_of(batch), encoder, decode)
         case "combine":
             return _combine(run, batch, store, context, before)

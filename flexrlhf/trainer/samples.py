@@ -44,11 +44,13 @@ SCORES = {"scores": "score", "scores.cost": "cost"}
 class ResponseTexts:
     """Texts of responses.
 
-    decode:      tokens to text.
+    decode:      tokens of a prompt to text.
+    text:        tokens of a response to the text that scores read.
     read_reply:  tokens of a reply to its messages; None: responses are no episodes.
     """
 
     decode: Callable[..., str]
+    text: Callable[[Sequence[int]], str]
     read_reply: ReadReply | None = None
 
     def parts(self, values: Mapping[str, Tensor]) -> list[Part]:
@@ -59,7 +61,7 @@ class ResponseTexts:
         return [
             {
                 "prompt": self.decode(tokens[i, :width][attention[i]].tolist(), skip_special_tokens=True),
-                "response": self.decode(tokens[i, width:][mask[i]].tolist(), skip_special_tokens=True),
+                "response": self.text(tokens[i, width:][mask[i]].tolist()),
                 "length": int(mask[i].sum()),
                 "finished": bool(values["finished"][i]),
                 "weights_version": int(values["policy_version"][i].max()),
@@ -80,7 +82,7 @@ class ResponseTexts:
             ids = tokens[places.start : places.stop]
             if is_sampled:
                 reward = _number(float(rewards[places.start : places.stop].sum()))
-                turns.append({"role": "policy", "text": self.decode(ids, skip_special_tokens=True), "reward": reward})
+                turns.append({"role": "policy", "text": self.text(ids), "reward": reward})
             else:
                 found = read_reply(ids)
                 turns += [{"role": role or "environment", "text": content} for role, content in found]

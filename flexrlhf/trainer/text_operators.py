@@ -32,7 +32,7 @@ from flexrlhf.trainer.loaded_models import LoadedModel
 
 _DTYPES = {"scores": torch.float32, "token_scores": torch.float32, STEP_ENDS: torch.uint8}
 Decode = Callable[[Sequence[int]], str]
-"""Tokens to text, without special tokens."""
+"""Tokens of a response to the text that scores read."""
 
 
 class ExternalScorers:
@@ -203,12 +203,12 @@ def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> d
 
 
 def retokenized(
-    operator: Operator, batch: Batch, examples: Sequence[Example], encoder: TextEncoder, decode: Callable[..., str]
+    operator: Operator, batch: Batch, examples: Sequence[Example], encoder: TextEncoder, decode: Decode
 ) -> tuple[Columns, Moments]:
     """Return the columns that ``operator`` writes, left-padded, and the share of sequences that were cut off.
 
     examples:  one for each row of ``batch``.
-    decode:    tokens of the policy to text.
+    decode:    tokens of the policy to the text that scores read.
     """
     texts = [
         encoder.encode(example, _response(tokens, () if example.turns else prompt, decode), finished)
@@ -242,8 +242,7 @@ def _masked(tokens: Tensor, mask: Tensor) -> list[int]:
     return found
 
 
-def _response(tokens: Sequence[int], prompt: Sequence[int], decode: Callable[..., str]) -> str:
+def _response(tokens: Sequence[int], prompt: Sequence[int], decode: Decode) -> str:
     """Return a response as text, as it stands behind ``prompt``: some tokenizers drop a space in front of a text."""
-    before = decode(prompt, skip_special_tokens=True)
-    both: str = decode([*prompt, *tokens], skip_special_tokens=True)
-    return both[len(before) :] if both.startswith(before) else decode(tokens, skip_special_tokens=True)
+    before, both = decode(prompt), decode([*prompt, *tokens])
+    return both[len(before) :] if both.startswith(before) else decode(tokens)

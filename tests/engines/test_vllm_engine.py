@@ -246,6 +246,15 @@ def test_responses_do_not_depend_on_the_batch(engine: VllmEngine, seeded: VllmEn
     assert not same(whole, made.generate(batch, sampling(**{**PLAIN, "seed": 8})))
 
 
+@pytest.mark.parametrize("noise", ["engine", "exact"])
+def test_ids_that_are_padding_are_not_sampled(engine: VllmEngine, seeded: VllmEngine, noise: str) -> None:
+    made, batch = engine if noise == "exact" else seeded, prompts(10)
+    for changes in ({}, {"temperature": 0.0}, {"top_k": 5}):
+        whole, part = (made.generate(batch, sampling(**changes, num_ids=limit)) for limit in (None, 12))
+        sampled = [each["tokens"][:, -RESPONSE:][each["response_mask"].bool()] for each in (whole, part)]
+        assert int(sampled[0].max()) >= 12 > int(sampled[1].max())
+
+
 @pytest.mark.parametrize("noise", ["exact", pytest.param("engine", marks=pytest.mark.full)])
 def test_rows_that_are_put_back_sample_the_same_tokens(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache with ten pages admits five rows, each of which grows to five pages."""

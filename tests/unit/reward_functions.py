@@ -136,3 +136,7 @@ def needs_columns(
 
 async def waits(prompts: list[str], responses: list[str]) -> list[float]:
     return [0.0] * len(prompts)
+
+
+def tags(prompts: list[str], responses: list[str]) -> list[float]:
+    return [float("<think>" in response and "</think>" in response) for response in responses]

@@ -6,21 +6,27 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from replicas import Alone, Port, batch_of, mask_of, on_replicas
 from small_runs import spec_of
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from flexrlhf.data.examples import Example
 from flexrlhf.data.messages import Message
-from flexrlhf.engines.base import Batch, Moments
+from flexrlhf.engines.base import Batch, Moments, Sampling
+from flexrlhf.engines.sampling import completes_stop
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.plan.run_tokenizer import ResponseText, response_text
+from flexrlhf.trainer.operator_context import sampled_ids
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
@@ -91,6 +97,79 @@ def scoring_of() -> Iterator[Any]:
     yield make
     for scorers in made:
         scorers.close()
+
+
+# --- special tokens in texts
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "</answer>", "<|end|>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A tokenizer of characters, whose tags are special tokens, and whose <|end|> is an added one that is not."""
+    made = Tokenizer(models.WordLevel({each: number for number, each in enumerate([*SPECIAL, *"abc. "])}, "a"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    made.add_special_tokens(list(SPECIAL[:-1]))
+    made.add_tokens([AddedToken(SPECIAL[-1], special=False)])
+    names = {"pad_token": SPECIAL[0], "bos_token": SPECIAL[1], "eos_token": SPECIAL[2]}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def text_of(tokenizer: Any, *overrides: str, ends: Sequence[str] = ("<pad>", "<eos>")) -> ResponseText:
+    return response_text(spec_of(None, 1, *overrides), tokenizer, tokenizer.convert_tokens_to_ids(list(ends)))
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def test_a_text_has_all_special_tokens_but_its_borders(tokenizer: Any) -> None:
+    ids = ids_of(tokenizer, "<bos><think>a b</think><pad>c</answer><|end|><eos>")
+    assert text_of(tokenizer)(ids) == "<think>a b</think>c</answer><|end|>"
+    assert text_of(tokenizer, "rollout.special_tokens=skip")(ids) == "a bc<|end|>"
+    # a further token that ends a response is left out if it is a special one
+    assert text_of(tokenizer, ends=("<pad>", "</answer>", "<|end|>"))(ids) == "<think>a b</think>c<|end|><eos>"
+    assert text_of(tokenizer)([]) == ""
+
+
+def test_a_stop_string_may_be_a_special_token(tokenizer: Any) -> None:
+    ids = ids_of(tokenizer, "ab<think>c</answer>")
+    for how, completed in (("keep", len(ids)), ("skip", None)):
+        decode = text_of(tokenizer, f"rollout.special_tokens={how}")
+        sampling = Sampling(0, 0, 1.0, (2,), 0, stop=("c</answer>",), decode=decode)
+        ends = (count for count in range(1, len(ids) + 1) if completes_stop(ids[:count], sampling))
+        assert next(ends, None) == completed
+
+
+@pytest.mark.parametrize(("how", "score"), [("keep", 1.0), ("skip", 0.0)])
+def test_rules_and_functions_receive_special_tokens(tokenizer: Any, how: str, score: float) -> None:
+    overrides = f"reward=[{{rule: format, pattern: '<think>.*'}}, {{function: '{FUNCTIONS}:tags', weight: 10}}]"
+    spec = spec_of(None, 1, overrides)
+    graph = make_graph(spec)
+    scorers = make_external_scorers(graph, spec, text_of(tokenizer, f"rollout.special_tokens={how}"))
+    operator = next(each for each in graph.operators if each.kind == "score")
+    try:
+        columns, _ = scorers.score(operator, sampled([3, 7, 4, 2]), [example_of()], ONE)
+    finally:
+        scorers.close()
+    assert columns["scores"].tolist() == [11 * score]
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "tokens", "readers", "expected"),
+    [(12, 12, 12, None), (12, 14, 12, None), (20, 12, 20, 12), (20, 12, 16, 12), (20, 18, 16, 16), (20, 20, 16, 16)],
+)
+def test_ids_beyond_the_tokenizer_are_not_sampled(
+    embeddings: int, tokens: int, readers: int, expected: int | None
+) -> None:
+    """Nor those that another model has no embedding for."""
+    sizes = {role: SimpleNamespace(sizes=SimpleNamespace(vocabulary=each)) for role, each in (("actor", embeddings),)}
+    plan = SimpleNamespace(
+        graph=SimpleNamespace(generated="actor"), shapes=sizes, sampled_ids=readers if readers < embeddings else None
+    )
+    rank: Any = SimpleNamespace(plan=plan, data=SimpleNamespace(num_ids=tokens))
+    assert sampled_ids(rank) == expected
 
 
 # --- what scorers receive and return

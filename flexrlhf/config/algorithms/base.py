@@ -151,7 +151,9 @@ class SampledSpec(AlgorithmSpec):
     top_k: int = Field(0, ge=0, description="sample from this many most likely tokens; 0: from all")
     min_response_tokens: int = Field(0, ge=0, description="no end token before this many tokens")
     stop: StopStrings = Field(
-        (), description="strings that end a response, of which they stay a part; compared without special tokens"
+        (),
+        description="strings that end a response, of which they stay a part; searched in its text, which has the "
+        "special tokens that rollout.special_tokens keeps",
     )
     importance: ImportanceSpec | None = Field(None, description="null: no importance weights")
 

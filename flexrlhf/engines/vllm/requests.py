@@ -102,8 +102,6 @@ def sampling_params(key: RequestKey, first: int, lengths: Lengths, vocabulary: i
         logprobs=0,
         detokenize=False,
         seed=None if is_exact else _seed(sampling.seed, sampling.step, row, *([first] if first else [])),
-        # vLLM's own noise is added before anything of ours can exclude a token
-        allowed_token_ids=None if is_exact or sampling.num_ids is None else list(range(sampling.num_ids)),
         extra_args={
             "seed": sampling.seed,
             "step": sampling.step,

@@ -192,9 +192,16 @@ class RolloutSampler(Sampler):
 
     def __init__(self, runner: Any, is_exact: bool) -> None:
         super().__init__("processed_logprobs")
-        self._runner = runner
+        self._runner, self._is_exact = runner, is_exact
         if is_exact:
             self.topk_topp_sampler = NoiseSampler(runner)
+
+    def sample(self, logits: Tensor, *arguments: Any, **further: Any) -> tuple[Tensor, Tensor | None]:
+        """Return tokens (n,) and log-probs: with vLLM's own noise of the tokens that requests may have alone."""
+        if not self._is_exact and (num_ids := _num_ids(self._runner)) is not None:
+            logits[:, num_ids:] = -torch.inf
+        sampled: tuple[Tensor, Tensor | None] = super().sample(logits, *arguments, **further)
+        return sampled
 
     def greedy_sample(self, logits: Tensor) -> Tensor:
         """Return the likeliest tokens (n,) that requests may have."""

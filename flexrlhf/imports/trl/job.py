@@ -245,6 +245,7 @@ def _devices(
 
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, processes: int, tp: Setting | None) -> None:
+    out.put("rollout.special_tokens", "skip", "its texts of completions have none")
     uses, share = job.truth("use_vllm"), job.number("vllm_gpu_memory_utilization")
     if tp is not None:  # a server's share is its own
         share = Setting("gpu_memory_utilization of its server", 0.9, default=True)

@@ -322,6 +322,7 @@ def _devices(out: Translation, job: JobSettings, program: str) -> None:
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
     name = job.get(f"{_R}name")
+    out.put("rollout.special_tokens", "skip", "its reward managers' texts have none")
     if put_router_replay(out, _router_replay(out, job)):
         job.pass_over(*(f"{_R}{each}" for each in (*_SPLITS.values(), "gpu_memory_utilization", "expert_parallel")))
         return
