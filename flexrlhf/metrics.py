@@ -52,7 +52,7 @@ FILTERED = {
 NOT_COUNTED = {
     "surplus": "in groups beyond a mini-batch's share, with dynamic_sampling",
     "invalid_score": "the score is NaN or infinite",
-    "truncated": "truncated, with truncation: mask",
+    "truncated": "truncated, with truncation: mask or mask-loss",
     "rejected": "importance leaves out all of their tokens, by reject or max_staleness",
     "no_tokens": "no token of theirs is to be trained on, by the data or a user's function",
     "skipped": "no optimizer step was made on them, since its gradient was not finite",

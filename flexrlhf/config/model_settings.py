@@ -32,10 +32,15 @@ class OptimizerSpec(StrictModel):
         1e-6, ge=0, description="peak learning rate, after the warm-up; a critic's is 9e-6 unless it is written"
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="learning rate after the warm-up; linear and cosine: down to its end at the last step"
+        "constant",
+        description="learning rate after the warm-up; linear and cosine: down to final_ratio of its peak",
     )
     final_ratio: float = Field(
-        0.0, ge=0, le=1, description="end of linear and cosine: learning rate of the last step over the peak"
+        0.0,
+        ge=0,
+        le=1,
+        description="end of linear and cosine, which they reach after the last optimizer step: learning rate over the "
+        "peak; the last step itself is one step before it, as in transformers",
     )
     warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises linearly from 0")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field((0.9, 0.95), description="of adamw and adam")

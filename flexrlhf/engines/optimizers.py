@@ -30,7 +30,8 @@ def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Opt
 def make_scheduler(settings: OptimizerSpec, optimizer: Optimizer, num_updates: int) -> LRScheduler:
     """Return the learning-rate schedule: warm-up from 0, then constant, or down to its end at ``num_updates`` steps.
 
-    The way down is linear or half a cosine, to ``final_ratio`` of the peak.
+    The way down is linear or half a cosine, to ``final_ratio`` of the peak, which it reaches after the last update: the
+    first update has the peak, if nothing warms up, and the last one is one update before the end.
     """
     scheduler: LambdaLR = get_scheduler(
         _SCHEDULES[settings.schedule],

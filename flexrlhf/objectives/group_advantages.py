@@ -42,6 +42,10 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     if spec.scale == "group":
         centred = centred / (compared.deviation + EPSILON)
     mask, outcomes, statistics = shaped.mask, shaped.outcomes, {**shaped.statistics, **kl}
+    if spec.truncation == "mask-loss":
+        is_truncated = (batch["finished"] == 0) & (outcomes == 0)
+        mask = mask * (~is_truncated)[:, None].to(mask.dtype)
+        outcomes = outcomes.masked_fill(is_truncated, CODES["truncated"])
     statistics["group_alike"] = moments(alike.float(), shaped.counts)
     if spec.dynamic_sampling is not None:
         selected = _selected(spec, batch, shaped, context)

@@ -94,11 +94,15 @@ def policy_loss(spec: PolicySpec) -> Loss:
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         mask, how = batch.mask, spec.loss_aggregation
+        if spec.truncation == "mask-loss":
+            # truncated responses have no tokens that count, and are counted
+            totals = replace(totals, sequences=totals.prompts * batch.samples_per_prompt)
         losses, statistics = surrogate_losses(spec, outputs, batch)
         loss = aggregate(losses, mask, how, totals)
         assert outputs.entropy is not None
         if spec.entropy_coefficient:
-            loss = loss - spec.entropy_coefficient * aggregate(outputs.entropy, mask, how, totals)
+            of_entropy = "token-mean" if spec.entropy_aggregation == "token-mean" else how
+            loss = loss - spec.entropy_coefficient * aggregate(outputs.entropy, mask, of_entropy, totals)
         if spec.kl is not None and spec.kl.place == "loss":
             penalty = kl_estimate(spec.kl, outputs.quantity - batch["ref_logprobs"])
             loss = loss + spec.kl.coefficient * aggregate(penalty, mask, how, totals)

@@ -39,7 +39,8 @@ def surrogate_losses(spec: PolicySpec, outputs: Outputs, batch: Batch) -> tuple[
         case "clip" | "clip-cov":
             losses, is_clipped = _clipped(spec, _used_ratio(spec, log_ratio, mask), batch["advantages"])
     if spec.surrogate == "clip-cov":
-        losses = losses * (1 - batch["selected_tokens"].to(losses.dtype))
+        # clipped ones have no gradient, and verl does not select them
+        losses = losses * (1 - (batch["selected_tokens"].bool() & ~is_clipped).to(losses.dtype))
     weights, importance = importance_weights(spec.importance, batch)
     losses = losses * weights
     assert outputs.entropy is not None

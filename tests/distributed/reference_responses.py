@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,6 +200,13 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
     for role in first.values:
         columns[f"returns{CRITICS[role]}"] = right([a.returns[role] if a.is_trained else [] for a in responses])
     return columns
+
+
+def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Text that scores and stop strings read: with <unk>, without padding, beginning and end of a text."""
+    borders = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    text: str = tokenizer.decode([token for token in tokens if token not in borders])
+    return text
 
 
 def sampled_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Tensor]:

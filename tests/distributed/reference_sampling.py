@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from reference_models import Policy
-from reference_responses import Response, read_examples
+from reference_responses import Response, read_examples, text_of
 from reference_terms import Terms
 from torch import Tensor
 
@@ -125,8 +125,7 @@ class Sampler:
         return any(text.find(stop, max(0, len(early) - len(stop) + 1)) >= 0 for stop in self.stop)
 
     def text(self, response: list[int]) -> str:
-        """Special tokens are none of it."""
-        return self.tokenizer.decode(response, skip_special_tokens=True)
+        return text_of(self.tokenizer, response)
 
 
 def describe_responses(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from reference_models import Scorer
-from reference_responses import SECTIONS, Response
+from reference_responses import SECTIONS, Response, text_of
 from transformers import AutoTokenizer
 
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource
@@ -108,7 +108,7 @@ class Judge:
     def _own_text(self, role: str, response: Response) -> list[int]:
         """Prompt and response in the tokens of a model with its own tokenizer, cut to the limit."""
         tokenizer, limit = self.own[role]
-        text = self.tokenizer.decode(response.prompt + response.tokens, skip_special_tokens=True)
+        text = text_of(self.tokenizer, response.prompt + response.tokens)
         ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * response.finished
         response.own_texts[role] = padded_text(ids[-limit:], limit)
         response.is_cut[role] = len(ids) > limit
@@ -118,7 +118,7 @@ class Judge:
         return self._text_of(response.tokens)
 
     def _text_of(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text_of(self.tokenizer, tokens)
 
     def _columns(self, scores: list[tuple[Any, Score]], called: list[tuple[Any, Score]], length: int) -> dict[str, Any]:
         """Columns of several models one by one, and of all other sources together."""

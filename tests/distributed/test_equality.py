@@ -13,7 +13,7 @@ from covering import covering
 from launcher import Launches, Outcome, params
 from peft import PeftModel, get_peft_model_state_dict
 from reference_models import distance
-from reference_responses import read_examples
+from reference_responses import read_examples, text_of
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -86,7 +86,7 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
                 **{"rows": "training", "step": step, "row": row},
                 "weights_version": int(columns["policy_version"][row].max()),
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-                "response": tokenizer.decode(tokens[width:][mask], skip_special_tokens=True),
+                "response": text_of(tokenizer, tokens[width:][mask].tolist()),
                 **({"turns": turns_of(columns, row, tokenizer, width)} if "episode" in columns else {}),
                 "length": int(mask.sum()),
                 "finished": bool(columns["finished"][row]),
@@ -117,7 +117,7 @@ def turns_of(columns: dict[str, torch.Tensor], row: int, tokenizer: Any, width: 
     return [
         {
             "role": "policy" if is_sampled else "environment",
-            "text": tokenizer.decode(tokens, skip_special_tokens=True),
+            "text": text_of(tokenizer, tokens) if is_sampled else tokenizer.decode(tokens, skip_special_tokens=True),
             **({"reward": sum(rewards) if math.isfinite(sum(rewards)) else None} if is_sampled else {}),
         }
         for is_sampled, tokens, rewards in turns

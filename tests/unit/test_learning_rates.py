@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import pytest
@@ -44,6 +45,14 @@ def test_a_cosine_to_a_tenth_is_that_of_transformers(warmup: int) -> None:
 def test_a_line_to_a_quarter() -> None:
     found = rates(made(OptimizerSpec(learning_rate=1.0, schedule="linear", final_ratio=0.25))[1])
     assert found == pytest.approx([1 - 0.75 * update / UPDATES for update in range(UPDATES + 1)])
+
+
+def test_the_end_of_a_schedule_is_behind_its_last_update() -> None:
+    optimizer = make_optimizer(OptimizerSpec(learning_rate=1.0), [torch.zeros(1, requires_grad=True)])
+    settings = OptimizerSpec(learning_rate=1.0, schedule="cosine", final_ratio=0.1)
+    found = rates(make_scheduler(settings, optimizer, 6))
+    assert found[5:7] == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * 5 / 6)) / 2, 0.1], abs=1e-6)
+    assert found[5] == pytest.approx(0.1603, abs=1e-4)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

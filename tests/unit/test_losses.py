@@ -9,20 +9,22 @@ from typing import Any, get_args
 import pytest
 import torch
 from replicas import batch_of, mask_of
-from scored_batches import ragged
+from scored_batches import context_of, ragged, scored_batch
 from torch import Tensor
 
 from flexrlhf.config.algorithms.base import ImportanceSpec, LossAggregation
+from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec, PtxSpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
 from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, RewardSpec, SftSpec, SimpoSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 from flexrlhf.metrics import evaluate
-from flexrlhf.objectives.functions import LOSSES
+from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import aggregate
 from flexrlhf.objectives.surrogates import importance_weights
 from flexrlhf.operators.graph import LOSSES as COMPARES
+from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
@@ -241,6 +243,39 @@ def test_an_entropy_bonus_lowers_the_loss() -> None:
     outputs, totals = Outputs(torch.zeros(1, 2), torch.tensor([[3.0, 99.0]])), Totals(1, 1, 1)
     loss, _ = LOSSES["policy_loss"](PpoSpec(entropy_coefficient=0.5)).function(outputs, batch, totals)
     assert float(loss) == pytest.approx(-1.5)
+
+
+@pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_truncated_responses_and_the_bonus_as_trl_has_them(how: LossAggregation) -> None:
+    """``_compute_loss`` of TRL 1.16.0 with ``mask_truncated_completions`` and ``entropy_coef``: dapo, grpo, dr_grpo."""
+    settings = {"truncation": "mask-loss", "entropy_coefficient": 0.1, "entropy_aggregation": "token-mean", "kl": None}
+    spec = GrpoSpec.model_validate({**settings, "samples_per_prompt": 2, "loss_aggregation": how})
+    batch = scored_batch(mask_of("1110", "1100", "1111", "1000"), [4.0, 1.0, 2.0, 3.0], [1, 1, 0, 1])
+    batch = Batch(batch.columns, batch.rows, 2)
+    columns, _ = COMBINES["group_advantages"](spec, batch, context_of(spec, batch))
+    # rewards of the truncated response are a part of its group's mean and deviation
+    expected = torch.tensor([1.5, -1.5, -0.5, 0.5]) / torch.tensor([4.5, 4.5, 0.5, 0.5]).sqrt()
+    mask = mask_of("1110", "1100", "0000", "1000").float()
+    assert torch.allclose(columns["advantages"], expected[:, None] * mask, atol=1e-5)
+    assert columns["loss_mask"].equal(mask.to(torch.uint8)) and columns["outcome"].tolist() == [
+        0,
+        0,
+        CODES["truncated"],
+        0,
+    ]
+    generator = torch.Generator().manual_seed(0)
+    new, entropy = (torch.randn(4, 4, generator=generator) * 0.1 for _ in range(2))
+    found, _ = LOSSES["policy_loss"](spec).function(
+        Outputs(new, entropy), batch.with_columns(columns), Totals(float(mask.sum()), 3.0, 2.0)
+    )
+    per_token = -torch.minimum(new.exp() * expected[:, None], new.exp().clamp(0.8, 1.2) * expected[:, None])
+    theirs = {
+        "token-mean": (per_token * mask).sum() / mask.sum(),
+        "seq-mean-token-mean": ((per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(),
+        "seq-mean-token-sum-norm": (per_token * mask).sum() / (4 * 4),
+    }
+    bonus = (entropy * mask).sum() / mask.sum().clamp(min=1.0)
+    assert torch.allclose(found, theirs[how] - 0.1 * bonus, atol=1e-5)
 
 
 def test_the_clipped_value_loss_by_hand() -> None:

@@ -62,8 +62,8 @@ def refused(override: str) -> str:
         ("algorithm.rollouts_per_step=0", "algorithm.rollouts_per_step: must be greater than or equal to 1"),
         (
             "algorithm.truncation=masked",
-            "algorithm.truncation: expected 'none', 'bootstrap', 'mask' or a mapping such as {penalty: 1.0}, "
-            "found 'masked'",
+            "algorithm.truncation: expected 'none', 'bootstrap', 'mask', 'mask-loss' or a mapping such as "
+            "{penalty: 1.0}, found 'masked'",
         ),
     ],
 )

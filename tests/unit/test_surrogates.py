@@ -89,17 +89,24 @@ def test_gspo_token_as_verl_has_it() -> None:
     assert token[0] == pytest.approx(sequence[0]) and not torch.allclose(token[1], sequence[1])
 
 
-SELECTED = mask_of("010010", "001000", "000000", "100000")
+SELECTED = mask_of("010010", "001100", "000000", "100000")
 
 
 def test_clip_cov_as_verl_has_it() -> None:
-    """``compute_policy_loss_clip_cov``: tokens that are selected have no loss, and stay in the denominator."""
+    """``compute_policy_loss_clip_cov``: tokens that are selected have no loss, and stay in the denominator.
+
+    A token that the clip has taken the gradient of is none of them.
+    """
+    is_clipped = torch.zeros_like(SELECTED, dtype=torch.bool)
 
     def losses(new: Tensor) -> Tensor:
         ratio = torch.exp(new - OLD)
-        return torch.maximum(-ADVANTAGES * ratio, -ADVANTAGES * ratio.clamp(0.8, 1.2)) * (1 - SELECTED)
+        plain, bounded = -ADVANTAGES * ratio, -ADVANTAGES * ratio.clamp(0.8, 1.2)
+        is_clipped[:] = bounded > plain
+        return torch.maximum(plain, bounded) * (1 - SELECTED * ~is_clipped)
 
     assert_equal(PpoSpec(surrogate="clip-cov"), losses, selected_tokens=SELECTED)
+    assert (SELECTED.bool() & is_clipped).any() and (SELECTED.bool() & ~is_clipped).any()
 
 
 def test_kl_cov_as_verl_has_it() -> None:

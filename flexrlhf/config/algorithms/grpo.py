@@ -38,7 +38,7 @@ class DynamicSamplingSpec(StrictModel):
 class GroupSpec(PolicySpec):
     """Settings of algorithms that compare the responses to one prompt, without a critic."""
 
-    KL_IN_ADVANTAGES = True
+    COMPARES_GROUPS = True
 
     samples_per_prompt: int = Field(8, ge=1, description="responses to each prompt: the size of a group")
     baseline: Literal["mean", "others"] = Field(

@@ -36,6 +36,10 @@ class PolicySpec(SampledSpec):
     )
     covariance: CovarianceSpec = Field(CovarianceSpec(), description="of surrogate: clip-cov and kl-cov")
     entropy_coefficient: float = Field(0.0, ge=0, description="factor of the entropy bonus in the loss")
+    entropy_aggregation: Literal["loss", "token-mean"] = Field(
+        "loss",
+        description="loss: the bonus is aggregated as the loss, as in verl; token-mean: a mean over tokens, as in TRL",
+    )
     loss_aggregation: LossAggregation = Field("token-mean", description="from the losses of tokens to that of a batch")
     reward_clip: float | None = Field(
         None, gt=0, description="scores are clipped to [-reward_clip, reward_clip]; null: not clipped"
@@ -49,15 +53,16 @@ class PolicySpec(SampledSpec):
     truncation: Truncation = Field(
         "none",
         description="responses without end token: none: scored as they are; bootstrap: the critic's value is added; "
-        "mask: left out; {penalty: p}: score - p",
+        "mask: left out; mask-loss: out of the loss alone, as in TRL: they count in a group's baseline and deviation, "
+        "and as responses; {penalty: p}: score - p",
     )
     overlong: OverlongSpec | None = Field(None, description="null: no punishment of long responses")
     rollouts_per_step: int = Field(1, ge=1, description="batches of prompts_per_step prompts in one training step")
     freeze_actor_steps: int = Field(0, ge=0, description="steps at the start in which the actor is not trained")
     ptx: PtxSpec | None = Field(None, description="null: no pretraining loss")
 
-    KL_IN_ADVANTAGES: ClassVar[bool] = False
-    """Whether ``kl.place: advantages`` is supported: scores are compared within a group."""
+    COMPARES_GROUPS: ClassVar[bool] = False
+    """Whether scores are compared within a group, for ``kl.place: advantages`` and ``truncation: mask-loss``."""
     HAS_CRITIC: ClassVar[bool] = False
     """Whether a critic estimates values."""
 
@@ -82,7 +87,7 @@ class PolicySpec(SampledSpec):
 
     @model_validator(mode="after")
     def _penalty_has_a_place(self) -> Self:
-        if self.kl is not None and self.kl.place == "advantages" and not self.KL_IN_ADVANTAGES:
+        if self.kl is not None and self.kl.place == "advantages" and not self.COMPARES_GROUPS:
             raise ValueError(
                 "kl.place advantages goes with scores that are compared within a group (grpo, rloo, gspo); use reward"
             )
@@ -92,6 +97,10 @@ class PolicySpec(SampledSpec):
     def _bootstrap_has_values(self) -> Self:
         if self.truncation == "bootstrap" and not self.HAS_CRITIC:
             raise ValueError("truncation: bootstrap needs the values of a critic; use none, mask or a penalty")
+        if self.truncation == "mask-loss" and not self.COMPARES_GROUPS:
+            raise ValueError(
+                "truncation: mask-loss goes with scores that are compared within a group (grpo, rloo, gspo); use mask"
+            )
         return self
 
     @model_validator(mode="after")

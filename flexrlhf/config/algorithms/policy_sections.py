@@ -18,7 +18,7 @@ class TruncationPenalty(StrictModel):
     penalty: float = Field(description="subtracted from the score of a truncated response")
 
 
-TruncationWord = Literal["none", "bootstrap", "mask"]
+TruncationWord = Literal["none", "bootstrap", "mask", "mask-loss"]
 
 
 def _truncation(value: Any) -> Any:

@@ -68,6 +68,8 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
         "entropy_coefficient": "entropy_coef",
     }
     put_reals(out, job, own)
+    if out.value("algorithm.entropy_coefficient"):
+        out.put("algorithm.entropy_aggregation", "token-mean", "its bonus is a mean over tokens")
     drop_cuts(out, job.get("top_p"), job.get("top_k"))
     out.drop(job.get("min_p"), CUT)
     if (repeated := job.get("repetition_penalty")) is not None and repeated.value != 1:
@@ -91,7 +93,7 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
         out.drop(scale, "scores are scaled in groups or not at all")
     masked, penalty = job.truth("mask_truncated_completions"), job.number("missing_eos_penalty")
     if masked is not None:
-        out.put("algorithm.truncation", "mask", masked)
+        out.put("algorithm.truncation", "mask-loss", masked)
     else:
         out.put_real("algorithm.truncation.penalty", penalty)
     job.pass_over("stop_token")
