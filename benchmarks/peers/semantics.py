@@ -1,13 +1,14 @@
-"""Core functions of verl and OpenRLHF, imported from their packages, next to this project's, on random inputs.
+"""Core functions of verl, OpenRLHF and TRL, imported from their packages, next to this project's, on random inputs.
 
 Their packages go into a separate folder, without their dependencies:
 
-    pip install --no-deps --target PEERS verl==0.9.1 trl==1.9.0 openrlhf==0.11.2 ray tensordict omegaconf pandas \\
+    pip install --no-deps --target PEERS verl==0.9.1 trl==1.16.0 openrlhf==0.11.2 ray tensordict omegaconf pandas \\
         antlr4-python3-runtime==4.9.3 pyvers pylatexenc codetiming torchdata hydra-core pyarrow wandb \\
         orjson
     python -m benchmarks.peers.semantics PEERS
 
-Prints a table of the largest differences, and of the presets' defaults that the packages confirm. Ends with an error if
+Prints a table of the largest differences, and of the presets' defaults that the packages confirm; TRL's are those of
+1.9.0. Ends with an error if
 a difference above 1e-6 has no explanation.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.peers import defaults, openrlhf_rows, verl_rows
+from benchmarks.peers import defaults, openrlhf_rows, trl_rows, verl_rows
 from benchmarks.peers.comparison import print_rows
 from benchmarks.peers.packages import use_packages
 
@@ -28,7 +29,8 @@ def main() -> None:
     directory = parser.parse_args().packages.resolve()
     use_packages(directory)
     unexplained = []
-    for title, rows in (("verl 0.9.1", verl_rows.rows()), ("OpenRLHF 0.11.2", openrlhf_rows.rows())):
+    peers = {"verl 0.9.1": verl_rows, "OpenRLHF 0.11.2": openrlhf_rows, "TRL 1.16.0": trl_rows}
+    for title, rows in ((title, module.rows()) for title, module in peers.items()):
         found = list(rows)
         print_rows(title, found)
         unexplained += [row.function for row in found if not row.is_explained and not row.named]

@@ -40,15 +40,28 @@ from flexrlhf.trainer.controllers import next_state
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 GROUPS = np.arange(ROWS) // SAMPLES
+REWARDED = {"last tokens": None, "turns": 0.2, "steps": 0.5, "all tokens": 1.0}
+"""Where rewards are: on the last tokens, or on a share of all."""
 
 
 def rows() -> Iterator[Row]:
     """Yield the comparisons."""
     for seed, gaps in ((0, False), (1, True)):
-        yield from _advantages(make_sample(seed, gaps), ", with gaps" if gaps else "")
+        for where, share in REWARDED.items():
+            sample = make_sample(seed, gaps)
+            rewards = _by_token(sample) if share is None else _spread(sample, share)
+            further = "" if share is None else f", rewards on {where}"
+            yield from _advantages(sample, rewards, (", with gaps" if gaps else "") + further)
     yield from _losses(make_sample(2))
     yield from _kl(make_sample(3))
     yield from _statistics(make_sample(4))
+
+
+def _spread(sample: Sample, share: float) -> Tensor:
+    """Return rewards (ROWS, LENGTH) on a ``share`` of the tokens, multiples of 1/8, which are exact in float32."""
+    generator = torch.Generator().manual_seed(8)
+    rewards = torch.randint(-24, 25, (ROWS, LENGTH), generator=generator).double() / 8
+    return rewards * sample.mask * (torch.rand(ROWS, LENGTH, generator=generator) < share)
 
 
 def _by_token(sample: Sample) -> Tensor:
@@ -57,13 +70,14 @@ def _by_token(sample: Sample) -> Tensor:
     return torch.zeros(ROWS, LENGTH, dtype=torch.float64).scatter(1, last, sample.scores[:, None])
 
 
-def _advantages(sample: Sample, further: str) -> Iterator[Row]:
+def _advantages(sample: Sample, rewards: Tensor, further: str) -> Iterator[Row]:
     from verl.trainer.ppo import core_algos
 
-    mask, rewards, batch = sample.mask.double(), _by_token(sample), sample.batch()
+    scored = {"scores": rewards.sum(1).float(), "token_scores": rewards.float()}
+    mask, batch = sample.mask.double(), sample.batch(**scored)
     common: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": mask}
     spec = PpoSpec(like="verl", gae_lambda=0.9, gamma=0.97)
-    ours, _ = ppo_advantages(spec, sample.batch(1), context(spec))
+    ours, _ = ppo_advantages(spec, sample.batch(1, **scored), context(spec))
     theirs = core_algos.compute_gae_advantage_return(**common, values=sample.values[:, :-1], gamma=0.97, lam=0.9)
     both = apart(ours["advantages"], theirs[0] * mask), apart(ours["returns"], theirs[1] * mask)
     yield Row(f"`compute_gae_advantage_return`{further}", max(both))
@@ -78,19 +92,19 @@ def _advantages(sample: Sample, further: str) -> Iterator[Row]:
     ours, _ = group_advantages(rloo, batch, context(rloo))
     theirs = core_algos.compute_rloo_outcome_advantage(**common, index=GROUPS)
     yield Row(f"`compute_rloo_outcome_advantage`{further}", apart(ours["advantages"], theirs[0]))
-    yield from _returns(sample, common, further)
+    yield from _returns(sample, scored, common, further)
 
 
-def _returns(sample: Sample, common: dict[str, Any], further: str) -> Iterator[Row]:
+def _returns(sample: Sample, scored: dict[str, Tensor], common: dict[str, Any], further: str) -> Iterator[Row]:
     from verl.trainer.ppo import core_algos
 
     spec = ReinforceSpec(like="verl", gamma=0.95)
-    ours, _ = reinforce_advantages(spec, sample.batch(1), context(spec))
+    ours, _ = reinforce_advantages(spec, sample.batch(1, **scored), context(spec))
     config = SimpleNamespace(gamma=0.95)
     theirs = core_algos.compute_reinforce_plus_plus_outcome_advantage(**common, config=config)
     yield Row(f"`compute_reinforce_plus_plus_outcome_advantage`{further}", apart(ours["advantages"], theirs[0]))
     spec = ReinforceSpec(like="verl", baseline="group", samples_per_prompt=SAMPLES)
-    ours, _ = reinforce_advantages(spec, sample.batch(), context(spec))
+    ours, _ = reinforce_advantages(spec, sample.batch(**scored), context(spec))
     theirs = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(**common, index=GROUPS)
     yield Row(
         f"`compute_reinforce_plus_plus_baseline_outcome_advantage`{further}", apart(ours["advantages"], theirs[0])
@@ -98,7 +112,7 @@ def _returns(sample: Sample, common: dict[str, Any], further: str) -> Iterator[R
     remax = RemaxSpec(like="verl")
     columns = {"response_mask": sample.mask.to(torch.uint8), "finished": torch.ones(ROWS, dtype=torch.uint8)}
     greedy = {f"{name}.greedy": column for name, column in {**columns, "scores": sample.greedy.float()}.items()}
-    ours, _ = remax_advantages(remax, sample.batch(1, **greedy), context(remax))
+    ours, _ = remax_advantages(remax, sample.batch(1, **scored, **greedy), context(remax))
     theirs = core_algos.compute_remax_outcome_advantage(**common, reward_baselines=sample.greedy)
     yield Row(f"`compute_remax_outcome_advantage`{further}", apart(ours["advantages"], theirs[0] * sample.mask))
 
