@@ -640,7 +640,7 @@ def test_a_ratio_vector_of_the_command_line() -> None:
             ("rollout.dp=2",),
             "rollout: unknown key 'dp'; known: adapters, config, cuda_graphs, dtype, engine, groups, kv_tokens, "
             "logprobs, max_restarts, max_segments, noise, parity, pp, prefix_caching, process, segment_tokens, sleep, "
-            "tp",
+            "special_tokens, tp",
         ),
         (
             ("rollout.engine=torch", "rollout.pp=2"),
