@@ -14,6 +14,14 @@ from types import ModuleType
 from typing import Any
 
 
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command of a Python process that runs ``module``, as any that this package starts.
+
+    It finds no module in the current directory: a yaml.py there would run in place of the library.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def load_function(reference: str) -> Callable[..., Any]:
     """Load ``path/to/file.py:name`` or ``module:name``."""
     place, _, name = reference.rpartition(":")

@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from flexrlhf.config.code_loading import python_command
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest, shown
 
@@ -59,7 +60,7 @@ def _generated(text: str) -> str:
         raise UserError(f"{text}: seed must be an integer, found {shown(settings['seed'])}")
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__, name, json.dumps(settings, default=str)],
+            python_command(__name__, name, json.dumps(settings, default=str)),
             env={**os.environ, "PYTHONHASHSEED": "0"},
             capture_output=True,
             text=True,

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flexrlhf.config.code_checks import check_function
-from flexrlhf.config.code_loading import load_function
+from flexrlhf.config.code_loading import load_function, python_command
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.chat import Tool
 from flexrlhf.environments.sources import PACKAGES
@@ -72,7 +72,7 @@ def _in_process(references: tuple[str, ...]) -> list[Made]:
         file = Path(folder) / "schemas.json"
         # no worker: it would run the main script of this process again, which may plan runs
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(file), *references],
+            python_command(__name__, str(file), *references),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import RunStopped
 from flexrlhf.launch import fork_server
 from flexrlhf.launch.lifetime import ending, quiet_torch
@@ -168,7 +169,7 @@ class RankFactory:
             print(f"flexrlhf: {name} loads its libraries by itself: {problem}", file=sys.stderr)
         stdin, stdout, stderr = streams
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", *command],
+            python_command(*command),
             env=environment,
             cwd=directory,
             stdin=stdin,
@@ -225,7 +226,7 @@ def lasting_factory() -> RankFactory:
 def _spawn(channel: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Process:
     """Start a factory that loads its modules, and serves ``channel``."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", fork_server.__name__, str(channel.fileno()), str(os.getpid()), *modules],
+        python_command(fork_server.__name__, str(channel.fileno()), str(os.getpid()), *modules),
         env=environment,
         pass_fds=[channel.fileno()],
         start_new_session=True,

@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO, Literal
 
+from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.lifetime import LAUNCHER, end_with_launcher, quiet_torch
 from flexrlhf.launch.shared_directories import DirectoryFacts
@@ -118,7 +119,7 @@ class RayNode:
         (self._files / "orders.json").write_text(orders)
         # this thread is the actor's main one, which ends with the process: the kernel kills the launcher with it
         self._launcher = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(self._files), *map(str, (nodes, node, endpoint, attempt))],
+            python_command(__name__, str(self._files), *map(str, (nodes, node, endpoint, attempt))),
             env={**os.environ, LAUNCHER: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
