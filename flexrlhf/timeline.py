@@ -132,6 +132,11 @@ class Timeline:
         while self.spans[0].step <= span.step - self._keep_steps:
             self.spans.popleft()
 
+    def drop(self, step: int) -> None:
+        """Forget the spans of ``step``."""
+        self._settle(waits=True)
+        self.spans = deque(each for each in self.spans if each.step != step)
+
     def take(self) -> list[Span]:
         """Return the spans since the last call, and forget them."""
         self._settle(waits=True)

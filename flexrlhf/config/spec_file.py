@@ -79,7 +79,8 @@ class SpecFile:
         for _, setting in applied:
             apply_override(raw, setting)
         if placement is not None:
-            raw["placement"] = placement if isinstance(placement, str) else list(placement)
+            is_vector = isinstance(placement, Sequence) and not isinstance(placement, str)
+            raw["placement"] = list(placement) if is_vector else placement
         return parse_spec(raw, self.path, applied)
 
 
@@ -128,6 +129,20 @@ def check_scopes(overrides: Sequence[str], names: Sequence[str]) -> None:
             raise UserError(
                 f"--set {override}: no run is named {scope!r}{nearest(scope, names)}; there are {', '.join(names)}"
             )
+
+
+def program_settings(
+    overrides: Sequence[str], devices: int | None, paths: Mapping[str, str | Path | None] | None = None
+) -> list[str]:
+    """Return the overrides that the arguments of a program's run mean. Raises UserError for other things than a list.
+
+    devices:  number of ranks.
+    paths:    directories or names of models, by role.
+    """
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        raise UserError(f"overrides: expected a list such as ['steps=3'], found {shown(overrides)}")
+    further = [f"cluster.devices={devices}"] if devices is not None else []
+    return [*map(str, overrides), *path_settings(paths or {}), *further]
 
 
 def path_settings(paths: Mapping[str, str | Path | None]) -> Iterator[str]:

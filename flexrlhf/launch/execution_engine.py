@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec_file import load_spec, path_settings
+from flexrlhf.config.spec_file import load_spec, program_settings
 from flexrlhf.launch.job import prepare_job
 from flexrlhf.launch.lifetime import quiet_torch
 from flexrlhf.launch.rank_factory import lasting_factory
@@ -63,8 +63,8 @@ class ExecutionEngine:
         resume:           ``auto``, or the directory of a run or a checkpoint: go on from there
         accept_changes:   go on although types, models or code have changed since the checkpoint
         """
-        settings = [*overrides, *path_settings({"actor": actor_model_path, "critic": critic_model_path})]
-        settings += [f"cluster.devices={devices}"] if devices is not None else []
+        paths = {"actor": actor_model_path, "critic": critic_model_path}
+        settings = program_settings(overrides, devices, paths)
         spec = load_spec(config_path, settings, placement_ratio)
         check_single_planner([spec], Hosts())
         self._resume = None if resume is None else str(resume)

@@ -51,8 +51,10 @@ def quiet_torch() -> None:
 def process_directory() -> Iterator[Path]:
     """Yield a temporary directory of this process; the ones whose processes were killed are removed first.
 
-    A process has the lock of its directory until it ends, however that is. Others' are their users' to remove.
+    A process has the lock of its directory until it ends, however that is. Others' are their users' to remove, and a
+    fork of the process removes none.
     """
+    process = os.getpid()
     place = Path(gettempdir())
     for left in place.glob(f"{_PREFIX}*/{_LOCK}"):
         try:
@@ -70,7 +72,8 @@ def process_directory() -> Iterator[Path]:
             try:
                 yield directory
             finally:
-                directory.rename(made)
+                if os.getpid() == process:
+                    directory.rename(made)
 
 
 @contextmanager

@@ -14,24 +14,27 @@ where it reads a column or a metric.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Literal, NoReturn, Self, get_args
 
 from safetensors.torch import load
 from torch import Tensor
 
-from flexrlhf.config.spec_file import load_spec
+from flexrlhf.config.code_checks import check_function
+from flexrlhf.config.spec_file import load_spec, program_settings
 from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.data.files import Row
 from flexrlhf.errors import UserError
+from flexrlhf.launch.called_batch import CalledBatch, Metrics, named
 from flexrlhf.launch.session_connection import SessionRanks
-from flexrlhf.operators.graph import TrainPart
+from flexrlhf.operators.graph import TrainPart, is_own
 from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
 from flexrlhf.placement.protocols import Parts, Split, TransferProtocol
 from flexrlhf.plan.plan import Plan
@@ -41,6 +44,7 @@ from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
 from flexrlhf.strategies.instructions import Offload, Release, Reload, Run
+from flexrlhf.text import counted
 
 
 class Session:
@@ -64,8 +68,7 @@ class Session:
 
         Raises UserError for a plan that calls cannot follow: with a lag, chunks, environments, or models that move.
         """
-        settings = [*overrides, *([f"cluster.devices={devices}"] if devices is not None else [])]
-        spec = load_spec(config_path, settings, placement_ratio)
+        spec = load_spec(config_path, program_settings(overrides, devices), placement_ratio)
         if under_torchrun():
             raise UserError("session: it starts the ranks itself, found torchrun's; start the program with python")
         check_single_planner([spec], Hosts())
@@ -85,42 +88,96 @@ class Session:
         self._num_read = 0
 
     def __enter__(self) -> Self:
-        """Start the ranks and load the models. Raises UserError and RankFailure."""
+        """Start the ranks and load the models, once. Raises UserError and RankFailure."""
         self._next_step = self._ranks.start(self.plan, self._resume)
+        # where nothing leaves it, with the program
+        weakref.finalize(self, self._ranks.end, raises=False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the ranks: models are saved after the last step, and a checkpoint is written before it."""
-        self._ranks.end(error)
+        """End the ranks: models are saved after the last step, and a checkpoint is written before it.
+
+        A step in whose middle the program is does not count if it ends with an error, or if its trainings are not done.
+        """
+        try:
+            if error is None and self._batch is not None and self._batch.called.is_trained(self._batch.step):
+                self.end_step()
+        finally:
+            self._batch = None
+            self._ranks.end(raises=error is None)
 
     def prompts(self, given: Iterable[Sequence[str | Row]] | None = None) -> Iterator[CalledBatch]:
         """Yield the batches of the run, in order; a step ends where the next batch is taken.
 
         ``given``: prompts of each further step, as texts or as rows of the data set; None: those of the data set. A
         session ends with the last of them. Raises UserError for another number of prompts than
-        ``algorithm.prompts_per_step``, for prompts that cannot be used, and for a step that ends with gradients.
+        ``algorithm.prompts_per_step``, for prompts that cannot be used, for a step that ends with gradients, and for
+        one that another loop has left in its middle.
         """
+        if isinstance(given, str) or not (given is None or isinstance(given, Iterable)):
+            raise UserError(f"session: prompts() takes a list of prompts for each step, found {named(given)}")
         steps = range(self._next_step, self.plan.spec.steps)
         # the steps end before the prompts do
-        for step, rows in zip(steps, repeat(None) if given is None else given, strict=False):
-            self._ranks.send({"do": "begin", "examples": None if rows is None else self._written(step, rows)})
-            batch = self._batch = CalledBatch(self, step, self._new_step(), self.plan.batch.mini_batches)
-            try:
-                yield batch
-                batch.called.check_ended()
-            finally:
-                self._batch, self._last = None, batch
-                self._ranks.send({"do": "end", "saves": self._saves})
-                self._saves, self._next_step = False, step + 1
+        for step, rows in zip(steps, repeat(None) if given is None else map(_listed, given), strict=False):
+            batch = self._begin(step, None if rows is None else self._written(step, rows))
+            yield batch
+            if batch is self._batch:
+                self.end_step()
+
+    def _begin(self, step: int, prompts: str | None) -> CalledBatch:
+        """Begin a step. ``prompts``: file of the program's own."""
+        with self._ranks.call():
+            self._end_left(step)
+            with self._ranks.exchange():
+                self._ranks.send({"do": "begin", "examples": prompts})
+                self._batch = CalledBatch(self, step, self._new_step(), self.plan.batch.mini_batches)
+            return self._batch
+
+    def _end_left(self, step: int) -> None:
+        """End the step that a loop has left, before the batch of ``step`` is taken.
+
+        Raises UserError in the middle of its calls: an error may have left the loop.
+        """
+        left = self._batch
+        if left is not None and not left.called.is_trained(left.step):
+            raise UserError(
+                f"session: a loop over prompts() has left step {left.step} before all of its trainings; count it as it "
+                f"is by end_step(), or leave the session and resume it"
+            )
+        if left is not None:
+            self._end()
+        if step != self._next_step:
+            raise UserError(f"session: the batch of step {step} is not next, step {self._next_step} is; use one loop")
+
+    def end_step(self) -> None:
+        """End the step as it is, without the next batch; rows that it was not trained on are counted.
+
+        Raises UserError for gradients without an optimizer step.
+        """
+        with self._ranks.call():
+            self._end()
+
+    def _end(self) -> None:
+        batch = self._batch_of("end_step")
+        batch.called.check_ended()
+        with self._ranks.exchange():
+            self._ranks.send({"do": "end", "saves": self._saves})
+            self._batch, self._last, self._saves, self._next_step = None, batch, False, batch.step + 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return the operator ``name`` as a function of a batch: it returns the batch, a training its metrics."""
         if name.startswith("_"):
             raise AttributeError(name)
-        self._new_step().operator(OperatorCall(name, self.plan.batch.mini_batches))
+        try:
+            self._new_step().operator(OperatorCall(name, self.plan.batch.mini_batches))
+        except UserError as error:
+            raise _NoOperatorError(str(error)) from None
         return partial(self.call, name)
+
+    def __reduce__(self) -> NoReturn:
+        raise UserError("session: it cannot be copied or sent to another process; make its calls in this one")
 
     def call(
         self, operator: str, batch: CalledBatch, loss: str = "", protocol: Split | None = None
@@ -134,8 +191,8 @@ class Session:
         Returns the batch, with the columns that the operator writes; of a training its metrics. Raises UserError for a
         call whose columns are not there, for a batch of an earlier step, and as ``errors`` has it if ranks have ended.
         """
-        parts = () if protocol is None else self._parts(operator, batch, protocol)
-        return self._call(OperatorCall(operator, batch.parts, loss, parts=parts), batch)
+        parts = () if protocol is None else self._parts(operator, self._current(batch), protocol)
+        return self._call(batch, operator, loss, parts=parts)
 
     def compute_loss(self, operator: str, batch: CalledBatch, loss: str = "") -> Metrics:
         """Compute the loss of a training on mini-batches in a forward pass, without an optimizer step.
@@ -145,7 +202,7 @@ class Session:
         Returns the metrics of the loss, and ``total_loss``, its mean over the mini-batches. Raises UserError as
         ``call``.
         """
-        return self._metrics(OperatorCall(operator, batch.parts, loss, "loss"), batch)
+        return self._metrics(batch, operator, loss, "loss")
 
     def forward_backward(self, operator: str, batch: CalledBatch, loss: str = "") -> Metrics:
         """Add the gradients of the loss of a training on mini-batches, for the next optimizer step.
@@ -154,28 +211,46 @@ class Session:
 
         Returns the metrics of the loss. Raises UserError as ``call``, and for parts that are no neighbours.
         """
-        return self._metrics(OperatorCall(operator, batch.parts, loss, "backward"), batch)
+        return self._metrics(batch, operator, loss, "backward")
 
     def optim_step(self, operator: str) -> Metrics:
         """Make one optimizer step on the gradients that ``forward_backward`` has added since the last one.
 
         Returns its metrics: the learning rate, the norm of the gradients. Raises UserError without gradients.
         """
-        batch = self._batch
-        if batch is None:
-            raise UserError("session: optim_step() outside a step; call it in the loop over prompts()")
-        return self._metrics(OperatorCall(operator, batch.called.added_to(operator), part="step"), batch)
+        return self._metrics(self._batch_of("optim_step"), operator, part="step")
 
-    def _metrics(self, call: OperatorCall, batch: CalledBatch) -> Metrics:
-        metrics = self._call(call, batch)
+    def _batch_of(self, call: str) -> CalledBatch:
+        """Return the batch of the step under way. Raises UserError without one."""
+        self._ranks.check_process()
+        if self._batch is None:
+            raise UserError(f"session: {call}() outside a step; call it in the loop over prompts()")
+        return self._batch
+
+    def _metrics(self, batch: CalledBatch, operator: str, loss: str = "", part: TrainPart = "loss") -> Metrics:
+        metrics = self._call(batch, operator, loss, part)
         assert isinstance(metrics, Metrics), "a training has metrics"
         return metrics
 
-    def _call(self, call: OperatorCall, batch: CalledBatch) -> CalledBatch | Metrics:
-        self._check_current(batch)
-        (run,) = (each for each in batch.called.add(call) if isinstance(each, Run))
-        self._ranks.send({**call.message, "do": "call"})
-        number = sum(isinstance(each, Run) for each in batch.called.instructions) - 1
+    def _call(
+        self, batch: CalledBatch, operator: str, loss: str, part: TrainPart | Literal[""] = "", parts: Parts = ()
+    ) -> CalledBatch | Metrics:
+        if not isinstance(operator, str):
+            raise UserError(f"session: an operator is called by its name, found {named(operator)}")
+        if not isinstance(loss, str | None):
+            raise UserError(
+                f"session: a loss of {operator} is given by its name or as path/to/file.py:name, found {named(loss)}"
+            )
+        if loss and is_own(loss):
+            check_function(loss, f"session: the loss of {operator}")
+        with self._ranks.call():
+            called = self._current(batch).called
+            numbers = called.added_to(operator) if part == "step" else batch.parts
+            call = OperatorCall(operator, numbers, loss or "", part, parts)
+            with self._ranks.exchange():
+                (run,) = (each for each in called.add(call) if isinstance(each, Run))
+                self._ranks.send({**call.message, "do": "call"})
+            number = called.num_runs - 1
         return Metrics(self, batch, number) if run.operator.kind in ("train", *get_args(TrainPart)) else batch
 
     def _parts(self, operator: str, batch: CalledBatch, protocol: Split) -> Parts:
@@ -188,8 +263,7 @@ class Session:
 
     def save(self) -> None:
         """Write a checkpoint at the end of this step, which ``Session(resume="auto")`` goes on from."""
-        if self._batch is None:
-            raise UserError("session: save() outside a step; call it in the loop over prompts()")
+        self._batch_of("save")
         self._saves = True
 
     @property
@@ -207,14 +281,15 @@ class Session:
 
     def column(self, batch: CalledBatch, name: str) -> Tensor:
         """Return a column of the rows of ``batch``, (n, ...), on the CPU. Waits until it is computed."""
-        self._check_current(batch)
-        batch.called.owners(name, batch.parts)
-        self._num_read += 1
-        numbers = [batch.parts.start, batch.parts.stop]
-        self._ranks.send({"do": "column", "name": name, "number": self._num_read, "mini_batches": numbers})
+        if not isinstance(name, str):
+            raise UserError(f"session: a column is read by its name, as in batch['scores'], found {named(name)}")
+        with self._ranks.call():
+            self._current(batch).called.owners(name, batch.parts)
+            self._num_read += 1
+            numbers = [batch.parts.start, batch.parts.stop]
+            parts = self._ranks.ask({"do": "column", "name": name, "number": self._num_read, "mini_batches": numbers})
         found: dict[int, Tensor] = {}
-        for _ in range(int(self._ranks.receive())):
-            part = load(self._ranks.receive())
+        for part in map(load, parts):
             found.update(zip(part["rows"].tolist(), part["values"], strict=True))
         shape = self.plan.batch
         rows = shape.rows(tuple(prompt for number in batch.parts for prompt in shape.prompts(number)))
@@ -224,13 +299,23 @@ class Session:
 
     def statistics(self, batch: CalledBatch, number: int) -> dict[str, float]:
         """Return the metrics of a call of this step by its number. Waits until it has run."""
-        self._check_current(batch)
-        self._ranks.send({"do": "statistics", "call": number})
-        found: dict[str, float] = json.loads(self._ranks.receive())
+        with self._ranks.call():
+            most = self._current(batch).called.num_runs
+            if not isinstance(number, int) or not 0 <= number < most:
+                raise UserError(
+                    f"session: step {batch.step} has {counted(most, 'call')}, from 0, found {named(number)}"
+                )
+            (reply,) = self._ranks.ask({"do": "statistics", "call": number})
+        found: dict[str, float] = json.loads(reply)
         return found
 
     def _written(self, step: int, rows: Sequence[str | Row]) -> str:
         """Write the examples of ``rows`` for the ranks; return the path of the file."""
+        wrong = next((row for row in rows if not isinstance(row, str | dict)), "")
+        if wrong != "":
+            raise UserError(
+                f"session: prompts of step {step}: expected texts or rows of the data, found {named(wrong)}"
+            )
         if len(rows) != self.plan.batch.num_prompts:
             raise UserError(
                 f"session: {len(rows)} prompts for step {step}; algorithm.prompts_per_step is "
@@ -249,72 +334,27 @@ class Session:
         before = None if self._last is None else self._last.called
         return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch, before)
 
-    def _check_current(self, batch: CalledBatch) -> None:
+    def _current(self, batch: CalledBatch) -> CalledBatch:
+        """Return ``batch``. Raises UserError if it is none of the step under way."""
+        if not isinstance(batch, CalledBatch):
+            raise UserError(
+                f"session: expected a batch of prompts(), or some of its mini-batches, found {named(batch)}"
+            )
+        if batch.session is not self:
+            raise UserError("session: a batch of another session; take one of this session's prompts()")
         if self._batch is None or batch.called is not self._batch.called:
             raise UserError(f"session: a batch of step {batch.step}, which has ended; read what you need before that")
+        return batch
 
 
-class CalledBatch:
-    """Rows of one step, or mini-batches of them; ``batch["values"]`` is a column, on the ranks until it is read.
-
-    step:    number of the step.
-    called:  what the program has called for it.
-    parts:   mini-batches that it has.
-    """
-
-    def __init__(self, session: Session, step: int, called: CalledStep, parts: range) -> None:
-        self.step, self.called, self.parts = step, called, parts
-        self._session = session
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of the columns that it has."""
-        written = (name for name in self.called.written if self.called.has(name, self.parts))
-        return (*self.called.graph.inputs, *written)
-
-    def __getitem__(self, column: str) -> Tensor:
-        return self._session.column(self, column)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        shape = self._session.plan.batch
-        return len(self.parts) * shape.num_rows // shape.num_mini_batches
-
-    def mini_batches(self, number: int) -> list[CalledBatch]:
-        """Return ``number`` parts of it, in order, each of whole mini-batches of the plan. Raises UserError."""
-        if number < 1 or len(self.parts) % number:
-            fitting = [each for each in range(1, len(self.parts) + 1) if len(self.parts) % each == 0]
-            known = ", ".join(map(str, fitting))
-            raise UserError(
-                f"session: {len(self.parts)} mini-batches (algorithm.num_mini_batches) in {number} parts; use one of "
-                f"{known}"
-            )
-        size = len(self.parts) // number
-        starts = range(self.parts.start, self.parts.stop, size)
-        return [CalledBatch(self._session, self.step, self.called, range(start, start + size)) for start in starts]
+class _NoOperatorError(UserError, AttributeError):
+    """Name that is no operator's."""
 
 
-class Metrics(Mapping[str, float]):
-    """Metrics of a training call, read from the ranks when first used, before the step ends."""
-
-    def __init__(self, session: Session, batch: CalledBatch, number: int) -> None:
-        self._session, self._batch, self._number = session, batch, number
-
-    @cached_property
-    def _found(self) -> dict[str, float]:
-        return self._session.statistics(self._batch, self._number)
-
-    def __getitem__(self, name: str) -> float:
-        return self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __repr__(self) -> str:
-        return "  ".join(f"{name} {value:.4g}" for name, value in self._found.items())
+def _listed(rows: object) -> list[str | Row]:
+    if isinstance(rows, str | dict) or not isinstance(rows, Iterable):
+        raise UserError(f"session: prompts() takes a list of prompts for each step, found {named(rows)} for one")
+    return list(rows)
 
 
 def _check_callable(plan: Plan) -> None:

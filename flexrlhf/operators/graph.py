@@ -96,6 +96,10 @@ class Operator:
     turns: int = 0
     continues: tuple[str, ...] = ()
 
+    def is_due(self, step: int) -> bool:
+        """Whether it runs at ``step``."""
+        return step >= self.first_step and (step % self.every == 0 or step == self.also)
+
     @property
     def call(self) -> CallKind | None:
         """Kind of the model call; None without one."""

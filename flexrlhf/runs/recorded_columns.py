@@ -24,7 +24,7 @@ ARRIVAL_PREFIX = "arrived-"
 """Begins the names of files with columns that an operator read after a move."""
 STATISTICS = "statistics.jsonl"
 """File with the statistics of each step, from which its metrics are computed."""
-FILE_NAME = re.compile(r"step\d+-(?P<operator>.+)-chunk\d+-rank(?P<rank>\d+)\.safetensors")
+FILE_NAME = re.compile(r"step(?P<step>\d+)-(?P<operator>.+)-chunk\d+-rank(?P<rank>\d+)\.safetensors")
 VERSIONS = "policy_version"
 """Column of a generate that says who generated, not what."""
 OF_TOKENS = {"rollout_logprobs": "logprobs", "logprobs": "rollout_logprobs"}
@@ -94,6 +94,14 @@ def _files(run: Path, pattern: str) -> Iterator[tuple[str, int, Path]]:
         found = FILE_NAME.fullmatch(file.name.removeprefix(ARRIVAL_PREFIX))
         assert found is not None, file
         yield found["operator"], int(found["rank"]), file
+
+
+def remove_columns(run: Path, step: int, rank: int | None = None) -> None:
+    """Remove the files of ``step`` and later ones. ``rank``: that wrote them; None: all."""
+    for file in (run / DIRECTORY).glob("*.safetensors"):
+        found = FILE_NAME.search(file.name)
+        if found is not None and int(found["step"]) >= step and rank in (None, int(found["rank"])):
+            file.unlink()
 
 
 def replay_responses(run: str, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:

@@ -60,6 +60,7 @@ class CalledStep:
     written:       column → the tasks that have written it, each in some mini-batches.
     called:        tasks on planned ranks so far, in order.
     added:         role → the training and the mini-batches whose gradients await an optimizer step.
+    updated:       training → the mini-batches with an optimizer step.
     instructions:  of the calls so far.
     """
 
@@ -69,6 +70,7 @@ class CalledStep:
     written: dict[str, list[OperatorTask]] = field(default_factory=dict)
     called: dict[OperatorTask, None] = field(default_factory=dict)
     added: dict[str, tuple[str, range]] = field(default_factory=dict)
+    updated: dict[str, set[int]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
 
     @classmethod
@@ -101,6 +103,8 @@ class CalledStep:
         self.builder.placement = planned
         for name in operator.writes:
             self.written.setdefault(name, []).append(task)
+        if operator.kind in ("train", "step"):
+            self.updated.setdefault(call.operator, set()).update(call.mini_batches)
         if not call.parts:
             self.called[task] = None
         added = [*moves, run, *self.builder.moves([task], self.expected)]
@@ -142,6 +146,22 @@ class CalledStep:
         if found is None:
             raise UserError(f"session: optim_step({operator!r}) without a loss; call forward_backward before it")
         return found
+
+    @property
+    def num_runs(self) -> int:
+        """Number of its calls."""
+        return sum(isinstance(each, Run) for each in self.instructions)
+
+    @property
+    def changes_models(self) -> bool:
+        """Whether a training has added gradients, or updated weights."""
+        return bool(self.added or self.updated)
+
+    def is_trained(self, step: int) -> bool:
+        """Return whether each training that is due at ``step`` has an optimizer step on every mini-batch."""
+        due = [each for each in self.graph.operators if each.kind == "train" and each.is_due(step)]
+        everything = set(self.builder.shape.mini_batches)
+        return not self.added and all(self.updated.get(each.name, set()) >= everything for each in due)
 
     def check_ended(self) -> None:
         """Raise UserError if gradients await an optimizer step."""

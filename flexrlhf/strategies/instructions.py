@@ -175,8 +175,7 @@ class Run(Instruction):
         return not set(writer.operator.writes).isdisjoint(reads)
 
     def due(self, step: int, steps: int) -> bool:
-        is_turn = step % self.operator.every == 0 or step == self.operator.also
-        return super().due(step, steps) and is_turn and step >= self.operator.first_step
+        return super().due(step, steps) and self.operator.is_due(step)
 
     @property
     def label(self) -> str:

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,10 +56,12 @@ class CallFeed:
                 return message
 
     def reply(self, parts: Sequence[bytes]) -> None:
-        """Send parts of an answer to the program, from rank 0."""
+        """Send a reply to the program, from rank 0: the number of its parts, then these."""
         assert self._program is not None, "rank 0 replies"
-        for part in parts:
-            self._program.send_bytes(part)
+        # a program that has gone reads nothing; its end is the next message
+        with suppress(OSError):
+            for part in (str(len(parts)).encode(), *parts):
+                self._program.send_bytes(part)
 
     def close(self) -> None:
         """End the connection, after the last call."""

@@ -6,6 +6,7 @@ Every rank reads every call and derives the same instructions from it, so all ra
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import tensor
 from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.metrics import evaluate
 from flexrlhf.placement.groups import Group
+from flexrlhf.runs.recorded_columns import remove_columns
 from flexrlhf.strategies.calls import CALLS, CalledStep, OperatorCall, around_calls
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
 from flexrlhf.strategies.schedule import checkpoint_of
@@ -73,10 +75,14 @@ class CalledTrainer:
         self._trainer, self._rank, self._steps, self._feed = trainer, rank, steps, feed
         self._plan, self._next_step = rank.plan, next_step
         self._called = self._new_step(None)
+        # whether the program is in the middle of a step, and values of the controllers before it
+        self._is_open, self._states = False, dict(trainer.controllers.states)
         # position and run of each call of the step, and its message
         self._runs: list[tuple[int, Run]] = []
         self._messages: list[Message] = []
         if rank.rank == 0:
+            # of a program that was killed in the middle of a step
+            remove_columns(rank.directory, next_step)
             feed.reply([json.dumps({"next_step": next_step}).encode()])
 
     def run(self) -> int:
@@ -84,10 +90,7 @@ class CalledTrainer:
         while (message := self._feed.next())["do"] != "close":
             match message["do"]:
                 case "begin":
-                    self._called, self._runs, self._messages = self._new_step(self._called), [], []
-                    self._take_prompts(message["examples"])
-                    self._trainer.begin_round(self._next_step)
-                    self._around(before=True)
+                    self._begin(message["examples"])
                 case "call":
                     self._messages.append(message)
                     self._call(OperatorCall.of(message))
@@ -99,8 +102,32 @@ class CalledTrainer:
                     self._end(message)
                     if self._rank.ends_after(self._next_step - 1):
                         break
-        self._trainer.finish(self._next_step)
+        if self._is_open:
+            self._drop()
+        # weights in the middle of a step are those of no checkpoint
+        self._trainer.finish(self._next_step, saves=not (self._is_open and self._called.changes_models))
         return self._next_step
+
+    def _begin(self, prompts: str | None) -> None:
+        """Begin a step. ``prompts``: file of the program's own.
+
+        Weights that a sync brings are received when it is executed, not from now on: the program may not come to it.
+        """
+        self._called, self._runs, self._messages = self._new_step(self._called), [], []
+        self._is_open, self._states = True, dict(self._trainer.controllers.states)
+        self._take_prompts(prompts)
+        self._around(before=True)
+
+    def _drop(self) -> None:
+        """Leave no trace of a step that the program has left in its middle, so that a resumed one repeats it."""
+        step, rank = self._next_step, self._rank
+        self._trainer.controllers.load(self._states)
+        rank.flight.timeline.drop(step)
+        remove_columns(rank.directory, step, rank.rank)
+        if rank.rank == 0:
+            then = "its updates are in no checkpoint" if self._called.changes_models else "nothing is kept of it"
+            name = self._plan.spec.name
+            print(f"flexrlhf: {name}: step {step} was left before its end; {then}", file=sys.stderr, flush=True)
 
     def _new_step(self, before: CalledStep | None) -> CalledStep:
         return CalledStep.begin(self._plan.graph, self._plan.placement, self._plan.batch, before)
@@ -148,7 +175,7 @@ class CalledTrainer:
         if message["saves"] and not is_saved:
             self._execute(checkpoint_of(self._plan.placement, self._plan.spec))
         self._steps.end(step)
-        self._next_step = step + 1
+        self._next_step, self._is_open = step + 1, False
         if self._rank.rank == 0:
             with (self._rank.directory / CALLS).open("a") as file:
                 file.write(json.dumps({"step": step, "calls": self._messages}) + "\n")
@@ -186,7 +213,7 @@ class CalledTrainer:
                 blobs.append(b"".join(store.get(each) for each in keys))
                 for each in (key, *keys):
                     store.delete_key(each)
-            self._feed.reply([str(len(blobs)).encode(), *blobs])
+            self._feed.reply(blobs)
 
     def _send_statistics(self, number: int) -> None:
         """Send the metrics of a call of this step to the program, once its model's first rank has published them."""

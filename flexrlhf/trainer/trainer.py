@@ -47,9 +47,10 @@ from flexrlhf.trainer.weight_syncs import WeightSyncs
 class Trainer:
     """One rank of a run: it executes instructions, which its observers record, measure and display.
 
-    rows:     of the steps under way.
-    results:  of all ranks.
-    ledger:   outcomes of rows.
+    rows:         of the steps under way.
+    results:      of all ranks.
+    ledger:       outcomes of rows.
+    controllers:  values that one step passes to the next.
     """
 
     def __init__(self, rank: RankContext, start: StartingPoint | None = None, steps: Steps | None = None) -> None:
@@ -62,13 +63,13 @@ class Trainer:
         self._calls = LoopCalls()
         self._operators = make_operator_context(rank)
         self.rows, self._syncs = StepRows(rank, self._start), WeightSyncs(rank, self._start)
-        self._controllers = Controllers(rank.plan)
+        self.controllers = Controllers(rank.plan)
         self.results = open_results(rank, self._start, steps)
         self._saver = ModelSaver(rank, self.results.recorder)
         self.ledger = RowLedger(rank.plan, rank.rank, self._start.generated, completes=steps is None)
-        state = RunState(rank, self.rows, self._controllers, self.ledger, self.results.recorder)
+        state = RunState(rank, self.rows, self.controllers, self.ledger, self.results.recorder)
         self._checkpointer = Checkpointer(state, self.results)
-        self._observers = make_observers(rank, self._controllers, self.ledger, self.results, self._checkpointer)
+        self._observers = make_observers(rank, self.controllers, self.ledger, self.results, self._checkpointer)
         self._evaluator = Evaluator(rank, self._operators, self._observers)
         if start is not None:
             restore(state, self._syncs, start)
@@ -201,7 +202,7 @@ class Trainer:
     def _work(self, run: Run, step: int) -> OperatorRun:
         """Return the operator of ``run`` on this rank."""
         operator, examples = run.operator, self.rows.examples(step) if run.operator.reads_texts else ()
-        state = self._controllers.state(operator)
+        state = self.controllers.state(operator)
         model, rank = self._models[run.model], self._rank.rank
         shape = self.plan.batch
         return OperatorRun(
@@ -209,16 +210,19 @@ class Trainer:
             *(run.attempt, run.turn),
         )
 
-    def finish(self, next_step: int) -> None:
+    def finish(self, next_step: int, saves: bool = True) -> None:
         """Await everything that is under way, and publish the timeline and memory usage.
 
         A run that ends before its last step writes a checkpoint, unless it has just written that one.
+
+        saves:  whether the models are those of the end of a step, so that there can be a checkpoint.
         """
         rank = self._rank
         rank.show("writing what is left", next_step)
         copies = self._copies.finish()
         self._syncs.store_all()
-        if self._start.next_step < next_step < self.plan.spec.steps and self._checkpointer.last_step != next_step:
+        is_written = self._checkpointer.last_step == next_step
+        if saves and self._start.next_step < next_step < self.plan.spec.steps and not is_written:
             self._checkpointer.write(next_step)
         if rank.rank == 0:
             self.results.write_until(next_step)
