@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,13 +30,15 @@ from flexrlhf.config.job_secret import signed, verified
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
 from flexrlhf.display.plain_lines import print_plainly
-from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.errors import RunStopped, UserError, one_line
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_watch import RankWatch
+from flexrlhf.placement.protocols import PURE
 from flexrlhf.plan.data_report import data_line, data_warnings
 from flexrlhf.plan.hub_names import commits
+from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.placement_text import where_models_are
 from flexrlhf.plan.plan import Plan
@@ -178,6 +180,7 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         send(Doing(name, "reading the data"))
         data = load_run_data(plan)
         check_commits(plan, world)
+        check_splits(plan, world)
         start = choose_start(plan, world, data, files, order.candidates)
         if world.rank == 0:
             _send_counts(plan, data, send)
@@ -283,17 +286,32 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 def check_commits(plan: Plan, world: World) -> None:
     """Raise UserError if this rank has another commit of a model or a data set than rank 0."""
-    mine = commits(plan.spec, data_sources(plan))
+    for setting, mine, first in _differing(plan, world, "commits", commits(plan.spec, data_sources(plan))):
+        raise UserError(
+            f"{setting}: rank {world.rank} (host {world.host}) has {mine} in its Hub cache, rank 0 has {first}; name "
+            f"the commit, as in {first or mine}"
+        )
+
+
+def check_splits(plan: Plan, world: World) -> None:
+    """Raise UserError if a protocol splits rows on this rank in another way than on rank 0."""
+    splits = {
+        f"{PROTOCOLS}.{name}": json.dumps(split) for name, split in own_splits(plan.placement, plan.batch).items()
+    }
+    for setting, mine, first in _differing(plan, world, "splits", splits):
+        raise UserError(
+            f"{setting}: rank {world.rank} (host {world.host}) splits the prompts of the mini-batches as "
+            f"{one_line(mine)}, rank 0 as {one_line(str(first))}; {PURE}"
+        )
+
+
+def _differing(plan: Plan, world: World, what: str, mine: Mapping[str, str]) -> Iterator[tuple[str, str, str | None]]:
+    """Yield each setting with its value here that rank 0 has another value of, and this one."""
     if not mine:
         return
-    store = dist.PrefixStore(f"commits/{plan.spec.name}", world.store)
+    store = dist.PrefixStore(f"{what}/{plan.spec.name}", world.store)
     if world.rank == 0:
         store.set("first", json.dumps(mine))
-    world.wait_for(store, {"first": "rank 0"}, "the commits of models and data", plan.spec.timeout_seconds)
+    world.wait_for(store, {"first": "rank 0"}, f"the {what} of rank 0", plan.spec.timeout_seconds)
     first = json.loads(store.get("first"))
-    for setting, commit in mine.items():
-        if commit != first.get(setting):
-            raise UserError(
-                f"{setting}: rank {world.rank} (host {world.host}) has {commit} in its Hub cache, rank 0 has "
-                f"{first.get(setting)}; name the commit, as in {first.get(setting) or commit}"
-            )
+    yield from ((key, value, first.get(key)) for key, value in mine.items() if value != first.get(key))

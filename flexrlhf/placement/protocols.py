@@ -13,19 +13,36 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
+from operator import index
+from typing import Any
 
 from flexrlhf.config.code_checks import NamedErrors
-from flexrlhf.errors import UserError
+from flexrlhf.config.code_loading import load_function
+from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.text import ranks_text, span_of
+from flexrlhf.user_code.planning_calls import answer, run_apart
 
 Replicas = tuple[tuple[int, ...], ...]
 """Ranks of each replica."""
+Arguments = tuple[Replicas, range]
+"""Arguments of a protocol."""
 Split = Callable[[Replicas, range], Sequence[Sequence[int]]]
 """Ranks of each replica and prompts → prompts of each replica."""
 Parts = tuple[tuple[int, ...], ...]
 """Prompts of each replica, ascending."""
+
+
+def _read(returned: Sequence[Sequence[int]], name: str) -> Parts:
+    return tuple(tuple(sorted(_number(prompt, name) for prompt in part)) for part in returned)
+
+
+def _number(prompt: object, name: str) -> int:
+    # numpy's integers have an index, too
+    if isinstance(prompt, bool) or not hasattr(prompt, "__index__"):
+        raise UserError(f"{name}: expected whole numbers of prompts, found {shown(prompt)}")
+    return index(prompt)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +60,7 @@ class TransferProtocol:
         key = replicas, prompts
         if key not in self._known:
             with NamedErrors(f"protocol {self.name}"):
-                found = [sorted(int(prompt) for prompt in part) for part in self.function(replicas, prompts)]
-            parts = tuple(map(tuple, found))
+                parts = _read(self.function(replicas, prompts), f"protocol {self.name}")
             self._check(replicas, prompts, parts)
             self._known[key] = parts
         return self._known[key]
@@ -74,3 +90,57 @@ class TransferProtocol:
             if len(takers[prompt]) > 1:
                 both = " and on ".join(takers[prompt])
                 raise UserError(f"protocol {self.name}: prompt {prompt} is on {both}; each row is computed once")
+
+
+PURE = "its result may depend on its arguments alone, not on random numbers, earlier calls, time or process"
+
+
+def protocol_of(reference: str, expected: tuple[Arguments, ...], processes: int) -> TransferProtocol:
+    """Return the protocol of a user's file.
+
+    expected:   arguments that a run of the plan has.
+    processes:  in which it is called, to compare what it returns.
+
+    Raises UserError for a function that fails, does not return, or returns other splits of the same arguments.
+    """
+
+    def split(replicas: Replicas, prompts: range) -> Parts:
+        asked = (replicas, prompts)
+        keys = expected if asked in expected else (asked,)
+        return _splits(reference, keys, processes)[keys.index(asked)]
+
+    return TransferProtocol(reference, split)
+
+
+@cache
+def _splits(reference: str, keys: tuple[Arguments, ...], processes: int) -> list[Parts]:
+    """Return the splits for all of ``keys``, once in a process: a run goes on with those that it began with."""
+    name = f"protocol {reference}"
+    calls = [[replicas, [prompts.start, prompts.stop, prompts.step]] for replicas, prompts in keys]
+    task = {"reference": reference, "name": name, "calls": calls}
+    found = [splits for passes in run_apart(__name__, task, name, processes) for splits in passes]
+    for number, (_, prompts) in enumerate(keys):
+        first, other = (
+            found[0][number],
+            next((each[number] for each in found if each[number] != found[0][number]), None),
+        )
+        if other is not None:
+            raise UserError(
+                f"{name} returns {one_line(str(first))} and {one_line(str(other))} for the same prompts "
+                f"{span_of(tuple(prompts))}; {PURE}"
+            )
+    return [tuple(map(tuple, parts)) for parts in found[0]]
+
+
+def _called(task: dict[str, Any]) -> list[list[Parts]]:
+    """Return the splits of each of three passes over the calls of ``task``."""
+    function = load_function(task["reference"])
+    calls = [(tuple(map(tuple, replicas)), range(*prompts)) for replicas, prompts in task["calls"]]
+    # right behind each other, and behind those of all others
+    twice = [[_read(function(*call), task["name"]) for _ in range(2)] for call in calls]
+    again = [_read(function(*call), task["name"]) for call in reversed(calls)]
+    return [[first for first, _ in twice], [second for _, second in twice], again[::-1]]
+
+
+if __name__ == "__main__":
+    answer(_called)

@@ -21,6 +21,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, column_of, plain
 from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, GraphKind, Operator, evaluation_metrics, share_weights
 from flexrlhf.plan.score_sources import with_retokenized, with_sources
+from flexrlhf.user_code.planning_calls import bounded_here
 
 KEY = "algorithm.graph"
 ENTRY_POINTS = "flexrlhf.graphs"
@@ -126,7 +127,8 @@ def _own_graph(spec: AlgorithmSpec) -> Graph:
     """
     assert spec.graph is not None, "a graph of one's own"
     place, _, name = _reference(spec.graph).rpartition(":")
-    with NamedErrors(f"{KEY}: {spec.graph}"):
+    called = f"{KEY}: {spec.graph}"
+    with NamedErrors(called), bounded_here(called):
         module = load_module(place)
         graph = getattr(module, name)(spec)
     if not isinstance(graph, Graph):

@@ -65,6 +65,11 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def exit_text(code: int) -> str:
+    """Return how a process ended: by its exit code, negative for a signal."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
 def descendants(process: int) -> dict[int, int]:
     """Return the processes that ``process`` has started, and all that they have: id → time of its start, in ticks.
 

@@ -8,7 +8,6 @@ module should import little.
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from flexrlhf.user_code.call_failures import CallFailed, CallFailure, failure_of
 from flexrlhf.user_code.deadline import Deadline
-from flexrlhf.user_code.processes import WorkerContext, begin, kill_group
+from flexrlhf.user_code.processes import WorkerContext, begin, exit_text, kill_group
 
 START_SECONDS = 60.0
 """Limit for a process to start, on a machine that is busy."""
@@ -67,7 +66,7 @@ class Worker:
                 raise CallFailed(CallFailure("start", f"no worker process within {START_SECONDS:g} s"))
             case ProcessExpired():
                 kill_group(error.pid)
-                raise CallFailed(CallFailure("crash", f"ended its process, {_exit(error.exitcode)}"))
+                raise CallFailed(CallFailure("crash", f"ended its process, {exit_text(error.exitcode)}"))
             case BrokenProcessPool():
                 self.close()
                 raise CallFailed(
@@ -115,7 +114,3 @@ def loaded(worker: Worker, load: Callable[[], T], deadline: Deadline) -> T:
         kind, text = error.failure.kind, error.failure.text
         failure = error.failure if kind == "late" else CallFailure(f"load {kind}", f"could not be loaded: {text}")
         raise CallFailed(failure) from None
-
-
-def _exit(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
