@@ -1,11 +1,12 @@
 """Program of a session: the operators of the graph in its order, as a user would call them.
 
-    python called.py CONFIG [WAY]
+    python called.py CONFIG [WAY [RESUME]]
 
-WAY: ``joined``: trainings by forward_backward and optim_step; ``stops``: calls on one mini-batch after the other in the
-first step, ``joined`` in the second, and ends itself by SIGKILL in the third;
+WAY: ``joined``: trainings by forward_backward and optim_step; ``fails``: calls on one mini-batch after the other in the
+first step, and an error in the second; ``stops``: SIGKILL between the trainings of the third;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
-step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths.
+step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths,
+and makes calls that are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
+
+from odd_calls import call_from_everywhere, try_odd_calls
 
 from flexrlhf import Session
 from flexrlhf.config.code_loading import load_function
@@ -26,33 +30,53 @@ from flexrlhf.placement.protocols import Split
 PRIMITIVES = Path(__file__).parents[2] / "configs" / "primitives.py"
 
 
-def main(config: str, way: str = "", resume: str | None = None) -> None:
+def main(config: str, way: str = "", resume: str | None = None, fails_at: int = 5) -> None:
+    """``fails_at``: operators that the second step of ``fails`` calls; all: it fails at its end."""
     with Session(config, resume=resume) as run:
-        before = None
+        before, points = None, count()
         for batch in run.prompts(rows_of(run) if way == "chooses" else None):
-            if way == "stops" and batch.step == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
             if way == "primitives":
                 load_function(f"{PRIMITIVES}:train")(run, batch)
                 run.save()
                 continue
             due = [each for each in run.plan.graph.operators if batch.step % each.every == 0]
-            is_split_up = way == "stops" and batch.step == 0
+            is_split_up = way == "fails" and batch.step == 0
             parts = batch.mini_batches(run.plan.batch.num_mini_batches) if is_split_up else [batch]
             for operator in due:
                 is_split = way == "chooses" and operator.name == "ref_logprobs"
                 # log-probs of tokens that are decoded together may differ in their last digits
                 is_whole = operator.barrier or operator.kind == "generate"
                 if operator.kind != "train":
+                    fail(way, batch, points, fails_at)
                     for part in [batch] if is_whole else parts:
                         run.call(operator.name, part, protocol=by_length(run, batch) if is_split else None)
+                if way == "chooses" and batch.step == 0 and operator.kind == "generate":
+                    print(try_odd_calls(run, batch, Session(config)), "calls are refused")
+                    call_from_everywhere(run, batch)
             mean = float(batch["scores"].mean()) if way == "chooses" else 0.0
             if before is None or mean <= before:
                 for operator in due:
                     if operator.kind == "train":
+                        fail(way, batch, points, fails_at)
                         train(run, operator.name, batch, way)
+                        if way == "stops" and batch.step == 2:
+                            # read once the training is done
+                            assert len(batch["tokens"])
+                            os.kill(os.getpid(), signal.SIGKILL)
+            fail(way, batch, points, fails_at)
             before = mean
-            run.save()
+            if way != "fails":
+                run.save()
+
+
+class BugError(Exception):
+    """Error of a program."""
+
+
+def fail(way: str, batch: CalledBatch, points: Iterator[int], fails_at: int) -> None:
+    """Raise an error at one of the points of the second step."""
+    if way == "fails" and batch.step == 1 and next(points) == fails_at:
+        raise BugError
 
 
 def rows_of(run: Session) -> Iterator[list[Row]]:
@@ -82,7 +106,7 @@ def train(run: Session, operator: str, batch: CalledBatch, way: str) -> None:
     for part in batch.mini_batches(count):
         if way == "chooses":
             run.compute_loss(operator, part)
-        if way == "joined" or (way == "stops" and batch.step == 1):
+        if way == "joined":
             # known before the optimizer step
             losses = dict(run.forward_backward(operator, part))
             metrics = {**losses, **run.optim_step(operator)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from called import main
+from called import BugError, main
 from cases import Case
 from forked import RANK_ENVIRONMENT, Forked
 from launcher import Launches, Outcome, params
@@ -17,6 +17,7 @@ from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
 from flexrlhf.report.run_contents import read_contents
+from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.strategies.instructions import Run
 
@@ -36,6 +37,10 @@ def written(launches: Launches, case: Case, directory: Path, name: str) -> Path:
 def outcome_at(launches: Launches, case: Case, directory: Path, name: str) -> Outcome:
     spec = launches.assets.spec(case)
     return Outcome(case, make_plan(spec.model_copy(update={"name": name, "runs": str(directory / "runs")})))
+
+
+def columns_of(directory: Path, step: int) -> list[Path]:
+    return list((directory / "columns").glob(f"*step{step}-*"))
 
 
 def assert_same_bits(found: Outcome, planned: Outcome) -> None:
@@ -61,14 +66,23 @@ def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_pa
 
 
 @pytest.mark.parametrize("case", params([PPO]))
-def test_a_program_that_is_killed_goes_on_with_the_bits_of_the_graph(
+def test_a_program_that_fails_and_is_killed_goes_on_with_the_bits_of_the_graph(
     launches: Launches, case: Case, tmp_path: Path
 ) -> None:
-    """By HybridFlow's primitives, of which some change nothing: losses without an update."""
+    """In a step before its trainings, and between them: neither step counts. At last by HybridFlow's primitives, of
+    which some change nothing: losses without an update."""
     path = written(launches, case, tmp_path, "killed")
-    process = Forked(["called", str(path), "stops"], tmp_path, {**os.environ, **RANK_ENVIRONMENT})
+    with pytest.raises(BugError):
+        main(str(path), "fails")
+    failed = outcome_at(launches, case, tmp_path, "killed").directory
+    assert [row["step"] for row in read_lines(failed / "metrics.jsonl")] == [0] and not columns_of(failed, 1)
+    assert [each.name for each in checkpoints_of(failed)] == ["step-000001"]
+    # no process of ours loads it
+    (tmp_path / "yaml.py").write_text("raise SystemExit('another yaml')")
+    process = Forked(["called", str(path), "stops", "auto"], tmp_path, {**os.environ, **RANK_ENVIRONMENT})
     out, _ = process.communicate(timeout=120)
     assert process.returncode == -9, out[-2000:]
+    assert [each.name for each in checkpoints_of(failed)][0] == "step-000002" and columns_of(failed, 2)
     main(str(path), "primitives", resume="auto")
     found, planned = outcome_at(launches, case, tmp_path, "killed"), launches.outcome(case)
     assert_same_bits(found, planned)
