@@ -34,13 +34,17 @@ def load_module(place: str) -> ModuleType:
     _find_modules_in(os.getcwd())
     if not place.endswith(".py"):
         return importlib.import_module(place)
-    file = Path(place).resolve()
-    return _module_of_file(file, file.stat().st_mtime_ns)
+    return _module_of_file(Path(place).resolve(), changed_ns(place))
+
+
+def changed_ns(place: str) -> int:
+    """Return when a file was written; 0 for a module, which is loaded once."""
+    return Path(place).stat().st_mtime_ns if place.endswith(".py") else 0
 
 
 @functools.cache
-def _module_of_file(file: Path, changed_ns: int) -> ModuleType:
-    """Load a file as a script is: modules in its folder are found. ``changed_ns``: when it was written."""
+def _module_of_file(file: Path, _: int) -> ModuleType:
+    """Load a file as a script is: modules in its folder are found."""
     name = _name_of(file)
     _find_modules_in(str(file.parent))
     spec = importlib.util.spec_from_file_location(name, file)

@@ -19,7 +19,7 @@ from operator import index
 from typing import Any
 
 from flexrlhf.config.code_checks import NamedErrors
-from flexrlhf.config.code_loading import load_function
+from flexrlhf.config.code_loading import changed_ns, load_function
 from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.text import ranks_text, span_of
 from flexrlhf.user_code.planning_calls import answer, run_apart
@@ -107,13 +107,14 @@ def protocol_of(reference: str, expected: tuple[Arguments, ...], processes: int)
     def split(replicas: Replicas, prompts: range) -> Parts:
         asked = (replicas, prompts)
         keys = expected if asked in expected else (asked,)
-        return _splits(reference, keys, processes)[keys.index(asked)]
+        changed = changed_ns(reference.rpartition(":")[0])
+        return _splits(reference, keys, processes, changed)[keys.index(asked)]
 
     return TransferProtocol(reference, split)
 
 
 @cache
-def _splits(reference: str, keys: tuple[Arguments, ...], processes: int) -> list[Parts]:
+def _splits(reference: str, keys: tuple[Arguments, ...], processes: int, _: int) -> list[Parts]:
     """Return the splits for all of ``keys``, once in a process: a run goes on with those that it began with."""
     name = f"protocol {reference}"
     calls = [[replicas, [prompts.start, prompts.stop, prompts.step]] for replicas, prompts in keys]

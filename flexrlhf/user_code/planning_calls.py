@@ -26,7 +26,6 @@ from flexrlhf.user_code.processes import exit_text, is_killed_with_parent, kill_
 
 PLANNING_SECONDS = 60.0
 """Time that a user's code has to load and to return while a run is planned."""
-_LATE = f"has not returned within {PLANNING_SECONDS:g} s"
 MEMORY_BYTES = 4 * 2**30
 """Memory that it may write meanwhile: there is more than the code alone on the machine that plans."""
 
@@ -55,7 +54,7 @@ def run_apart(module: str, task: Any, name: str, number: int = 1) -> list[Any]:
         try:
             codes = [process.wait(max(0.0, end - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired:
-            raise UserError(f"{name} {_LATE}") from None
+            raise UserError(f"{name} has not returned within {PLANNING_SECONDS:g} s") from None
         finally:
             for process in processes:
                 kill_group(process.pid)
@@ -120,7 +119,7 @@ def bounded_here(name: str) -> Iterator[None]:
         with _alarm() if is_main else nullcontext():
             yield
     except _EndOfTimeError:
-        raise UserError(f"{name} {_LATE}") from None
+        raise UserError(f"{name} has not returned within {PLANNING_SECONDS:g} s") from None
     except _EndOfProcessError as error:
         raise UserError(f"{name} ends the process that calls it, {error}") from None
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import textwrap
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from flexrlhf.objectives.functions import COMBINES as COMBINE_FUNCTIONS
 from flexrlhf.objectives.functions import LOSSES as LOSS_FUNCTIONS
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import COMBINES, LOSSES, Operator
+from flexrlhf.user_code import planning_calls
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "cautious_rewards.py"
 SECOND = f"models.reward_second.init={TINY}"
@@ -92,6 +94,8 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
     [
         ("return None", "returns NoneType, not a flexrlhf"),
         ("return 1 / 0", r"make_graph raised ZeroDivisionError: division by zero \(graph.py, line 36\)"),
+        ("import os\nos._exit(0)", "make_graph ends the process that calls it, exit code 0"),
+        ("raise SystemExit(0)", "make_graph raised SystemExit: 0"),
         ("return replace(graph, roles=(*graph.roles, 'judge'))", "role 'judge' is no name of a model"),
         (
             "return replace(graph, operators=(*graph.operators, graph.operators[-1]))",
@@ -119,6 +123,22 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
 def test_what_cannot_run_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(UserError, match=rf"^algorithm\.graph: .*{sentence}"):
         plan_with(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import time\ntime.sleep(1000)\n",
+        "while True:\n    try:\n        sum([])\n    except Exception:\n        pass\n",
+    ],
+)
+def test_a_file_that_does_not_return_is_refused(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning_calls, "PLANNING_SECONDS", 0.3)
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    (tmp_path / "graph.py").write_text(text + "def make_graph(spec): ...\n")
+    with pytest.raises(UserError, match="^algorithm.graph: .*make_graph has not returned within 0.3 s"):
+        plan_with(tmp_path / "graph.py")
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before
 
 
 def test_scores_of_a_function_need_no_role(tmp_path: Path) -> None:

@@ -7,15 +7,21 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from small_runs import TINY, plan_of, whole_plan_of
 from test_simulate import Fixed
 
+from flexrlhf.comm.world import World
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.launch.worker import check_splits
+from flexrlhf.placement.protocols import _splits
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.fingerprints import input_digests
 from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.user_code import planning_calls
 
 SPLITS = Path(__file__).parents[1] / "fixtures" / "splits.py"
 PAIRS = "algorithm.num_mini_batches=2"
@@ -79,6 +85,10 @@ def test_files_of_protocols_are_compared_between_machines() -> None:
         ("return [prompts[:5], prompts[4:]]", "prompt 4 is on rank 0 and on rank 1; each row is computed once"),
         ("return [prompts, [8]]", "prompt 8 of rank 1 is not in 0-7"),
         ("return [prompts]", "expected a list of prompts for each of 2 replicas, found 1 lists"),
+        ("return [list(map(str, prompts)), []]", "expected whole numbers of prompts, found '0'"),
+        ("return [list(map(float, prompts)), []]", "expected whole numbers of prompts, found 0.0"),
+        ("import os; os._exit(0)", "ended the process that called it, exit code 0"),
+        ("import os; os.kill(os.getpid(), 9)", "ended the process that called it, killed by SIGKILL"),
         ("return replicas[9]", r"raised IndexError: tuple index out of range \(own.py, line 2\)"),
     ],
 )
@@ -86,6 +96,57 @@ def test_a_function_that_does_not_split_the_rows_is_refused(body: str, sentence:
     file = tmp_path / "own.py"
     file.write_text(f"def split(replicas, prompts):\n    {body}\n")
     with pytest.raises(UserError, match=f"protocol .*own.py:split:? {sentence}"):
+        plan_of(None, 2, protocols(generate=f"{file}:split"))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "__import__('random').sample(prompts, len(prompts))",
+        "list(map(int, set(map(str, prompts))))",
+        "prompts if len(calls) % 2 else prompts[::-1]",
+    ],
+    ids=["random", "set", "counter"],
+)
+def test_a_function_of_other_things_than_its_arguments_is_refused(order: str, tmp_path: Path) -> None:
+    """Numpy's integers are numbers of prompts; the order of processes, and of calls, is no argument."""
+    file = tmp_path / "own.py"
+    text = "import numpy\ncalls = []\ndef split(replicas, prompts):\n    calls.append(1)\n    order = list({})\n"
+    text += "    return numpy.array([order[:4], order[4:]])\n"
+    file.write_text(text.format(order))
+    with pytest.raises(UserError, match=r"own.py:split returns \[.*\] and \[.*\] for the same prompts 0-7; its result"):
+        plan_of(None, 2, protocols(generate=f"{file}:split"))
+    file.write_text(text.format("sorted(prompts)"))
+    assert split(plan_of(None, 2, protocols(generate=f"{file}:split")), "generate")[0] == (0, 1, 2, 3)
+
+
+def test_ranks_that_split_rows_in_other_ways_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, store = tmp_path / "own.py", dist.HashStore()
+    file.write_text(
+        "import os\ndef split(replicas, prompts):\n"
+        "    first = int(os.environ['FIRST'])\n    return [prompts[:first], prompts[first:]]\n"
+    )
+    for rank, first in enumerate("334"):
+        monkeypatch.setenv("FIRST", first)
+        # as another process, of a rank
+        _splits.cache_clear()
+        plan = plan_of(None, 2, protocols(generate=f"{file}:split"))
+        world = World(rank, 3, store, torch.device("cpu"), "gloo", host=f"host-{rank}")
+        if rank < 2:
+            check_splits(plan, world)
+            continue
+        sentence = (
+            r"algorithm.protocols.generate: rank 2 \(host host-2\) splits .* as \[\[\[0, 1, 2, 3\], .*, rank 0 as "
+        )
+        with pytest.raises(UserError, match=sentence):
+            check_splits(plan, world)
+
+
+def test_a_function_that_does_not_return_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning_calls, "PLANNING_SECONDS", 1.0)
+    file = tmp_path / "own.py"
+    file.write_text("import time\ndef split(replicas, prompts):\n    time.sleep(1000)\n")
+    with pytest.raises(UserError, match="protocol .*own.py:split has not returned within 1 s"):
         plan_of(None, 2, protocols(generate=f"{file}:split"))
 
 
