@@ -53,6 +53,7 @@ TextForm = Literal["auto", "prompt", "messages", "conversations", "instruction",
 """Forms of rows with one response."""
 ControlUse = Literal["auto", "text", "keep", "refuse"]
 LongPrompts = Literal["error", "drop", "truncate-left", "truncate-right"]
+BadRows = Literal["error", "drop"]
 Template = Annotated[str, AfterValidator(check_template)]
 FILES = (
     "a .jsonl, .jsonl.gz, .json, .csv or .parquet file, a directory of datasets, a name on the Hub, or "
@@ -119,6 +120,11 @@ class DataSpec(StrictModel):
         "error",
         description="prompts over max_prompt_tokens: error: stop; drop: leave them out; truncate-left, truncate-right: "
         "leave out their first or last tokens, but not bos",
+    )
+    bad_rows: BadRows = Field(
+        "error",
+        description="rows that cannot be read, or that no chat template renders: error: stop; drop: leave them out, "
+        "counted by reason",
     )
 
     @model_validator(mode="after")

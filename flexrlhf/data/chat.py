@@ -13,12 +13,15 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flexrlhf.config.data_settings import ControlUse
+from flexrlhf.data.known_keys import RowValues
 from flexrlhf.data.messages import Message, is_assistant
+from flexrlhf.data.template_values import TemplateKeys
 from flexrlhf.errors import UserError
 from flexrlhf.text import bytes_text
 
@@ -72,8 +75,20 @@ class ChatTemplate:
                 "the row is a chat, but the tokenizer has no chat template: name a file with one in "
                 "data.chat_template, or another data.tokenizer"
             )
+        self._options: Mapping[str, Any] = {}
+        self.keys = TemplateKeys(self._template, self._render_plain)
         if tools:
             self._check_tools()
+
+    def of_row(self, values: RowValues) -> ChatTemplate:
+        """Return this template with what a row gives to it. Raises UserError for tools next to those of a run."""
+        if not values:
+            return self
+        if values.tools and self._tools:
+            raise UserError("the row has tools, and environment.tools are others: remove one of them")
+        found = copy(self)
+        found._tools, found._options = [dict(tool) for tool in values.tools] or self._tools, values.options
+        return found
 
     def prompt(self, turns: Sequence[Message], is_bounded: bool = True) -> str:
         """Return the text of a prompt, up to where the assistant begins, or goes on where the last turn is its own.
@@ -165,11 +180,11 @@ class ChatTemplate:
 
         with _one_sentence(), _bounded_memory():
             (text,), (spans,) = render_jinja_template(
-                conversations=[_plain(turns)],
+                conversations=[self.keys.messages(turns)],
                 tools=self._tools,
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
+                **{**self._tokenizer.special_tokens_map, **self._options},
             )
         return _checked_length(text), spans
 
@@ -196,14 +211,25 @@ class ChatTemplate:
     def _render(
         self, turns: Sequence[Message], generation: bool = False, continued: bool = False, is_bounded: bool = True
     ) -> str:
+        messages = self.keys.messages(turns)
+        return self._render_plain(messages, generation, continued, is_bounded)
+
+    def _render_plain(
+        self,
+        messages: list[dict[str, Any]],
+        generation: bool = False,
+        continued: bool = False,
+        is_bounded: bool = True,
+    ) -> str:
         with _one_sentence(), _bounded_memory() if is_bounded else nullcontext():
             text: str = self._tokenizer.apply_chat_template(
-                _plain(turns),
+                messages,
                 tools=self._tools,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation,
                 continue_final_message=continued,
+                **self._options,
             )
         return _checked_length(text)
 
@@ -248,10 +274,6 @@ def encode_with_cuts(
 def _check_turns(turns: Sequence[Message]) -> None:
     if not turns:
         raise UserError("the chat has no turn before the response")
-
-
-def _plain(turns: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in turns]
 
 
 def _checked_length(text: str) -> str:

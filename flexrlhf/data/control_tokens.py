@@ -10,7 +10,8 @@ from typing import Any
 
 from flexrlhf.config.data_settings import ControlUse
 from flexrlhf.data.forms import TextExample
-from flexrlhf.data.messages import Chat, is_assistant
+from flexrlhf.data.known_keys import RowValues, texts_of, with_texts
+from flexrlhf.data.messages import Chat, Message, is_assistant
 
 _ESCAPE = "\U000f0000"
 """Character of private use in front of one that stands for a control token as text, or for this character."""
@@ -49,14 +50,16 @@ class ControlTokens:
         Never marked are bos in front of a prompt and a token behind a response, which texts may have themselves.
         """
         if use == "text":
-            return _changed(row, self._mark_prompt, self.mark, self._mark_response)
+            return _changed(row, self._mark_prompt, self.mark, self._mark_response, self.mark)
         is_chat = bool(row.turns or row.completions)
-        return _changed(row, _escaped, self.mark if use == "auto" and is_chat else _escaped, _escaped)
+        return _changed(row, _escaped, self.mark if use == "auto" and is_chat else _escaped, _escaped, _escaped)
 
     def found(self, marked: TextExample) -> str:
         """Return a marked control token of a row; nothing without one."""
-        turns = (turn.content for chat in (marked.turns, *marked.completions) for turn in chat)
-        marks = (mark for text in (marked.prompt, *marked.responses, *turns) for mark in _MARKED.findall(text))
+        turns = [turn for chat in (marked.turns, *marked.completions) for turn in chat]
+        given = [*(turn.given for turn in turns if turn.given), *marked.values.tools, marked.values.options]
+        texts = [marked.prompt, *marked.responses, *(turn.content for turn in turns), *texts_of(given)]
+        marks = (mark for text in texts for mark in _MARKED.findall(text))
         return next((self._texts[mark] for mark in marks if mark != _ESCAPE), "")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -84,16 +87,23 @@ def _escaped(text: str) -> str:
     return text.replace(_ESCAPE, _ESCAPE * 2)
 
 
-def _changed(row: TextExample, prompt: Change, turn: Change, response: Change) -> TextExample:
-    """Return a row with changed texts: ``response`` changes the assistant's turns, too, ``turn`` all others."""
+def _changed(row: TextExample, prompt: Change, turn: Change, response: Change, key: Change) -> TextExample:
+    """Return a row with changed texts: ``response`` changes the assistant's turns, too, ``key`` their further keys, and
+    ``turn`` all others."""
+
+    def message(each: Message) -> Message:
+        content, given = (response, key) if is_assistant(each) else (turn, turn)
+        return replace(each, content=content(each.content), given=with_texts(each.given, given))
 
     def chat(turns: Chat) -> Chat:
-        return tuple(replace(each, content=(response if is_assistant(each) else turn)(each.content)) for each in turns)
+        return tuple(map(message, turns))
 
+    tools, options = (with_texts(values, turn) for values in (row.values.tools, row.values.options))
     return replace(
         row,
         prompt=prompt(row.prompt),
         responses=tuple(map(response, row.responses)),
         turns=chat(row.turns),
         completions=tuple(map(chat, row.completions)),
+        values=RowValues(tuple(tools), options),
     )

@@ -9,8 +9,12 @@ from typing import Protocol
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.forms import TextExample, as_chat
-from flexrlhf.data.messages import Chat
+from flexrlhf.data.messages import Chat, is_assistant
+from flexrlhf.data.template_values import check_thoughts, check_written
 from flexrlhf.errors import UserError
+
+_UNKNOWN = "\U0010fffd"
+"""A character that no vocabulary has."""
 
 
 class Tokenizer(Protocol):
@@ -36,12 +40,14 @@ class EncodedResponse:
     is_finished: whether they are all of it
     is_trained:  for each token whether it is trained on
     length:      tokens of all of it
+    num_unknown: unknown ones of them
     """
 
     ids: tuple[int, ...]
     is_finished: bool
     is_trained: tuple[bool, ...]
     length: int
+    num_unknown: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class EncodedRow:
     turns:    the prompt as a chat, where it is one
     control:  a control token in the row's own text that is encoded as a token; empty without one
     escaped:  one that is encoded as text
+    unread:   names of columns, keys and turns that are in no text of the row
+    unknown:  number of tokens that stand for what the tokenizer does not know
     """
 
     text: str
@@ -60,6 +68,8 @@ class EncodedRow:
     turns: Chat = ()
     control: str = ""
     escaped: str = ""
+    unread: tuple[str, ...] = ()
+    unknown: int = 0
 
 
 class RowEncoder:
@@ -70,6 +80,7 @@ class RowEncoder:
         self._chat = chat
         self._limit = max_response_tokens
         self._bos = bos_in_front(tokenizer)
+        self._unknown = unknown_token(tokenizer)
         self._controls = ControlTokens(tokenizer)
         self._template: ChatTemplate | None = None
 
@@ -78,6 +89,11 @@ class RowEncoder:
         if (text.turns or text.completions) and self._chat.use == "never":
             raise UserError("the row is a chat, which only a chat template makes a text of: set data.chat=auto")
         row = as_chat(text) if self._chat.use == "always" else text
+        if row.values and not row.turns:
+            raise UserError(
+                "the row has tools or variables for a chat template, but is a text, which none renders: set "
+                "data.chat=always, or remove them"
+            )
         used = self._controls.mark_row(row, self._chat.control)
         control = self._controls.found(self._controls.mark_row(used, "text"))
         if control and self._chat.control == "refuse":
@@ -86,7 +102,15 @@ class RowEncoder:
                 f"remove it, or encode it as text by data.control_tokens=text"
             )
         encoded = self._encode_chat(used) if used.turns or used.completions else self._encode_text(used)
-        return replace(encoded, turns=row.turns, control=control, escaped=self._controls.found(used))
+        unknown = encoded.prompt.count(self._unknown) + sum(response.num_unknown for response in encoded.responses)
+        return replace(
+            encoded,
+            turns=row.turns,
+            control=control,
+            escaped=self._controls.found(used),
+            unread=tuple(dict.fromkeys((*row.unread, *encoded.unread))),
+            unknown=unknown,
+        )
 
     def _encode_text(self, row: TextExample) -> EncodedRow:
         prompt, responses = self._encode_prompt(row), tuple(map(self._encode_response, row.responses))
@@ -96,6 +120,8 @@ class RowEncoder:
         """Return bos where the tokenizer writes one, and the text; a text may begin with bos itself."""
         ids = tuple(self._controls.encode(row.prompt))
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if set(ids) == {bos}:
+            raise UserError("the prompt is empty: its text is the beginning of a sequence alone")
         if ids:
             return ids if ids[: len(self._bos)] == self._bos else (*self._bos, *ids)
         if bos is not None:
@@ -113,20 +139,25 @@ class RowEncoder:
         return self._cut(ids if ids[-1:] == [eos] else [*ids, eos], [True] * (len(ids) + 1))
 
     def _cut(self, ids: Sequence[int], is_trained: Sequence[bool]) -> EncodedResponse:
-        ids, length = tuple(ids[: self._limit]), len(ids)
-        return EncodedResponse(ids, length <= self._limit, tuple(is_trained[: len(ids)]), length)
+        unknown, length, ids = ids.count(self._unknown), len(ids), tuple(ids[: self._limit])
+        return EncodedResponse(ids, length <= self._limit, tuple(is_trained[: len(ids)]), length, unknown)
 
     def _encode_chat(self, row: TextExample) -> EncodedRow:
-        template = self._template = self._template or ChatTemplate(
-            self._tokenizer, self._chat.template, self._chat.tools
-        )
+        self._template = self._template or ChatTemplate(self._tokenizer, self._chat.template, self._chat.tools)
+        template = self._template.of_row(row.values)
         if not row.completions:
             text = template.prompt(row.turns)
-            return EncodedRow(self._controls.unmark(text), tuple(self._controls.encode(text)), ())
-        rendered = [template.response(row.turns, completion) for completion in row.completions]
+            unread = check_written(text, row.turns, row.values, template.keys)
+            return EncodedRow(self._controls.unmark(text), tuple(self._controls.encode(text)), (), unread=unread)
+        rendered, unread = [], tuple[str, ...]()
+        for completion in row.completions:
+            text, prompt, spans = template.response(row.turns, completion)
+            unread += check_written(text, (*row.turns, *completion), row.values, template.keys)
+            check_thoughts(text[prompt:], completion)
+            rendered.append((text, prompt, _of_trained(spans, completion)))
         prompts, responses = zip(*(self._encode_rendered(*each) for each in rendered), strict=True)
         text, prompt, _ = rendered[0]
-        return EncodedRow(self._controls.unmark(text[:prompt]), prompts[0], responses)
+        return EncodedRow(self._controls.unmark(text[:prompt]), prompts[0], responses, unread=unread)
 
     def _encode_rendered(
         self, text: str, prompt: int, spans: Sequence[tuple[int, int]]
@@ -138,6 +169,26 @@ class RowEncoder:
         for first, last in zip(bounds[::2], bounds[1::2], strict=True):
             is_trained[first:last] = [True] * (last - first)
         return tuple(ids[:start]), self._cut(ids[start:], is_trained[start:])
+
+
+def _of_trained(spans: Sequence[tuple[int, int]], completion: Chat) -> Sequence[tuple[int, int]]:
+    """Return the spans of the turns that are trained on, of one span for each turn of the assistant."""
+    turns = [turn for turn in completion if is_assistant(turn)]
+    if all(turn.is_trained for turn in turns):
+        return spans
+    if len(spans) != len(turns):
+        raise UserError(
+            f"some turns are marked as not trained on, but the chat template marks {len(spans)} texts of {len(turns)} "
+            f"turns of the assistant with {{% generation %}}, so theirs cannot be found"
+        )
+    return [span for span, turn in zip(spans, turns, strict=True) if turn.is_trained]
+
+
+def unknown_token(tokenizer: Tokenizer) -> int | None:
+    """Return the token of texts that the tokenizer does not know; None if it knows all."""
+    token: int | None = getattr(tokenizer, "unk_token_id", None)
+    is_written = token is not None and token in tokenizer.encode(_UNKNOWN, add_special_tokens=False)
+    return token if is_written else None
 
 
 def bos_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -1,43 +1,47 @@
 """Examples: the rows of a data file, as text and as token ids.
 
-``files`` reads the rows, ``forms`` makes a prompt and responses of each, ``chat`` renders those that are chats,
+``files`` reads the rows, ``text_rows`` makes a prompt and responses of each, ``chat`` renders those that are chats,
 ``encoding`` makes token ids, ``order`` says which step takes which example.
 Everything is a pure function of its arguments; whatever a user can mend raises ``UserError`` with the row's number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from flexrlhf.config.data_settings import LongPrompts
+from flexrlhf.config.data_settings import BadRows, LongPrompts
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
-from flexrlhf.data.files import Row, read_rows
-from flexrlhf.data.forms import FORMS, PLAIN, TextExample, check_layout, detect_form, needed_text
+from flexrlhf.data.files import Row
+from flexrlhf.data.forms import PLAIN
 from flexrlhf.data.messages import Chat
 from flexrlhf.data.row_layout import RowLayout
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.data.text_example import TextExample
+from flexrlhf.data.text_rows import TextRows, read_text_rows
+from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Limits of a run, in tokens.
+    """Limits of a run, in tokens, and which rows are left out.
 
     max_prompt:    tokens of the longest prompt
     max_response:  tokens at which responses are truncated
     long_prompts:  whether longer prompts are refused, dropped or truncated
+    bad_rows:      whether rows that cannot be read are refused or dropped
     """
 
     max_prompt: int
     max_response: int
     long_prompts: LongPrompts = "error"
+    bad_rows: BadRows = "error"
 
     @property
     def drops(self) -> bool:
@@ -51,10 +55,13 @@ class DataCounts:
 
     form:       of the rows
     num_rows:   of the file; where it is large, only some of them are counted
-    prompts:    tokens of the prompt of each counted row
-    responses:  tokens of the responses of each counted row, end tokens included
+    prompts:    tokens of the prompt of each counted row that can be read
+    responses:  tokens of the responses of each of them, end tokens included
     limits:     of the run
-    controls:   of each counted row with control tokens in its text, one that is encoded as such, and one as text; or ""
+    controls:   of each of them with control tokens in its text, one that is encoded as such, and one as text; or ""
+    bad:        why the other counted rows cannot be read, by their numbers from 1
+    unread:     names of columns, keys and turns that are not read → number of rows that have them
+    unknown:    number of unknown tokens of each row that has some
     """
 
     form: str
@@ -63,6 +70,29 @@ class DataCounts:
     responses: tuple[tuple[int, ...], ...]
     limits: TokenLimits
     controls: tuple[tuple[str, str], ...] = ()
+    bad: Mapping[int, str] = field(default_factory=dict)
+    unread: Mapping[str, int] = field(default_factory=dict)
+    unknown: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rows: TextRows, encoded: Mapping[int, EncodedRow], limits: TokenLimits) -> DataCounts:
+        """Return the counts of the rows of a file, those that could be ``encoded`` by their numbers."""
+        return cls(
+            rows.form,
+            rows.num_rows,
+            tuple(len(row.prompt) for row in encoded.values()),
+            tuple(tuple(response.length for response in row.responses) for row in encoded.values()),
+            limits,
+            tuple((row.control, row.escaped) for row in encoded.values() if row.control or row.escaped),
+            dict(sorted(rows.bad.items())),
+            dict(Counter(name for row in encoded.values() for name in row.unread)),
+            tuple(row.unknown for row in encoded.values() if row.unknown),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts and responses."""
+        return sum(self.prompts) + sum(map(sum, self.responses))
 
     @property
     def kept_controls(self) -> tuple[str, ...]:
@@ -149,6 +179,7 @@ def load_examples(
     max_prompt_tokens: int,
     max_response_tokens: int,
     long_prompts: LongPrompts = "error",
+    bad_rows: BadRows = "error",
     with_columns: bool = False,
     layout: RowLayout = PLAIN,
     chat: ChatFormat = DEFAULT_CHAT,
@@ -158,29 +189,37 @@ def load_examples(
 
     ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
     first, or two. Responses are truncated at ``max_response_tokens`` (eos counts). A prompt of more than
-    ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says. ``chat``:
-    which rows a chat template renders.
+    ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says; so is, by
+    ``bad_rows``, a row that cannot be read. ``chat``: which rows a chat template renders.
     """
-    path, examples, lengths, found = str(path), [], [], list[tuple[str, str]]()
-    encoder = RowEncoder(tokenizer, chat, max_response_tokens)
-    form, texts = _read(path, form, needs, layout, rows)
-    for number, text in enumerate(texts, start=1):
-        with _in_row(path, number):
-            row = encoder.encode(text)
-            example = _example(row)
-            if with_columns:
-                example = replace(example, text=row.text, turns=row.turns, columns=text.columns)
-            examples.append(example)
-            lengths.append(tuple(response.length for response in row.responses))
-            found += [(row.control, row.escaped)] * bool(row.control or row.escaped)
-    limits = TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts)
-    prompts = tuple(len(example.prompt) for example in examples)
-    counts = DataCounts(form, len(examples), prompts, tuple(lengths), limits, tuple(found))
+    path, limits = str(path), TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts, bad_rows)
+    texts = read_text_rows(path, form, needs, layout, drops=bad_rows == "drop", rows=rows)
+    texts.check(path, bad_rows)
+    encoded = encode_rows(texts, RowEncoder(tokenizer, chat, max_response_tokens), stops=bad_rows == "error")
+    texts.check(path, bad_rows)
+    examples = [_example(row, texts.texts[number] if with_columns else None) for number, row in encoded.items()]
+    counts = DataCounts.of(texts, encoded, limits)
     if limits.drops:
-        return LoadedExamples(_within_limit(examples, path, max_prompt_tokens, long_prompts), counts)
+        return LoadedExamples(_within_limit(examples, list(encoded), path, limits), counts)
     is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)
     shorter = [truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples]
     return LoadedExamples([replace(each, prompt=ids) for each, ids in zip(examples, shorter, strict=True)], counts)
+
+
+def encode_rows(rows: TextRows, encoder: RowEncoder, stops: bool = False) -> dict[int, EncodedRow]:
+    """Return the token ids of rows by their numbers; those that have none are bad ones from then on.
+
+    stops:  whether to end at the first of them
+    """
+    encoded = {}
+    for number, text in rows.texts.items():
+        try:
+            encoded[number] = encoder.encode(text)
+        except UserError as error:
+            rows.bad[number] = str(error)
+            if stops:
+                break
+    return encoded
 
 
 def truncated(prompt: tuple[int, ...], limit: int, is_left: bool, bos: int | None) -> tuple[int, ...]:
@@ -191,64 +230,28 @@ def truncated(prompt: tuple[int, ...], limit: int, is_left: bool, bos: int | Non
     return prompt[:front] + prompt[len(prompt) - limit + front :] if is_left else prompt[:limit]
 
 
-def read_texts(path: Path | str, *, form: str = "auto", needs: Needs, layout: RowLayout = PLAIN) -> list[TextExample]:
-    """Read a data file as text, with all checks that need no tokenizer."""
-    return _read(str(path), form, needs, layout)[1]
-
-
-def found_form(path: str, rows: Sequence[Row], form: str, needs: Needs, layout: RowLayout) -> str:
-    """Return the form of ``rows``, for ``auto`` that of the first one. Raises UserError if it is not known."""
-    known = ["auto", *FORMS]
-    if form not in known:
-        raise UserError(f"data.form={form} is not one of {', '.join(known)}{nearest(form, known)}")
-    check_layout(layout, list(rows), needs, path)
-    if form != "auto":
-        return form
-    with _in_row(path, 1):
-        return detect_form(rows[0], needs, layout)
-
-
-def _read(
-    path: str, form: str, needs: Needs, layout: RowLayout, rows: list[Row] | None = None
-) -> tuple[str, list[TextExample]]:
-    """Return the form of a file's rows, and the rows as text."""
-    rows = read_rows(path) if rows is None else rows
-    form = found_form(path, rows, form, needs, layout)
-    texts = []
-    for number, row in enumerate(rows, start=1):
-        with _in_row(path, number):
-            texts.append(replace(needed_text(row, form, needs, layout), columns=layout.all_columns(row)))
-    return form, texts
-
-
-@contextmanager
-def _in_row(path: Path | str, number: int) -> Iterator[None]:
-    """Put the file and the row's number in front of a UserError."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{path}, row {number}: {error}") from None
-
-
-def _example(row: EncodedRow) -> Example:
+def _example(row: EncodedRow, text: TextExample | None) -> Example:
+    """Return a row's example, with the columns of its text if it is given."""
     trained = tuple(response.is_trained for response in row.responses)
-    return Example(
+    example = Example(
         row.prompt,
         tuple(response.ids for response in row.responses),
         tuple(response.is_finished for response in row.responses),
         trained=() if all(map(all, trained)) else trained,
     )
+    return example if text is None else replace(example, text=row.text, turns=row.turns, columns=text.columns)
 
 
-def _within_limit(examples: Sequence[Example], path: str, limit: int, long_prompts: str) -> list[Example]:
-    lengths = [len(example.prompt) for example in examples]
-    too_long = [row for row, length in enumerate(lengths, start=1) if length > limit]
-    if too_long and long_prompts == "error":
-        row = too_long[0]
+def _within_limit(examples: Sequence[Example], numbers: Sequence[int], path: str, limits: TokenLimits) -> list[Example]:
+    """Return the examples of rows, by their numbers, that have no longer prompt."""
+    lengths, limit = [len(example.prompt) for example in examples], limits.max_prompt
+    too_long = [index for index, length in enumerate(lengths) if length > limit]
+    if too_long and limits.long_prompts == "error":
+        first = too_long[0]
         raise UserError(
-            f"{path}, row {row}: the prompt has {lengths[row - 1]} tokens, more than data.max_prompt_tokens={limit} "
-            f"({len(too_long)} of {len(examples)} rows are too long, the longest has {max(lengths)} tokens): "
-            "set data.long_prompts=drop or a larger data.max_prompt_tokens"
+            f"{path}, row {numbers[first]}: the prompt has {lengths[first]} tokens, more than "
+            f"data.max_prompt_tokens={limit} ({len(too_long)} of {len(examples)} rows are too long, the longest has "
+            f"{max(lengths)} tokens): set data.long_prompts=drop or a larger data.max_prompt_tokens"
         )
     if len(too_long) == len(examples):
         raise UserError(

@@ -17,6 +17,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,24 @@ SPLIT = "train"
 
 def read_rows(path: Path | str) -> list[Row]:
     """Return the rows of a file, a directory, a data set on the Hub or a task; at least one, else ``UserError``."""
-    rows = _read(str(path))
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, row {number}: a row must be a JSON object, found {json_type(row)}")
-    if not rows:
+    rows, bad = numbered_rows(path)
+    for number, reason in bad.items():
+        raise UserError(f"{path}, row {number}: {reason}")
+    return list(rows.values())
+
+
+def numbered_rows(path: Path | str, drops: bool = False) -> tuple[dict[int, Row], dict[int, str]]:
+    """Return the rows by their numbers from 1, and why others are none; at least one of either, else ``UserError``.
+
+    drops:  whether lines that are no JSON are among the others; else they raise UserError.
+    """
+    found = dict(enumerate(_read(str(path), drops), start=1))
+    if not found:
         raise UserError(f"{path} has no rows")
-    return rows
+    lines = {number: line.reason for number, line in found.items() if isinstance(line, _BadLine)}
+    others = {number: row for number, row in found.items() if number not in lines and not isinstance(row, dict)}
+    bad = lines | {number: f"a row must be a JSON object, found {json_type(row)}" for number, row in others.items()}
+    return {number: row for number, row in found.items() if number not in bad}, dict(sorted(bad.items()))
 
 
 def is_present(path: Path | str) -> bool:
@@ -60,7 +72,14 @@ def is_present(path: Path | str) -> bool:
     return name is not None and cached_snapshot(name, "dataset") is not None
 
 
-def _read(text: str) -> list[Any]:
+@dataclass(frozen=True)
+class _BadLine:
+    """A line that is no JSON."""
+
+    reason: str
+
+
+def _read(text: str, drops: bool) -> list[Any]:
     path = Path(text)
     if is_task(text):
         return read_task(text)
@@ -75,7 +94,7 @@ def _read(text: str) -> list[Any]:
         raise UserError(f"cannot read {path}: its name must end in {either(ENDINGS)}")
     if path.suffix == ".parquet":
         return read_parquet(path)
-    return _parse_csv(path, _read_text(path)) if path.suffix == ".csv" else _parse(path, _read_text(path))
+    return _parse_csv(path, _read_text(path)) if path.suffix == ".csv" else _parse(path, _read_text(path), drops)
 
 
 def _split_directory(text: str) -> tuple[Path, str | None] | None:
@@ -118,15 +137,24 @@ def _parts(path: Path) -> Iterator[bytes]:
             yield part
 
 
-def _parse(path: Path, text: str) -> list[Any]:
+def _parse(path: Path, text: str, drops: bool) -> list[Any]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         # Not splitlines(): JSON strings may contain U+2028 and other characters that it takes for line ends.
         lines = text.rstrip().split("\n") if text.strip() else []
-        return [_parse_json(path, line, number) for number, line in enumerate(lines, start=1)]
+        return [_parse_line(path, line, number, drops) for number, line in enumerate(lines, start=1)]
     rows = _parse_json(path, text, 1)
     if not isinstance(rows, list):
         raise UserError(f"{path} must contain a list of objects, found {json_type(rows)}")
     return rows
+
+
+def _parse_line(path: Path, text: str, number: int, drops: bool) -> Any:
+    try:
+        return _parse_json(path, text, number)
+    except UserError as error:
+        if not drops:
+            raise
+        return _BadLine(str(error).removeprefix(f"{path}, line {number}: "))
 
 
 def _parse_json(path: Path, text: str, first_line: int) -> Any:
@@ -183,10 +211,23 @@ def read_parquet(path: Path) -> list[Any]:
     parquet, arrow = _library("pyarrow.parquet", str(path)), _library("pyarrow", str(path))
     try:
         _check_columns(path, parquet.read_schema(path).names)
-        rows: list[Any] = parquet.read_table(path, partitioning=None).to_pylist()
+        rows: list[Any] = without_nulls(parquet.read_table(path, partitioning=None).to_pylist())
     except (OSError, arrow.ArrowException) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from None
     return rows
+
+
+def without_nulls(rows: list[Any]) -> list[Any]:
+    """Return the rows of a table without null keys of objects in lists: all of them have the keys of any other one."""
+    return [{name: _listed(value) for name, value in row.items()} for row in rows]
+
+
+def _listed(value: Any, is_listed: bool = False) -> Any:
+    if isinstance(value, list):
+        return [_listed(each, True) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _listed(each, is_listed) for key, each in value.items() if each is not None or not is_listed}
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -205,7 +246,7 @@ def read_directory(path: Path, split: str | None) -> list[Any]:
         loaded = loaded[_split(loaded, split, str(path))]
     elif split is not None:
         raise UserError(f"{path}:{split}: the directory has no splits; remove :{split}")
-    return list(loaded.to_list())
+    return without_nulls(list(loaded.to_list()))
 
 
 def read_hub(name: HubName) -> list[Any]:
@@ -220,7 +261,7 @@ def read_hub(name: HubName) -> list[Any]:
         loaded = datasets.load_dataset(str(snapshot), config)
     except (OSError, ValueError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"cannot read {name}: {_first_line(error)}") from None
-    return list(loaded[_split(loaded, split, str(name))].to_list())
+    return without_nulls(list(loaded[_split(loaded, split, str(name))].to_list()))
 
 
 def _split(splits: Mapping[str, Any], split: str | None, name: str) -> str:

@@ -5,7 +5,7 @@
 | prompt        | prompt, response or completion (optional)  | as they are: texts, or lists of messages               |
 | messages      | messages                                   | the turns before the assistant's first, and the rest   |
 | conversations | conversations, chosen and rejected (opt.)  | as messages, in the keys of ShareGPT                   |
-| pairs         | chosen, rejected, prompt (optional)        | without prompt: the beginning that the two share       |
+| pairs         | chosen, rejected, and a prompt (optional)  | without prompt: the beginning that the two share       |
 | instruction   | instruction, input, output (optional)      | the template of Stanford Alpaca                        |
 | question      | question, answer (optional)                | the question and a line end                            |
 | input         | input, output (optional)                   | as they are, in the column names of OpenRLHF           |
@@ -16,26 +16,18 @@ Where responses are sampled, the prompt of ``messages`` and ``conversations`` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from os.path import commonprefix
-from typing import Any, get_args
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
 
-from flexrlhf.config.data_settings import Form
+from flexrlhf.config.data_settings import Form, template_fields
 from flexrlhf.data.files import Row
-from flexrlhf.data.messages import (
-    Chat,
-    dialogue_turns,
-    first_response,
-    is_assistant,
-    is_dialogue,
-    last_prompt,
-    read_chat,
-    split_chats,
-    text_or_chat,
-)
+from flexrlhf.data.known_keys import DOCUMENTS, OPTIONS, SYSTEM, TOOLS, row_values, system_prompt
+from flexrlhf.data.messages import Chat, first_response, is_assistant, last_prompt, read_chat, text_or_chat
 from flexrlhf.data.messages import Message as Message
+from flexrlhf.data.pairs import PAIR, is_pair, prompt_columns, text_of_pair
 from flexrlhf.data.row_layout import RowLayout, absent_columns, keys, missing, text_column
+from flexrlhf.data.text_example import TextExample, as_chat, has_prompt, joined, marked_turns, with_system
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
@@ -43,6 +35,8 @@ FORMS: tuple[str, ...] = get_args(Form)
 NUM_RESPONSES: dict[Needs, int] = {"prompts": 0, "responses": 1, "pairs": 2}
 OR_TEXT: dict[Needs, str] = {"prompts": "", "responses": ", or 'text'", "pairs": ""}
 """A further column with which a row has a form, for a message."""
+DETECTED = ("conversations", "messages", "pairs", "prompt", "instruction", "question", "input")
+"""Forms that a row's columns stand for, the first of several first."""
 CHATS = ("messages", "conversations")
 """Forms of rows that are chats."""
 RESPONSE_COLUMNS: dict[str, tuple[str, ...]] = {
@@ -53,7 +47,6 @@ RESPONSE_COLUMNS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
 }
 """Columns with the response of a form, the first of which is taken."""
-ASSISTANT = "\n\nAssistant:"
 QUESTION_TEMPLATE = "{question}\n"
 # The templates published with Stanford Alpaca; models tuned on its data expect them to the letter.
 ALPACA_TEMPLATES = {
@@ -71,30 +64,6 @@ ALPACA_TEMPLATES = {
 PLAIN = RowLayout()
 
 
-@dataclass(frozen=True)
-class TextExample:
-    """A row as text or as a chat.
-
-    prompt:       the prompt, as the form's template makes it; empty if it is a chat
-    responses:    none, one, or (chosen, rejected); none where they are messages
-    is_text:      whether the row is of form ``text``, which has no prompt
-    turns:        the prompt as a chat
-    completions:  the responses as messages, one or several turns each
-    columns:      all columns of the row
-    """
-
-    prompt: str
-    responses: tuple[str, ...] = ()
-    is_text: bool = False
-    turns: Chat = ()
-    completions: tuple[Chat, ...] = ()
-    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
-
-    def first(self, number: int) -> TextExample:
-        """Return this example with its first responses alone."""
-        return replace(self, responses=self.responses[:number], completions=self.completions[:number])
-
-
 def check_layout(layout: RowLayout, rows: list[Row], needs: Needs, path: str) -> None:
     """Raise UserError for a setting of ``columns`` with a column that no row has, unless it is an unused response."""
     unused = {name for names in RESPONSE_COLUMNS.values() for name in names} if needs == "prompts" else set()
@@ -110,9 +79,11 @@ def detect_form(row: Row, needs: Needs = "prompts", layout: RowLayout = PLAIN) -
     found = {name for name, value in named.items() if value is not None} or set(named)
     if needs == "pairs":
         return _form_of_pair(row, found)
-    for form in ("conversations", "messages", "pairs", "instruction", "question", "prompt", "input"):
-        if ({"chosen", "rejected"} if form == "pairs" else {form}) <= found:
-            return form
+    forms = [form for form in DETECTED if ({*PAIR} if form == "pairs" else {form}) <= found]
+    # a row with several prompts has the one to which it has a response
+    responding = [form for form in forms if _responds(named, form)] if needs == "responses" else []
+    if forms:
+        return (responding or forms)[0]
     if needs == "responses" and "text" in found:
         return "text"
     if layout.template is not None:
@@ -121,6 +92,16 @@ def detect_form(row: Row, needs: Needs = "prompts", layout: RowLayout = PLAIN) -
         "needs the columns 'prompt', or 'messages', or 'conversations', or 'chosen' and 'rejected', or 'instruction', "
         f"or 'question', or 'input'{OR_TEXT[needs]}, but has the keys {keys(row)}"
     )
+
+
+def _responds(named: Row, form: str) -> bool:
+    """Whether a row of which ``form`` has the prompt has a response, as far as its columns say."""
+    if form == "pairs":
+        return True
+    if form not in CHATS:
+        return any(named.get(name) is not None for name in RESPONSE_COLUMNS[form])
+    last = named[form][-1] if isinstance(named[form], list) and named[form] else None
+    return not is_pair(named) or isinstance(last, dict) and last.get("role", last.get("from")) in ("assistant", "gpt")
 
 
 def _form_of_pair(row: Row, found: set[str]) -> str:
@@ -144,11 +125,11 @@ def text_of(row: Row, form: str, layout: RowLayout = PLAIN) -> TextExample:
         return _text_of_chat(named, form)
     template = layout.prompt(row)
     if form == "pairs":
-        return _text_of_pair(named, template)
+        return text_of_pair(named, template, {name: PROMPTS[name] for name in ("instruction", "question")})
     prompt = PROMPTS[form](named) if template is None else template
     column = _response_column(named, form)
     responses = () if column is None else (text_or_chat(named[column], column),)
-    return replace(_joined(prompt, responses), is_text=form == "text")
+    return replace(joined(prompt, responses), is_text=form == "text")
 
 
 def needed_text(row: Row, form: str, needs: Needs, layout: RowLayout = PLAIN) -> TextExample:
@@ -156,44 +137,58 @@ def needed_text(row: Row, form: str, needs: Needs, layout: RowLayout = PLAIN) ->
 
     Raises UserError as ``text_of``, and for a response that is missing.
     """
-    example = _needed(row, form, needs, layout)
-    return example if layout.system is None else with_system(example, layout.system)
+    example = marked_turns(_needed(row, form, needs, layout), needs)
+    example = _with_values(example, layout.named(row), form, layout)
+    if layout.makes_chats:
+        example = as_chat(example)
+    if layout.system is not None:
+        example = with_system(example, layout.system)
+    if not layout.is_episode and not has_prompt(example):
+        raise UserError(
+            f"the prompt is empty; the row has the keys {keys(row)}: name the prompt's column as in "
+            f"data.columns={{prompt: question}}, or leave such rows out by data.bad_rows=drop"
+        )
+    return example
+
+
+def _with_values(example: TextExample, named: Row, form: str, layout: RowLayout) -> TextExample:
+    """Return an example with what its row's columns give to a chat template, and with the names of unread ones."""
+    used = {*_columns(named, form), *template_fields(layout.template or "")}
+    others = {name: value for name, value in named.items() if value not in (None, "") and name not in used}
+    values, system = row_values(others), system_prompt(others)
+    if values and layout.is_episode:
+        raise UserError("the row has tools or variables of the chat template, which an environment's turns do not have")
+    if system is not None and example.is_text:
+        raise UserError("the row has a system prompt, but is a text of pretraining: remove one of them")
+    chat = example if system is None else with_system(example, system)
+    is_said = system is None or chat.turns[0].content == system
+    read = {*TOOLS, OPTIONS, DOCUMENTS, *(SYSTEM if is_said else ()), *layout.columns}
+    unread = (*example.unread, *(f"column {name!r}" for name in others if name not in read))
+    return replace(chat, values=values, unread=unread)
+
+
+def gives_system(row: Row, layout: RowLayout) -> bool:
+    """Whether a row has a system prompt in a column, which makes its text a chat."""
+    named = layout.named(row)
+    return any(named.get(name) and name not in template_fields(layout.template or "") for name in SYSTEM)
+
+
+def _columns(named: Row, form: str) -> tuple[str, ...]:
+    """Return the columns that a form reads, also those of responses that are not needed."""
+    if form == "pairs":
+        return (*PAIR, *prompt_columns(named))
+    if form == "conversations":
+        return (form, *PAIR) if is_pair(named) else (form,)
+    further = ("input",) if form == "instruction" else ()
+    return (form, *further, *RESPONSE_COLUMNS.get(form, ()))
 
 
 def has_response(row: Row, form: str, layout: RowLayout = PLAIN) -> bool:
     """Whether ``row``, read as ``form``, has a response. Raises UserError as ``text_of``."""
     named = layout.named(row)
-    if form == "messages" or (form == "conversations" and not _is_pair(named)):
+    if form == "messages" or (form == "conversations" and not is_pair(named)):
         return any(map(is_assistant, read_chat(named.get(form), form)))
     return form in ("pairs", "conversations") or _response_column(named, form) is not None
-
-
-def as_chat(example: TextExample) -> TextExample:
-    """Return an example of text as a chat: dialogues as in hh-rlhf by their turns, other prompts as one user turn."""
-    if example.turns or example.is_text:
-        return example
-    read = _dialogue_response if is_dialogue(example.prompt) else lambda text: (Message("assistant", text),)
-    completions = tuple(read(response) for response in example.responses)
-    return TextExample("", turns=dialogue_turns(example.prompt), completions=completions, columns=example.columns)
-
-
-def with_system(example: TextExample, system: str) -> TextExample:
-    """Return an example as a chat with a system prompt, unless it has one of its own or is a text of pretraining."""
-    chat = as_chat(example)
-    if example.is_text or chat.turns[0].role in ("system", "developer"):
-        return chat
-    return replace(chat, turns=(Message("system", system), *chat.turns))
-
-
-def split_dialogues(chosen: str, rejected: str) -> TextExample:
-    """Split two dialogues after the last ``"\\n\\nAssistant:"`` up to which they agree.
-
-    The responses keep their leading space. Texts without such a place are two responses to an empty prompt.
-    """
-    common = commonprefix([chosen, rejected])
-    turn = common.rfind(ASSISTANT)
-    end = turn + len(ASSISTANT) if turn >= 0 else 0
-    return TextExample(chosen[:end], (chosen[end:], rejected[end:]))
 
 
 def _needed(row: Row, form: str, needs: Needs, layout: RowLayout) -> TextExample:
@@ -204,7 +199,7 @@ def _needed(row: Row, form: str, needs: Needs, layout: RowLayout) -> TextExample
             f"preference pairs need the columns 'chosen' and 'rejected', but data.form is {form!r} "
             f"and the row has the keys {keys(row)}"
         )
-    if needs == "pairs" and not _is_pair(named := layout.named(row)) and form == "conversations":
+    if needs == "pairs" and not is_pair(named := layout.named(row)) and form == "conversations":
         raise UserError(missing(named, *(name for name in ("chosen", "rejected") if named.get(name) is None)))
     example = text_of(row, form, layout)
     if not example.responses and not example.completions:
@@ -217,83 +212,32 @@ def _prompt_alone(row: Row, form: str, layout: RowLayout) -> TextExample:
     named = layout.named(row)
     if form in CHATS:
         _check_no_template(form, layout)
-        if form == "conversations" and _is_pair(named):
+        if form == "conversations" and is_pair(named):
             return _text_of_chat(named, form).first(0)
-        return TextExample("", turns=last_prompt(_with_system_column(named, form), form))
+        return TextExample("", turns=last_prompt(_chat(named, form), form))
     if form in PROMPTS:
         template = layout.prompt(row)
-        return _joined(PROMPTS[form](named) if template is None else template, ())
+        return joined(PROMPTS[form](named) if template is None else template, ())
     return text_of(row, form, layout).first(0)
 
 
 def _text_of_chat(row: Row, form: str) -> TextExample:
-    chat = _with_system_column(row, form)
-    if form == "conversations" and _is_pair(row):
-        return _joined(chat, tuple(text_or_chat(row[name], name) for name in ("chosen", "rejected")))
+    chat = _chat(row, form)
+    if form == "conversations" and is_pair(row):
+        return joined(chat, tuple(text_or_chat(row[name], name) for name in PAIR))
     prompt, response = first_response(chat, form)
     return TextExample("", turns=prompt, completions=(response,))
 
 
-def _with_system_column(row: Row, form: str) -> Chat:
-    """Return the chat of a row; a text in ``system`` comes first, as LLaMA-Factory has it next to conversations."""
+def _chat(row: Row, form: str) -> Chat:
     if form not in row:
         raise UserError(missing(row, form))
-    _check_unread(row, "tools")
-    chat = read_chat(row[form], form)
-    if not row.get("system") or form != "conversations" or chat[0].role == "system":
-        return chat
-    return (Message("system", text_column(row, "system")), *chat)
+    return read_chat(row[form], form)
 
 
 def _check_no_template(form: str, layout: RowLayout) -> None:
     if layout.template is not None:
         raise UserError(f"data.template makes a prompt of columns, but form {form!r} has chats; remove one of them")
-
-
-def _check_unread(row: Row, column: str) -> None:
-    """Raise UserError for a column that other tools render as a part of the prompt."""
-    if row.get(column):
-        raise UserError(f"{column!r} has a value, which is not rendered; make it a part of 'messages', or remove it")
-
-
-def _is_pair(row: Row) -> bool:
-    return row.get("chosen") is not None and row.get("rejected") is not None
-
-
-def _text_of_pair(row: Row, template: str | None) -> TextExample:
-    chosen, rejected = (_text_or_chat_column(row, name) for name in ("chosen", "rejected"))
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise UserError("'chosen' and 'rejected' must be two strings or two lists of messages, found one of each")
-    has_prompt = template is not None or row.get("prompt") is not None
-    prompt = template if template is not None else text_or_chat(row["prompt"], "prompt") if has_prompt else ""
-    if not isinstance(chosen, str) and not isinstance(rejected, str):
-        # lists that begin with the user's turn contain the prompt, of which a column of text is a copy
-        if not has_prompt or isinstance(prompt, str) and not is_assistant(chosen[0]) and template is None:
-            turns, *completions = split_chats(chosen, rejected)
-            return TextExample("", turns=turns, completions=tuple(completions))
-    elif not has_prompt and isinstance(chosen, str) and isinstance(rejected, str):
-        return split_dialogues(chosen, rejected)
-    return _joined(prompt, (chosen, rejected))
-
-
-def _joined(prompt: str | Chat, responses: tuple[str | Chat, ...]) -> TextExample:
-    """Return an example of texts; where the prompt or a response is a chat, of chats."""
-    texts = tuple(response for response in responses if isinstance(response, str))
-    if isinstance(prompt, str) and len(texts) == len(responses):
-        return TextExample(prompt, texts)
-    turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    if responses and is_assistant(turns[-1]):
-        raise UserError("the prompt ends with an assistant turn, as if it had its response already")
-    completions = tuple((Message("assistant", each),) if isinstance(each, str) else each for each in responses)
-    for chat in completions:
-        if not is_assistant(chat[0]):
-            raise UserError(f"a response must begin with an assistant turn, found {chat[0].role!r}")
-    return TextExample("", turns=turns, completions=completions)
-
-
-def _dialogue_response(response: str) -> Chat:
-    """Return the turns of a response in a dialogue as in hh-rlhf, which may go on in it."""
-    return dialogue_turns(f"{ASSISTANT}{response}") or (Message("assistant", ""),)
 
 
 def _response_column(row: Row, form: str) -> str | None:
@@ -309,10 +253,13 @@ def _text_or_chat_column(row: Row, name: str) -> str | Chat:
 
 
 def _instruction_prompt(row: Row) -> str:
-    _check_unread(row, "history")
     context = text_column(row, "input") if row.get("input") else ""
-    template = ALPACA_TEMPLATES["with_input" if context else "without_input"]
-    return template.format(instruction=text_column(row, "instruction"), input=context)
+    template, instruction = (
+        ALPACA_TEMPLATES["with_input" if context else "without_input"],
+        text_column(row, "instruction"),
+    )
+    # nothing to put into the template is no prompt
+    return template.format(instruction=instruction, input=context) if (instruction + context).strip() else ""
 
 
 PROMPTS: dict[str, Callable[[Row], str | Chat]] = {

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 
 from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
-from flexrlhf.data.examples import DataCounts, TokenLimits, found_form, truncated
-from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import needed_text
+from flexrlhf.data.examples import DataCounts, TokenLimits, encode_rows, truncated
 from flexrlhf.data.row_layout import RowLayout
-from flexrlhf.errors import UserError
+from flexrlhf.data.text_rows import read_text_rows, spaced
 from flexrlhf.operators.graph import Needs
 
 NUM_SAMPLES = 3
@@ -22,8 +20,7 @@ NUM_SAMPLES = 3
 class Inspection:
     """Contents of a data file.
 
-    counts:            lengths of the rows that can be used
-    bad:               why the others cannot be used, by their numbers from 1
+    counts:            lengths of the rows that can be used, and why others cannot
     samples:           some rows as a run has them, truncated, by their numbers from 1
     repeated_prompts:  number of usable rows with the prompt of an earlier row
     repeated_rows:     number of usable rows with the prompt and the responses of an earlier row
@@ -31,7 +28,6 @@ class Inspection:
     """
 
     counts: DataCounts
-    bad: dict[int, str]
     samples: tuple[tuple[int, EncodedRow], ...]
     repeated_prompts: int
     repeated_rows: int
@@ -53,40 +49,23 @@ def inspect_rows(
 
     Raises UserError for a file that cannot be read, and for one whose form is not known.
     """
-    rows = read_rows(path)
-    form = found_form(path, rows, form, needs, layout)
-    encoder = RowEncoder(tokenizer, chat, sys.maxsize)
-    encoded: dict[int, EncodedRow] = {}
-    bad: dict[int, str] = {}
-    for index in spaced(len(rows), len(rows) if max_rows is None else max_rows):
-        try:
-            encoded[index + 1] = encoder.encode(needed_text(rows[index], form, needs, layout))
-        except UserError as error:
-            bad[index + 1] = str(error)
-    lengths = [tuple(response.length for response in row.responses) for row in encoded.values()]
-    prompts = tuple(len(row.prompt) for row in encoded.values())
-    controls = tuple((row.control, row.escaped) for row in encoded.values() if row.control or row.escaped)
-    counts = DataCounts(form, len(rows), prompts, tuple(lengths), limits, controls)
+    rows = read_text_rows(path, form, needs, layout, drops=limits.bad_rows == "drop", most=max_rows)
+    encoded = encode_rows(rows, RowEncoder(tokenizer, chat, sys.maxsize))
+    counts = DataCounts.of(rows, encoded, limits)
     samples = _samples(encoded, limits, next(iter(bos_in_front(tokenizer)), None))
-    return Inspection(counts, bad, samples, *_count_repeated(list(encoded.values())))
+    return Inspection(counts, samples, *_count_repeated(list(encoded.values()), rows.form != "text"))
 
 
-def _count_repeated(rows: Sequence[EncodedRow]) -> tuple[int, int, int]:
+def _count_repeated(rows: Sequence[EncodedRow], has_prompts: bool) -> tuple[int, int, int]:
     """Return the numbers of repeated prompts, repeated rows and equal pairs.
 
-    A prompt of one token is that of a text without a prompt.
+    has_prompts:  whether the rows have prompts, which texts of pretraining do not
     """
     responses = [tuple(response.ids for response in row.responses) for row in rows]
-    prompts = [row.prompt for row in rows if len(row.prompt) > 1]
+    prompts = [row.prompt for row in rows] if has_prompts else []
     whole = {(row.prompt, ids) for row, ids in zip(rows, responses, strict=True)}
     equal = sum(len(ids) == 2 and ids[0] == ids[1] for ids in responses)
     return len(prompts) - len(set(prompts)), len(rows) - len(whole), equal
-
-
-def spaced(number: int, count: int) -> list[int]:
-    """Return ``count`` of ``number`` indices, evenly spaced from the first one; all where there are no more."""
-    count = min(count, number)
-    return [index * number // count for index in range(count)]
 
 
 def _samples(

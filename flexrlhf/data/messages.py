@@ -1,20 +1,25 @@
 """Chats: lists of messages as the columns of a row contain them.
 
 A message is ``{role, content}`` or, as in ShareGPT's files, ``{from, value}``. Contents are texts, or lists of parts
-that are all texts.
+that are all texts. Further keys are read as ``known_keys`` has them.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from flexrlhf.data.files import json_type
+from flexrlhf.data.known_keys import CALLS, PART, REASONING, from_json, read_keys
 from flexrlhf.data.row_layout import checked_text, keys
 from flexrlhf.errors import UserError, nearest, shown
 
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"} | {
-    role: role for role in ("system", "developer", "user", "assistant", "tool")
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"human": "user", "observation": "tool", "function": "tool", "function_call": "assistant"},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
 }
 """Role as a row names it → role of the chat template."""
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -24,12 +29,26 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 class Message:
     """One turn of a chat.
 
-    role:     ``system``, ``user``, ``assistant`` or another one that the chat template takes
-    content:  its text
+    role:        ``system``, ``user``, ``assistant`` or another one that the chat template takes
+    content:     its text
+    given:       further keys for the template, calls of tools and thoughts under one name each
+    is_trained:  whether it may be trained on
     """
 
     role: str
     content: str
+    given: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    is_trained: bool = True
+
+    @property
+    def says(self) -> tuple[object, ...]:
+        """Its parts that make two messages the same turn."""
+        return (self.role, self.content, *(self.given.get(key) for key in (CALLS[0], REASONING[0])))
+
+    @property
+    def is_response(self) -> bool:
+        """Whether it is a turn of the assistant that may be trained on."""
+        return is_assistant(self) and self.is_trained
 
 
 Chat = tuple[Message, ...]
@@ -57,10 +76,11 @@ def is_assistant(message: Message) -> bool:
 
 
 def first_response(chat: Chat, name: str) -> tuple[Chat, Chat]:
-    """Split a chat before its first assistant turn; turns after its last one are left out."""
-    turns = [index for index, message in enumerate(chat) if is_assistant(message)]
+    """Split a chat before its first assistant turn that is trained on; turns after its last one are left out."""
+    turns = [index for index, message in enumerate(chat) if message.is_response]
     if not turns:
-        raise UserError(f"{name!r} has no assistant turn, so there is no response")
+        marked = " that is trained on" * any(map(is_assistant, chat))
+        raise UserError(f"{name!r} has no assistant turn{marked}, so there is no response")
     if turns[0] == 0:
         raise UserError(f"{name!r} begins with an assistant turn, so there is no prompt")
     return chat[: turns[0]], chat[turns[0] : turns[-1] + 1]
@@ -78,7 +98,7 @@ def last_prompt(chat: Chat, name: str) -> Chat:
 def split_chats(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat, Chat]:
     """Return the prompt that two chats begin with, and the rest of each: an assistant turn first."""
     common = 0
-    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+    while common < min(len(chosen), len(rejected)) and chosen[common].says == rejected[common].says:
         common += 1
     ends = [end for end in range(1, common + 1) if all(_responds(chat, end) for chat in (chosen, rejected))]
     if not ends:
@@ -113,15 +133,32 @@ def _message(item: object, name: str) -> Message:
     if not isinstance(item, dict):
         raise UserError(f"{name} must be an object, found {json_type(item)}")
     role_key, content_key = ("from", "value") if item.get("from") is not None else ("role", "content")
-    if item.get("tool_calls"):
-        raise UserError(f"{name} has tool_calls, which are not rendered; give them as text in its {content_key}")
     for key in (role_key, content_key):
-        if key not in item:
+        if key not in item and not (key == content_key and any(item.get(each) for each in CALLS)):
             raise UserError(f"{name} needs role and content (or from and value), but has the keys {keys(item)}")
-    role = checked_text(item[role_key], f"the {role_key} of {name}")
-    if role not in ROLES:
-        raise UserError(f"{name} has the role {shown(role)}{nearest(role, ROLES)}, which is none of {', '.join(ROLES)}")
-    return Message(ROLES[role], _content(item[content_key], f"the {content_key} of {name}"))
+    if item.get("content") is not None and item.get("value") is not None:
+        raise UserError(f"{name} has both content and value; remove one")
+    named = checked_text(item[role_key], f"the {role_key} of {name}")
+    if named not in ROLES:
+        known = nearest(named, ROLES)
+        raise UserError(f"{name} has the role {shown(named)}{known}, which is none of {', '.join(ROLES)}")
+    content = item.get(content_key)
+    others = _others(item, content if isinstance(content, list) else [], name)
+    if named == "function_call":
+        others, content = others | {CALLS[1]: from_json(content, f"the {content_key} of {name}")}, None
+    given, is_trained = read_keys(others, name, ROLES[named])
+    if content is None and CALLS[0] in given:
+        # templates distinguish a turn without content from one with an empty text
+        return Message(ROLES[named], "", given | {"content": None}, is_trained)
+    return Message(ROLES[named], _content(content, f"the {content_key} of {name}"), given, is_trained)
+
+
+def _others(item: Mapping[str, Any], parts: list[Any], name: str) -> dict[str, Any]:
+    """Return the keys with values of a message, and of the parts of its content, that are neither role nor content."""
+    own, objects = ("role", "content", "from", "value"), [part for part in parts if isinstance(part, dict)]
+    of_parts = {PART + key: value for part in objects for key, value in part.items() if key not in ("type", "text")}
+    found = {key: value for key, value in item.items() if key not in own} | of_parts
+    return {checked_text(key, f"a key of {name}"): value for key, value in found.items() if value is not None}
 
 
 def _content(value: object, name: str) -> str:

@@ -18,14 +18,18 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 class RowLayout:
     """Settings by which rows are read, in addition to their form.
 
-    columns:   name that a form or a score uses → column of the row
-    template:  text of the prompt with ``{column}`` fields; None: that of the form
-    system:    system prompt of rows without one of their own
+    columns:      name that a form or a score uses → column of the row
+    template:     text of the prompt with ``{column}`` fields; None: that of the form
+    system:       system prompt of rows without one of their own
+    is_episode:   whether an environment adds messages to a prompt, which may be empty then
+    makes_chats:  whether texts are chats, as other rows of the file have a system prompt in a column
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
     system: str | None = None
+    is_episode: bool = False
+    makes_chats: bool = False
 
     def named(self, row: Row) -> Row:
         """Return ``row`` as a form reads it: the user's columns under the names that stand for them."""
@@ -47,7 +51,9 @@ class RowLayout:
         if self.template is None:
             return None
         values = self.all_columns(row)
-        return filled_template(self.template, {name: _text(values, name) for name in template_fields(self.template)})
+        texts = {name: _text(values, name) for name in template_fields(self.template)}
+        # nothing to put into the template is no prompt
+        return filled_template(self.template, texts) if any(text.strip() for text in texts.values()) else ""
 
     def _renamed(self, values: Row) -> Row:
         """Return the values that the user gives names, by these."""

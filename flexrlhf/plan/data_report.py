@@ -11,7 +11,8 @@ from flexrlhf.data.files import ENDINGS
 from flexrlhf.data.hub import hub_name
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.data.reasoning_tasks import is_task
-from flexrlhf.errors import one_line
+from flexrlhf.data.text_rows import reasons
+from flexrlhf.errors import one_line, some_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import DataSource, data_sources
 from flexrlhf.text import counted, table
@@ -22,6 +23,8 @@ MOST = 0.95
 """Share of them that a suggested limit keeps."""
 BAR = 40
 """Characters of the longest bar."""
+MOST_REASONS = 5
+"""Reasons why rows cannot be read that are shown."""
 LONGEST = 1200
 """Characters of a part of a row that are shown."""
 Decode = Callable[..., str]
@@ -29,15 +32,20 @@ Decode = Callable[..., str]
 
 def data_line(source: DataSource, counts: DataCounts) -> str:
     """Return the rows of a file, and how many the limits of the run drop or cut."""
+    counted_rows = len(counts.prompts) + len(counts.bad)
     parts = [f"form {counts.form}, {counts.num_rows} rows"]
-    if len(counts.prompts) < counts.num_rows:
-        parts[0] += f" ({len(counts.prompts)} of them counted)"
+    if counted_rows < counts.num_rows:
+        parts[0] += f" ({counted_rows} of them counted)"
+    if counts.bad:
+        parts.append(f"{_share(len(counts.bad), counted_rows)} cannot be read")
     parts.append(f"{_share(counts.num_long, len(counts.prompts))} prompts {_fate(counts)}")
     if responses := counts.kept_responses:
         parts.append(f"{_share(counts.num_cut, len(responses))} responses cut")
     for found, use in ((counts.kept_controls, ""), (counts.escaped_controls, " as text")):
         if found:
             parts.append(f"{_share(len(found), len(counts.prompts))} rows with control tokens{use}")
+    if counts.unknown:
+        parts.append(f"{_share(sum(counts.unknown), counts.num_tokens)} tokens unknown")
     return one_line(f"{source.key}: {source.path}: {', '.join(parts)}")
 
 
@@ -51,8 +59,8 @@ def absent_line(source: DataSource) -> str:
 
 
 def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, and one for rows
-    with control tokens in their text.
+    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, and sentences for
+    rows that are left out, with control tokens, with unknown tokens, or with names that nothing reads.
     """
     limits, responses = counts.limits, counts.kept_responses
     if counts.num_long > WARNED_SHARE * len(counts.prompts):
@@ -61,7 +69,13 @@ def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
             f"data.max_prompt_tokens {limits.max_prompt} and are {_fate(counts)}; "
             f"{MOST:.0%} have at most {quantile(counts.prompts, MOST)}"
         )
-    yield from (f"{source.key}: {text}" for text in _controls(counts))
+    if counts.bad:
+        yield one_line(
+            f"{source.key}: {_share(len(counts.bad), len(counts.prompts) + len(counts.bad))} rows cannot be "
+            f"read and are left out: {'; '.join(_reasons(counts))}"
+        )
+    further = (*_controls(counts), *_unknown(counts), *_unread(source, counts))
+    yield from (f"{source.key}: {text}" for text in further)
     if counts.num_cut > WARNED_SHARE * len(responses):
         yield (
             f"{source.key}: {_share(counts.num_cut, len(responses))} responses have more than data.max_response_tokens "
@@ -80,6 +94,34 @@ def _controls(counts: DataCounts) -> Iterator[str]:
         )
 
 
+def _unknown(counts: DataCounts) -> Iterator[str]:
+    """Yield a sentence for tokens that stand for what the tokenizer does not know."""
+    if counts.unknown:
+        rows = _share(len(counts.unknown), len(counts.prompts))
+        yield (
+            f"{_share(sum(counts.unknown), counts.num_tokens)} tokens, in {rows} rows, stand for what the tokenizer "
+            f"does not know: all such words are the same to a model"
+        )
+
+
+def _unread(source: DataSource, counts: DataCounts) -> Iterator[str]:
+    """Yield a sentence for columns and keys that are not read; those of prompts may be read by scores."""
+    if not counts.unread:
+        return
+    names = sorted(counts.unread, key=lambda name: -counts.unread[name])
+    uses = "are no part of prompts" if source.needs == "prompts" else "are not read"
+    listed = (f"{name} ({counted(counts.unread[name], 'row')})" for name in names)
+    yield f"these {uses}: {some_of(listed)}"
+
+
+def _reasons(counts: DataCounts) -> Iterator[str]:
+    """Yield reasons why rows cannot be read, the most frequent first."""
+    found = list(reasons(counts.bad).items())
+    yield from (f"{counted(number, 'row')} as row {row}: {counts.bad[row]}" for row, number in found[:MOST_REASONS])
+    if rest := found[MOST_REASONS:]:
+        yield f"{counted(sum(number for _, number in rest), 'row')} for other reasons"
+
+
 def _fate(counts: DataCounts) -> str:
     """Return the fate of prompts that are too long."""
     if counts.limits.long_prompts == "error":
@@ -94,7 +136,7 @@ def _share(number: int, total: int) -> str:
 def passes_line(plan: Plan, source: DataSource, counts: DataCounts) -> str:
     """Return how many passes a run makes over the training rows of a file that its limits leave, of which there are
     some."""
-    steps, rows = plan.spec.steps, counts.num_rows - (counts.num_long if counts.limits.drops else 0)
+    steps, rows = plan.spec.steps, counts.num_rows - len(counts.bad) - (counts.num_long if counts.limits.drops else 0)
     share = Fraction(source.parts, sum(each.parts for each in data_sources(plan) if each.is_training))
     prompts = plan.batch.num_new * share
     taken = f"{counted(steps, 'step')} of {float(prompts):.4g} prompts"
@@ -104,9 +146,10 @@ def passes_line(plan: Plan, source: DataSource, counts: DataCounts) -> str:
 def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> str:
     """Return the whole report about the file of ``source``. ``decode``: tokens to text, special tokens included."""
     counts = found.counts
+    further = (*_controls(counts), *_unknown(counts), *map(one_line, _unread(source, counts)))
     lines = [
         data_line(source, counts),
-        *(f"  {line}" for line in (*_bad_rows(found), *_duplicates(found), *_controls(counts))),
+        *(f"  {line}" for line in (*_bad_rows(counts), *_duplicates(found), *further)),
     ]
     lines += ["", *_histogram("prompts", counts.prompts, counts.limits.max_prompt)]
     responses = [length for lengths in counts.responses for length in lengths]
@@ -119,12 +162,10 @@ def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> 
     return "\n".join(lines)
 
 
-def _bad_rows(found: Inspection) -> Iterator[str]:
-    if not found.bad:
-        yield "rows that cannot be read: 0"
-        return
-    first, sentence = next(iter(found.bad.items()))
-    yield one_line(f"rows that cannot be read: {len(found.bad)}; the first is row {first}: {sentence}")
+def _bad_rows(counts: DataCounts) -> Iterator[str]:
+    fate = ", left out" if counts.bad and counts.limits.bad_rows == "drop" else ""
+    yield f"rows that cannot be read: {len(counts.bad)}{fate}"
+    yield from (f"  {one_line(reason)}" for reason in _reasons(counts))
 
 
 def _duplicates(found: Inspection) -> Iterator[str]:

@@ -49,7 +49,7 @@ def with_epochs(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> 
 def _num_rows(spec: Spec, pending: Mapping[Path, ModelSpec] | None) -> int:
     """Return the number of training rows. Raises UserError."""
     try:
-        if spec.data.long_prompts != "drop":
+        if "drop" not in (spec.data.long_prompts, spec.data.bad_rows):
             sources = training_sources(spec, make_graph(spec).data)
             return sum(len(read_rows(source.path)) for source in sources)
     except UserError as error:
@@ -58,7 +58,7 @@ def _num_rows(spec: Spec, pending: Mapping[Path, ModelSpec] | None) -> int:
     kept = kept_examples(make_plan(spec.model_copy(update=changes), pending))
     if kept is None:
         raise UserError(
-            f"{spec.name}: epochs are counted in rows, of which data.long_prompts drop leaves out some by the tokens "
-            f"of a tokenizer that is not there yet; give steps"
+            f"{spec.name}: epochs are counted in rows, of which data.long_prompts or data.bad_rows drop leaves out "
+            f"some by the tokens of a tokenizer that is not there yet; give steps"
         )
     return kept

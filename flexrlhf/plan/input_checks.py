@@ -9,8 +9,8 @@ from typing import Any
 
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
-from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import is_present
+from flexrlhf.data.text_rows import read_texts
 from flexrlhf.environments.sources import check_package
 from flexrlhf.errors import UserError, nearest, one_line, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
@@ -96,7 +96,8 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
 
 def _check_texts(plan: Plan, source: DataSource, with_functions: bool) -> None:
     """Check the rows of a data file, and that they have the columns that the sources of their scores need."""
-    texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout)
+    bad_rows = plan.spec.data.bad_rows
+    texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout, bad_rows=bad_rows)
     operators = plan.graph.operators if source.is_training else plan.graph.evaluation if source.key == "eval" else ()
     sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
     names = sorted({each.function for each in operators if each.kind == "score"})

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.data_settings import DataSpec, LongPrompts, RowsSpec
+from flexrlhf.config.data_settings import DataSpec, RowsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits, load_examples
-from flexrlhf.data.files import Row, is_present, read_rows
-from flexrlhf.data.forms import detect_form, has_response
+from flexrlhf.data.files import Row, is_present
 from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.order import SourceShare, whole_parts
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.row_layout import RowLayout
+from flexrlhf.data.text_rows import further_bad, has_responses
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.tool_schemas import has_code
 from flexrlhf.errors import UserError
@@ -97,13 +97,14 @@ def _form(rows: RowsSpec, data: DataSpec) -> str:
 
 def _layout(spec: Spec, rows: RowsSpec | None = None) -> RowLayout:
     """Return how rows are read: by their own settings, else by ``data``."""
-    data = spec.data
+    data, is_episode = spec.data, spec.environment is not None
     if rows is None:
-        return RowLayout(data.columns, data.template, data.system)
+        return RowLayout(data.columns, data.template, data.system, is_episode)
     return RowLayout(
         data.columns if rows.columns is None else rows.columns,
         data.template if rows.template is None else rows.template,
         data.system if rows.system is None else rows.system,
+        is_episode,
     )
 
 
@@ -139,9 +140,8 @@ def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
     chat, tokenizer = prompt_format(plan), load_run_tokenizer(plan)
     sources = data_sources(plan)
-    long_prompts = plan.spec.data.long_prompts
     found = {
-        each.key: _loaded(plan, each, tokenizer, each.needs, long_prompts, _reads_columns(plan, each))
+        each.key: _loaded(plan, each, tokenizer, _token_limits(plan), with_columns=_reads_columns(plan, each))
         for each in sources
     }
     loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}
@@ -160,12 +160,12 @@ def examples_of(plan: Plan, name: str, rows: Sequence[str | Row], tokenizer: Any
     have them. Raises UserError for one that cannot be used, or is too long and not to be truncated."""
     source = next(each for each in data_sources(plan) if each.is_training)
     if all(isinstance(row, str) for row in rows):
-        source = replace(source, form="auto", layout=RowLayout(system=source.layout.system))
+        source = replace(source, form="auto", layout=replace(source.layout, columns={}, template=None))
     made = [{"prompt": row} if isinstance(row, str) else row for row in rows]
-    long_prompts = plan.spec.data.long_prompts
-    long_prompts = "error" if long_prompts == "drop" else long_prompts
-    named = replace(source, path=name)
-    return _loaded(plan, named, tokenizer, source.needs, long_prompts, _reads_columns(plan, source), made).examples
+    limits = _token_limits(plan)
+    limits = replace(limits, long_prompts="error" if limits.drops else limits.long_prompts, bad_rows="error")
+    named, with_columns = replace(source, path=name), _reads_columns(plan, source)
+    return _loaded(plan, named, tokenizer, limits, with_columns=with_columns, rows=made).examples
 
 
 def _reads_columns(plan: Plan, source: DataSource) -> bool:
@@ -189,19 +189,20 @@ def _loaded(
     plan: Plan,
     source: DataSource,
     tokenizer: Any,
-    needs: Needs,
-    long_prompts: LongPrompts,
+    limits: TokenLimits,
+    needs: Needs | None = None,
     with_columns: bool = False,
     rows: list[Row] | None = None,
 ) -> LoadedExamples:
     return load_examples(
         source.path,
         form=source.form,
-        needs=needs,
+        needs=source.needs if needs is None else needs,
         tokenizer=tokenizer,
-        max_prompt_tokens=plan.spec.data.max_prompt_tokens,
-        max_response_tokens=plan.spec.data.max_response_tokens,
-        long_prompts=long_prompts,
+        max_prompt_tokens=limits.max_prompt,
+        max_response_tokens=limits.max_response,
+        long_prompts=limits.long_prompts,
+        bad_rows=limits.bad_rows,
         with_columns=with_columns,
         layout=source.layout,
         chat=prompt_format(plan),
@@ -229,7 +230,7 @@ def turn_tokens(plan: Plan, tokenizer: Any) -> TurnTokens:
 
 def _token_limits(plan: Plan) -> TokenLimits:
     data = plan.spec.data
-    return TokenLimits(data.max_prompt_tokens, data.max_response_tokens, data.long_prompts)
+    return TokenLimits(data.max_prompt_tokens, data.max_response_tokens, data.long_prompts, data.bad_rows)
 
 
 def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:
@@ -277,11 +278,10 @@ def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int
 
 def check_inspection(source: DataSource, found: Inspection) -> None:
     """Raise UserError for a file with which ``run`` would stop: bad rows, or prompts over the limit that is one."""
-    if found.bad:
-        first, sentence = next(iter(found.bad.items()))
-        number = f"; {len(found.bad)} of {found.counts.num_rows} rows cannot be read" if len(found.bad) > 1 else ""
-        raise UserError(f"{source.path}, row {first}: {sentence}{number}")
     counts, limits = found.counts, found.counts.limits
+    if counts.bad and (limits.bad_rows == "error" or not counts.prompts):
+        first, sentence = next(iter(counts.bad.items()))
+        raise UserError(f"{source.path}, row {first}: {sentence}{further_bad(counts.bad, counts.num_rows)}")
     if counts.num_long and (limits.long_prompts == "error" or limits.drops and counts.num_long == len(counts.prompts)):
         raise UserError(
             f"{source.path}: {counts.num_long} of {len(counts.prompts)} prompts have more than "
@@ -319,9 +319,9 @@ def kept_examples(plan: Plan) -> int | None:
     """
     if tokenizer_run(plan, ()) is None or not _has_tools(plan):
         return None
-    tokenizer, long_prompts = load_run_tokenizer(plan), plan.spec.data.long_prompts
+    tokenizer, limits = load_run_tokenizer(plan), _token_limits(plan)
     training = [source for source in data_sources(plan) if source.is_training]
-    return sum(len(_loaded(plan, source, tokenizer, source.needs, long_prompts).examples) for source in training)
+    return sum(len(_loaded(plan, source, tokenizer, limits).examples) for source in training)
 
 
 def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:
@@ -331,13 +331,12 @@ def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Examp
     """
     if tokenizer_run(plan, ()) is None or not is_present(source.path) or not _has_tools(plan):
         return []
-    if with_responses:
-        row, form, layout = read_rows(source.path)[0], source.form, source.layout
-        if not has_response(row, detect_form(row, "responses", layout) if form == "auto" else form, layout):
-            return []
-    long_prompts = "drop" if plan.spec.data.long_prompts == "error" else plan.spec.data.long_prompts
+    limits = _token_limits(plan)
+    if with_responses and not has_responses(source.path, source.form, source.layout, limits.bad_rows):
+        return []
+    limits = replace(limits, long_prompts="drop" if limits.long_prompts == "error" else limits.long_prompts)
     needs: Needs = "responses" if with_responses else "prompts"
-    examples = _loaded(plan, source, load_run_tokenizer(plan), needs, long_prompts).examples
+    examples = _loaded(plan, source, load_run_tokenizer(plan), limits, needs).examples
     return examples[:: max(1, len(examples) // PLANNED_ROWS)]
 
 
@@ -350,7 +349,7 @@ def first_rows(plan: Plan, number: int) -> list[tuple[Example, str]]:
     for source in data_sources(plan):
         if source.is_training and is_present(source.path) and len(rows) < number:
             texts = [example.responses[0] for example in _sampled(plan, source, with_responses=True)]
-            examples = _loaded(plan, source, tokenizer, "prompts", plan.spec.data.long_prompts, with_columns=True)
+            examples = _loaded(plan, source, tokenizer, _token_limits(plan), "prompts", with_columns=True)
             for place, example in enumerate(examples.examples[: number - len(rows)]):
                 rows.append((example, tokenizer.decode(texts[place] if place < len(texts) else example.prompt)))
     return rows

@@ -11,8 +11,8 @@ from small_runs import TINY, plan_of, spec_of
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import MAX_CHUNKS, MAX_DEVICES, MAX_ROWS
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import read_rows
+from flexrlhf.data.text_rows import read_texts
 from flexrlhf.errors import UserError
 from flexrlhf.plan import suggestions
 from flexrlhf.plan.suggestions import memory_suggestions

@@ -12,8 +12,10 @@ import pytest
 
 from flexrlhf.data.examples import EXAMPLES, Example, load_examples
 from flexrlhf.data.files import Row, read_rows
-from flexrlhf.data.forms import ALPACA_TEMPLATES, detect_form, split_dialogues, text_of
+from flexrlhf.data.forms import ALPACA_TEMPLATES, detect_form, text_of
 from flexrlhf.data.order import step_indices
+from flexrlhf.data.pairs import split_dialogues
+from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
@@ -265,11 +267,13 @@ def test_without_bos_the_prompt_starts_with_its_text(tmp_path: Path) -> None:
     assert load(path, "prompts", WordTokenizer(bos_token_id=None))[0].prompt == (3, 4)
 
 
-def test_an_empty_prompt_needs_bos(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "p"} | RESPONSES, {"prompt": ""} | RESPONSES)
-    assert load(path, "pairs")[1].prompt == (BOS,)
-    error = message(path, "pairs", tokenizer=WordTokenizer(bos_token_id=None))
+def test_an_empty_prompt_before_an_episode_needs_bos(tmp_path: Path) -> None:
+    """An environment adds the first message; nowhere else may a prompt be empty."""
+    path, episode = write_jsonl(tmp_path / "a.jsonl", {"prompt": "p"}, {"prompt": ""}), RowLayout(is_episode=True)
+    assert load(path, "prompts", layout=episode)[1].prompt == (BOS,)
+    error = message(path, "prompts", layout=episode, tokenizer=WordTokenizer(bos_token_id=None))
     assert "row 2: the prompt is empty, and the tokenizer has no bos token" in error
+    assert "row 2: the prompt is empty; the row has the keys 'prompt': name the" in message(path, "prompts")
 
 
 def test_responses_need_eos() -> None:
@@ -284,7 +288,7 @@ def test_responses_need_eos() -> None:
         ([{"instruction": "i"}], "responses", ("'output'", "'instruction'")),
         ([{"question": "q"}], "responses", ("'answer'", "'question'")),
         ([{"prompt": "p"}, {"text": "p"}], "prompts", ("'prompt'", "'text'")),
-        ([RESPONSES, {"chosen": "c"}], "pairs", ("'rejected'", "'chosen'")),
+        ([{"prompt": "p"} | RESPONSES, {"chosen": "c"}], "pairs", ("'rejected'", "'chosen'")),
         ([{"prompt": "p", "response": "r"}], "pairs", ("'chosen' and 'rejected'", "'prompt', 'response'")),
         ([{"prompt": "p"}, {}], "prompts", ("'prompt'", "(none)")),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from flexrlhf.data.forms import ALPACA_TEMPLATES
 from flexrlhf.data.inspection import Inspection, inspect_rows
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.data.row_layout import RowLayout
+from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.data_report import data_line, data_warnings, format_inspection
 from flexrlhf.plan.run_data import DataSource
@@ -88,7 +90,7 @@ def test_some_rows_stand_for_a_large_file(tmp_path: Path) -> None:
 def test_every_bad_row_is_counted_and_the_first_is_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[0], {"prompt": 3}, {"prompt": "a"}, ROWS[0])
     found = inspect(path)
-    assert list(found.bad.items()) == [
+    assert list(found.counts.bad.items()) == [
         (2, "'prompt' must be a string, found a number"),
         (3, "needs the column 'response', but has the keys 'prompt'"),
     ]
@@ -104,6 +106,90 @@ def test_duplicates_are_counted(tmp_path: Path) -> None:
     assert inspect(write_jsonl(tmp_path / "b.jsonl", *pairs), "pairs").equal_pairs == 1
     texts = inspect(write_jsonl(tmp_path / "c.jsonl", {"text": "a"}, {"text": "b"}, {"text": "b"}))
     assert (texts.repeated_prompts, texts.repeated_rows) == (0, 1), "texts have no prompt that could repeat"
+
+
+def test_prompts_of_one_token_are_counted_as_repeated(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", *({"question": "q", "chosen": text, "rejected": "c"} for text in "ab"))
+    found = inspect(path, "pairs", tokenizer=WordTokenizer(bos_token_id=None))
+    assert (found.counts.prompts, found.repeated_prompts) == ((1, 1), 1)
+
+
+def test_unread_names_and_unknown_tokens_are_counted(tmp_path: Path) -> None:
+    @dataclass
+    class Knowing(WordTokenizer):
+        """Knows the words of one letter."""
+
+        unk_token_id: int = 99
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            ids = super().encode(text, add_special_tokens=add_special_tokens)
+            words = {index: word for word, index in self.ids.items()}
+            return [99 if len(words.get(token, "")) > 1 or words.get(token) == "\U0010fffd" else token for token in ids]
+
+    further = [{"source": "web"}, {"source": "book", "level": 1}, {}]
+    texts = [
+        {"prompt": "a b", "response": "xyz c"},
+        {"prompt": "uvw", "response": "xyz"},
+        {"prompt": "a", "response": "b"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", *(text | more for text, more in zip(texts, further, strict=True)))
+    counts = inspect(path, tokenizer=Knowing()).counts
+    assert counts.unread == {"column 'source'": 2, "column 'level'": 1} and counts.unknown == (1, 2)
+    assert data_line(source(path), counts).endswith("0 of 3 responses cut, 3 of 14 (21.4%) tokens unknown")
+    assert list(data_warnings(source(path), counts)) == [
+        "data: 3 of 14 (21.4%) tokens, in 2 of 3 (66.7%) rows, stand for what the tokenizer does not know: all such "
+        "words are the same to a model",
+        "data: these are not read: column 'source' (2 rows), column 'level' (1 row)",
+    ]
+    same = load_examples(path, needs="responses", tokenizer=Knowing(), max_prompt_tokens=3, max_response_tokens=1)
+    assert (same.counts.unread, same.counts.unknown) == (counts.unread, counts.unknown), "before any is cut"
+    assert not inspect(path).counts.unknown, "of a tokenizer that knows all"
+
+
+BAD = [
+    '{"prompt": 3, "response": "a"}',
+    '{"prompt": "a", "response": "b"}',
+    "no JSON",
+    '["a"]',
+    '{"prompt": "a b c d e f", "response": "b"}',
+    '{"prompt": "c"}',
+    '{"prompt": 4, "response": "a"}',
+    '{"prompt": "b", "response": "b"}',
+]
+
+
+def test_rows_that_cannot_be_read_are_left_out_by_reason(tmp_path: Path) -> None:
+    """The first of them, too, and lines that are no JSON; the examples are those of a file without them."""
+    path, clean = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text("\n".join(BAD))
+    clean.write_text("\n".join(BAD[place] for place in (1, 4, 7)))
+    limits = TokenLimits(4, 9, "drop", "drop")
+    settings = {"max_prompt_tokens": 4, "max_response_tokens": 9, "long_prompts": "drop", "needs": "responses"}
+    loaded, expected = (
+        load_examples(each, tokenizer=WordTokenizer(), bad_rows=bad_rows, **settings)  # type: ignore[arg-type]
+        for each, bad_rows in ((path, "drop"), (clean, "error"))
+    )
+    assert loaded.examples == expected.examples and len(loaded.examples) == 2
+    counts = inspect(path, limits=limits).counts
+    assert loaded.counts == counts and (counts.num_rows, sorted(counts.bad)) == (8, [1, 3, 4, 6, 7])
+    assert data_line(source(path), counts) == (
+        f"data: {path}: form prompt, 8 rows, 5 of 8 (62.5%) cannot be read, 1 of 3 (33.3%) prompts left out, "
+        "0 of 2 responses cut"
+    )
+    _, warning = data_warnings(source(path), counts)
+    assert warning == (
+        "data: 5 of 8 (62.5%) rows cannot be read and are left out: 2 rows as row 1: 'prompt' must be a string, found "
+        "a number; 1 row as row 3: not JSON (Expecting value at column 1); 1 row as row 4: a row must be a JSON object, "
+        "found a list; 1 row as row 6: needs the column 'response', but has the keys 'prompt'"
+    )
+    text = format_inspection(source(path), inspect(path, limits=limits), WordTokenizer().decode)
+    assert "rows that cannot be read: 5, left out\n    2 rows as row 1: 'prompt' must" in text
+    some = inspect(path, limits=limits, max_rows=4).counts
+    assert (len(some.bad), len(some.prompts)) == (3, 1) and "(4 of them counted)" in data_line(source(path), some)
+    for command_limits in (limits, TokenLimits(4, 9)):
+        (tmp_path / "c.jsonl").write_text(BAD[0])
+        with pytest.raises(UserError, match="row 1: .prompt. must be a string"):
+            load_examples(tmp_path / "c.jsonl", tokenizer=WordTokenizer(), bad_rows=command_limits.bad_rows, **settings)  # type: ignore[arg-type]
 
 
 # --- lines and warnings
@@ -231,8 +317,9 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, [*arguments])
 
 
-def counted_directly(path: Path, directory: Path, longest: int, cut_at: int) -> tuple[int, int, int, int]:
-    """Rows, prompts over the limit, responses of the others, and those over the limit: by the template itself."""
+def counted_directly(path: Path, directory: Path, longest: int, cut_at: int) -> tuple[int, int, int, int, str]:
+    """Rows, prompts over the limit, responses of the others, and those over the limit: by the template itself; and the
+    share of unknown tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
@@ -246,7 +333,11 @@ def counted_directly(path: Path, directory: Path, longest: int, cut_at: int) -> 
     kept = [len(tokenizer(prompt).input_ids) <= longest for prompt in prompts]
     ends = [len(tokenizer(row["output"], add_special_tokens=False).input_ids) + 1 for row in rows]
     cut = sum(end > cut_at for end, is_kept in zip(ends, kept, strict=True) if is_kept)
-    return len(rows), kept.count(False), kept.count(True), cut
+    ids = [token for text in (*prompts, *(row["output"] for row in rows)) for token in tokenizer(text).input_ids]
+    # the tokenizer writes bos before each text, and a response has an end token instead
+    unknown = ids.count(tokenizer.unk_token_id)
+    share = f", {unknown} of {len(ids)} ({unknown / len(ids):.1%}) tokens unknown" if unknown else ""
+    return len(rows), kept.count(False), kept.count(True), cut, share
 
 
 @pytest.mark.parametrize(
@@ -259,10 +350,10 @@ def test_alpaca_is_dropped_and_cut_with_counts(folder: Path, longest: int, cut_a
         pytest.skip("the data folder is not next to the repository")
     limits = {"max_prompt_tokens": longest, "max_response_tokens": cut_at, "long_prompts": "drop"}
     config = write_config(tmp_path, path=str(path), **limits)
-    rows, long, kept, cut = counted_directly(path, tmp_path, longest, cut_at)
+    rows, long, kept, cut, unknown = counted_directly(path, tmp_path, longest, cut_at)
     expected = (
         f"small: data: {path}: form instruction, {rows} rows, {long} of {rows} ({long / rows:.1%}) prompts left out, "
-        f"{cut} of {kept} ({cut / kept:.1%}) responses cut"
+        f"{cut} of {kept} ({cut / kept:.1%}) responses cut{unknown}"
     )
     assert long and cut
     inspected, planned = call("data", config), call("plan", config)
@@ -277,7 +368,15 @@ def test_bad_rows_end_the_command_with_a_sentence(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}, {"prompt": 3}, {"prompt": "c"})
     config = write_config(tmp_path, path=str(path))
     result = call("data", config)
-    assert result.exit_code == 2 and "rows that cannot be read: 2; the first is row 2: 'prompt'" in result.stdout
+    assert (
+        result.exit_code == 2
+        and (
+            "  rows that cannot be read: 2\n"
+            "    1 row as row 2: 'prompt' must be a string, found a number\n"
+            "    1 row as row 3: needs the column 'response', but has the keys 'prompt'\n"
+        )
+        in result.stdout
+    )
     (line,) = result.stderr.splitlines()
     assert line == (
         f"flexrlhf: small: data: {path}, row 2: 'prompt' must be a string, found a number; 2 of 3 rows cannot be read"

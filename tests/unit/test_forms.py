@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.forms import Message, TextExample, as_chat, detect_form, needed_text
+from flexrlhf.data.forms import ALPACA_TEMPLATES, Message, TextExample, as_chat, detect_form, needed_text
+from flexrlhf.data.known_keys import PART, REFUSED_COLUMNS, REFUSED_KEYS
 from flexrlhf.data.row_layout import RowLayout
+from flexrlhf.data.text_rows import read_texts
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
@@ -136,13 +137,63 @@ def test_parts_of_text_are_joined_and_absent_columns_of_tables_are_no_columns() 
     assert needed_text(row, "prompt", "prompts").turns == (user("Name a day."),)
     assert needed_text(row, "prompt", "responses").completions == ((assistant(" x"),),)
     assert detect_form({"instruction": None, "messages": None, "question": "q"}) == "question"
-    assert needed_text({"prompt": None, "chosen": "a", "rejected": "b"}, "pairs", "pairs").responses == ("a", "b")
+    pair = {"prompt": None, "question": "q", "chosen": "a", "rejected": "b"}
+    assert needed_text(pair, "pairs", "pairs").responses == ("a", "b")
+
+
+# --- prompts of pairs
+
+PAIR = {"chosen": "a", "rejected": "b"}
+TURN = {"role": "user", "content": "Hi"}
+REPLY = {"role": "assistant", "content": "Hello"}
+
+
+@pytest.mark.parametrize("needs", ["pairs", "responses", "prompts"])
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"question": "q"}, "q\n"),
+        ({"query": "q"}, "q"),
+        ({"problem": "q"}, "q"),
+        ({"context": "q"}, "q"),
+        ({"input": "q"}, "q"),
+        ({"prompt": "q", "question": "r", "context": "s"}, "q"),
+        ({"prompt": "", "problem": "q"}, "q"),
+        ({"instruction": "i", "input": "q"}, ALPACA_TEMPLATES["with_input"].format(instruction="i", input="q")),
+        ({"instruction": "i", "input": ""}, ALPACA_TEMPLATES["without_input"].format(instruction="i")),
+    ],
+)
+def test_the_prompt_of_a_pair_is_in_any_known_column(row: dict[str, Any], prompt: str, needs: Needs) -> None:
+    row = row | PAIR
+    assert detect_form(row, needs) == "pairs"
+    assert needed_text(row, "pairs", needs).prompt == prompt
+
+
+def test_messages_next_to_a_pair_are_its_prompt() -> None:
+    for column in ("messages", "context"):
+        row = {column: [{"role": "user", "content": "q"}], **PAIR}
+        example = needed_text(row, detect_form(row, "pairs"), "pairs")
+        assert (example.turns, example.completions) == ((user("q"),), ((assistant("a"),), (assistant("b"),)))
+    whole = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in "ab"]
+    row = {"messages": whole[0], "chosen": whole[0], "rejected": whole[1], "question": "q", "context": "c"}
+    assert needed_text(row, "pairs", "pairs").turns == (user("q"),)
+    assert detect_form(row, "responses") == "messages"
+
+
+def test_dialogues_next_to_a_copy_of_their_prompt_are_split() -> None:
+    start = "\n\nHuman: q\n\nAssistant:"
+    for prompt in ({"question": "q"}, {"prompt": start}, {}):
+        example = needed_text({**prompt, "chosen": f"{start} a", "rejected": f"{start} b"}, "pairs", "pairs")
+        assert (example.prompt, example.responses) == (start, (" a", " b"))
+
+
+def test_a_row_with_several_prompts_has_the_one_with_a_response() -> None:
+    row = {"prompt": "p", "question": "q", "answer": "a"}
+    assert detect_form(row, "responses") == "question" and detect_form(row, "prompts") == "prompt"
 
 
 # --- broken rows: one sentence each
 
-TURN = {"role": "user", "content": "Hi"}
-REPLY = {"role": "assistant", "content": "Hello"}
 BROKEN: list[tuple[dict[str, Any], Needs, str]] = [
     ({"messages": "Hi"}, "prompts", "'messages' must be a list of messages, found a string"),
     ({"messages": []}, "prompts", "'messages' has no messages"),
@@ -162,7 +213,7 @@ BROKEN: list[tuple[dict[str, Any], Needs, str]] = [
     (
         {"messages": [TURN, {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
         "responses",
-        "message 2 of 'messages' has tool_calls, which are not rendered",
+        "the name of call 1 of message 2 of 'messages' must be a string, found null",
     ),
     ({"conversations": [{"from": "human"}]}, "prompts", "message 1 of 'conversations' needs role and content (or fro"),
     ({"conversations": [{"from": "humman", "value": "Hi"}]}, "prompts", "(did you mean 'human'?)"),
@@ -190,8 +241,67 @@ BROKEN: list[tuple[dict[str, Any], Needs, str]] = [
     ({"input": "x", "label": "x"}, "responses", "needs the column 'output', but has the keys 'input', 'label'"),
     ({"instruction": "x", "input": 3}, "prompts", "'input' must be a string, found a number"),
     ({"instruction": "x", "history": [["a", "b"]]}, "prompts", "'history' has a value, which is not rendered; make it"),
-    ({"messages": [TURN], "tools": [{"name": "f"}]}, "prompts", "'tools' has a value, which is not rendered"),
+    (
+        {"messages": [TURN], "tools": [{"type": "function"}]},
+        "prompts",
+        "tool 1 of 'tools' must be an object with a nam",
+    ),
     ({"prompt": "half \ud800"}, "prompts", "'prompt' contains half of a surrogate pair"),
+    ({"prompt": "  ", "response": "a"}, "responses", "the prompt is empty; the row has the keys 'prompt', 'response'"),
+    ({"prompt": ""}, "prompts", "name the prompt's column as in data.columns={prompt: question}"),
+    ({"question": "", "answer": "a"}, "responses", "the prompt is empty"),
+    ({"instruction": "", "input": "", "output": "a"}, "responses", "the prompt is empty"),
+    ({"messages": [{"role": "user", "content": "\n"}, REPLY]}, "responses", "the prompt is empty"),
+    ({"prompt": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ""}]}, "prompts", "is empty"),
+    ({"ask": "q", "chosen": "a", "rejected": "b"}, "pairs", "the prompt is empty; the row has the keys 'ask', 'chos"),
+    (
+        {"question": "q", "context": "c", "chosen": "a", "rejected": "b"},
+        "pairs",
+        "each of 'question', 'context' may be the prompt: name one as in data.columns={prompt: question}, or make one",
+    ),
+    (
+        {"messages": [TURN, REPLY | {"weight": 0.5}]},
+        "responses",
+        "'weight' of message 2 of 'messages' must be 0 or 1",
+    ),
+    ({"messages": [TURN | {"weight": 1}, REPLY]}, "responses", "only turns of the assistant are trained on"),
+    ({"messages": [TURN, REPLY | {"weight": 1, "train": False}]}, "responses", "'weight' and 'train', which differ"),
+    ({"messages": [TURN, REPLY | {"weight": 0}]}, "responses", "has no assistant turn that is trained on, so there i"),
+    (
+        {"prompt": [TURN], "completion": [REPLY | {"loss": False}]},
+        "responses",
+        "all turns of the assistant are marked as not trained on, so nothing is left to learn",
+    ),
+    (
+        {"prompt": [TURN], "chosen": [REPLY | {"train": False}], "rejected": [REPLY]},
+        "pairs",
+        "is marked as not trained on, which pairs do not have",
+    ),
+    ({"messages": [TURN, REPLY | {"thinking": "a", "reasoning": "b"}]}, "responses", "'reasoning' and 'thinking', whi"),
+    ({"messages": [TURN | {"reasoning": "a"}, REPLY]}, "responses", "is of the user; only the assistant thinks"),
+    (
+        {"messages": [TURN, REPLY | {"tool_calls": [1]}]},
+        "responses",
+        "call 1 of message 2 of 'messages' must be an o",
+    ),
+    (
+        {"messages": [TURN, REPLY | {"function_call": {"name": "f", "arguments": "{"}}]},
+        "responses",
+        "the arguments of call 1 of message 2 of 'messages' must be JSON, found '{'",
+    ),
+    ({"prompt": [TURN], "tools": "{"}, "prompts", "'tools' must be JSON, found '{'"),
+    ({"prompt": [TURN], "chat_template_kwargs": {"tools": []}}, "prompts", "has 'tools', which the run itself sets"),
+    ({"prompt": "p", "system": "a", "system_prompt": "b"}, "prompts", "'system' and 'system_prompt' are two system pr"),
+    ({"text": "t", "system": "a"}, "responses", "the row has a system prompt, but is a text of pretraining"),
+]
+BROKEN += [
+    ({"prompt": [TURN], "completion": [REPLY], name: ["x"]}, "responses", f"{name!r} has a value, which is not render")
+    for name in REFUSED_COLUMNS
+]
+BROKEN += [
+    ({"messages": [TURN, REPLY | {name: ["x"]}]}, "responses", f"message 2 of 'messages' has {name!r}, which is not re")
+    for name in REFUSED_KEYS
+    if not name.startswith(PART)
 ]
 
 

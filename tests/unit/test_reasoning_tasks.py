@@ -15,8 +15,8 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.config.reward_sources import RuleSource
-from flexrlhf.data.examples import read_texts
 from flexrlhf.data.files import Row, is_present, read_rows
+from flexrlhf.data.text_rows import read_texts
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import absent_line
 from flexrlhf.plan.run_data import data_sources
