@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import Any
 
 from flexrlhf.config.data_settings import ControlUse
-from flexrlhf.data.forms import TextExample
 from flexrlhf.data.known_keys import RowValues, texts_of, with_texts
 from flexrlhf.data.messages import Chat, Message, is_assistant
+from flexrlhf.data.text_example import TextExample
 
 _ESCAPE = "\U000f0000"
 """Character of private use in front of one that stands for a control token as text, or for this character."""

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
 from flexrlhf.data.control_tokens import ControlTokens
-from flexrlhf.data.forms import TextExample, as_chat
 from flexrlhf.data.messages import Chat, is_assistant
 from flexrlhf.data.template_values import check_thoughts, check_written
+from flexrlhf.data.text_example import TextExample, as_chat
 from flexrlhf.errors import UserError
 
 _UNKNOWN = "\U0010fffd"

@@ -138,7 +138,8 @@ def read_call(value: object, name: str) -> dict[str, Any]:
     """Return a call of a tool as ``{type, id, function: {name, arguments}}``, the arguments as an object."""
     if not isinstance(value, dict):
         raise UserError(f"{name} must be an object, found {json_type(value)}")
-    inner = value.get("function") if isinstance(value.get("function"), dict) else value
+    nested = value.get("function")
+    inner = nested if isinstance(nested, dict) else value
     function = checked_text(inner.get("name"), f"the name of {name}")
     call = {"name": function, "arguments": _arguments(inner.get("arguments"), f"the arguments of {name}")}
     _check_texts(call, name)

@@ -10,8 +10,8 @@ from flexrlhf.config.data_settings import ControlUse
 from flexrlhf.data.chat import ChatTemplate, own_template
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.examples import Example
-from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Chat, Message, is_assistant
+from flexrlhf.data.text_example import TextExample
 from flexrlhf.errors import UserError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from flexrlhf.data.known_keys import CALLS, REASONING, RowValues, texts_of, tool_name
+from flexrlhf.data.known_keys import CALLS, DOCUMENTS, REASONING, RowValues, texts_of, tool_name
 from flexrlhf.data.messages import Message, is_assistant
 from flexrlhf.errors import UserError
 
@@ -87,7 +87,7 @@ class TemplateKeys:
 def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: TemplateKeys) -> tuple[str, ...]:
     """Return the names of what a rendered row leaves out of its turns and values, without their thoughts.
 
-    Raises UserError for tools, calls, and texts next to calls, that are not in it.
+    Raises UserError for tools, documents, calls, and texts next to calls, that are not in it.
     """
     for tool in values.tools:
         if tool_name(tool) not in text:
@@ -95,6 +95,11 @@ def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: 
                 f"the chat template does not write tools into a prompt, such as {tool_name(tool)!r}: name one that "
                 f"does in data.chat_template, or remove the column"
             )
+    if DOCUMENTS in values.options and not keys.is_variable(DOCUMENTS):
+        raise UserError(
+            f"the chat template does not write {DOCUMENTS!r} into a prompt: name one that does in data.chat_template, or "
+            f"remove the column"
+        )
     for turn in turns:
         if _CALLED in turn.given:
             _check_calls(text, turn)

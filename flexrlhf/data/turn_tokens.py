@@ -16,8 +16,8 @@ from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts, own_t
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.data.examples import Example, TokenLimits, truncated
-from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Chat, Message
+from flexrlhf.data.text_example import TextExample
 from flexrlhf.errors import UserError
 
 Replies = Sequence[tuple[str, str]]
