@@ -1,4 +1,4 @@
-"""Keys of messages and columns of rows, beside roles, contents and those of a form, that other tools read.
+"""Keys of messages and columns of rows, in addition to roles, contents and those of a form, that other tools read.
 
 Each changes what is trained on, so it is read here or refused with a sentence. All other keys are given to the chat
 template if it reads them; ``flexrlhf data`` lists those that nothing reads.
@@ -42,13 +42,13 @@ REFUSED_KEYS = {
     **dict.fromkeys(("prefix", "prefill", "partial"), _BEGUN),
     **dict.fromkeys((*TOOLS, DOCUMENTS, OPTIONS), _COLUMN),
 }
-"""Keys of a message with a value that is refused, and the remedy."""
+"""Keys of a message with a value that is refused, and what to do."""
 REFUSED_COLUMNS = {
     **dict.fromkeys(_MEDIA_NAMES, _MEDIA),
     "history": "make it a part of 'messages', or remove it",
     "chat_template": "a run has one template: name its file in data.chat_template",
 }
-"""Columns with a value that is refused, and the remedy."""
+"""Columns with a value that is refused, and what to do."""
 MOST_DEPTH = 64
 """Most lists and objects inside one another that a template is given."""
 _FIXED = ("conversation", "conversations", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt")
@@ -59,7 +59,7 @@ _OWN_OPTIONS = (*_FIXED, *_CALL_OPTIONS, "continue_final_message", "return_assis
 
 @dataclass(frozen=True)
 class RowValues:
-    """Values that a row gives to a chat template beside its messages.
+    """Values that a row gives to a chat template in addition to its messages.
 
     tools:    JSON schemas of functions
     options:  variables of the template
@@ -78,9 +78,9 @@ def read_keys(others: Mapping[str, Any], name: str, role: str) -> tuple[dict[str
     given = {key: value for key, value in others.items() if key not in (*REASONING, *FLAGS, *CALLS)}
     for key, value in given.items():
         _check_texts(value, f"{key!r} of {name}")
-        remedy = REFUSED_KEYS.get(key) or REFUSED_KEYS.get(key.removeprefix(PART))
-        if remedy and (value or key.removeprefix(PART) in FLAGS):
-            raise UserError(f"{name} has {key!r}, which is not read: {remedy}")
+        advice = REFUSED_KEYS.get(key) or REFUSED_KEYS.get(key.removeprefix(PART))
+        if advice and (value or key.removeprefix(PART) in FLAGS):
+            raise UserError(f"{name} has {key!r}, which is not read: {advice}")
     if thought := _thought(others, name, role):
         given[REASONING[0]] = thought
     if calls := _calls(others, name, role):
@@ -90,9 +90,9 @@ def read_keys(others: Mapping[str, Any], name: str, role: str) -> tuple[dict[str
 
 def row_values(row: Row) -> RowValues:
     """Return what a row's columns give to a template. Raises UserError for columns that are refused."""
-    for column, remedy in REFUSED_COLUMNS.items():
+    for column, advice in REFUSED_COLUMNS.items():
         if row.get(column):
-            raise UserError(f"{column!r} has a value, which is not rendered; {remedy}")
+            raise UserError(f"{column!r} has a value, which is not rendered; {advice}")
     tools = tuple(tool for column in TOOLS for tool in _tools(row.get(column), column))
     options = dict(_options(row.get(OPTIONS)))
     if documents := row.get(DOCUMENTS):

@@ -42,12 +42,12 @@ class Message:
 
     @property
     def says(self) -> tuple[object, ...]:
-        """Its parts that make two messages the same turn."""
+        """Parts that make two messages the same turn."""
         return (self.role, self.content, *(self.given.get(key) for key in (CALLS[0], REASONING[0])))
 
     @property
     def is_response(self) -> bool:
-        """Whether it is a turn of the assistant that may be trained on."""
+        """Whether this is a turn of the assistant that may be trained on."""
         return is_assistant(self) and self.is_trained
 
 

@@ -1,4 +1,4 @@
-"""Values of rows beside roles and contents, as a chat template reads them: keys of messages, tools, variables.
+"""Values of rows as a chat template reads them: further keys of messages, tools, and variables.
 
 A template drops what it does not know. Thoughts, calls and tools that it leaves out are refused, other keys are named.
 """
@@ -97,8 +97,8 @@ def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: 
             )
     if DOCUMENTS in values.options and not keys.is_variable(DOCUMENTS):
         raise UserError(
-            f"the chat template does not write {DOCUMENTS!r} into a prompt: name one that does in data.chat_template, or "
-            f"remove the column"
+            f"the chat template does not write {DOCUMENTS!r} into a prompt: name one that does in data.chat_template, "
+            f"or remove the column"
         )
     for turn in turns:
         if _CALLED in turn.given:

@@ -333,6 +333,7 @@ def test_rows_are_rendered_as_transformers_renders_them(
             {"messages": [TURN, REPLY], "tools": [TOOL]},
             "does not write tools into a prompt, such as 'weather'",
         ),
+        ("qwen2_5", {"messages": [TURN, REPLY], "documents": [{"text": "d"}]}, "does not write 'documents' into a"),
         ("llama3", {"messages": [TURN, CALLING]}, "does not write calls of tools ('weather' of 'weather' is left out)"),
         (
             "llama3_1",

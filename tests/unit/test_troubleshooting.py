@@ -101,8 +101,28 @@ def model_without_a_tokenizer(reader: Reader) -> str:
     return reader.checks("data.tokenizer=null", "models.actor={path: models/own}")
 
 
+def empty_prompt(reader: Reader) -> str:
+    Path("q.jsonl").write_text(json.dumps({"prompt": "", "text": "hello"}))
+    return reader.checks("data.path=q.jsonl")
+
+
+def bad_rows(reader: Reader) -> str:
+    Path("q.jsonl").write_text('{"prompt": "come"}\n{"prompt": 3}')
+    return reader.checks("data.path=q.jsonl", "data.bad_rows=drop")
+
+
+def unknown_tokens(reader: Reader) -> str:
+    Path("q.jsonl").write_text(json.dumps({"prompt": "hello world"}))
+    return reader.checks("data.path=q.jsonl")
+
+
+def unread_columns(reader: Reader) -> str:
+    Path("q.jsonl").write_text(json.dumps({"prompt": "come", "source": "web"}))
+    return reader.checks("data.path=q.jsonl")
+
+
 def dropped_prompts(reader: Reader) -> str:
-    rows = [{"prompt": "hello " * (1 + 20 * (number % 3 == 0))} for number in range(30)]
+    rows = [{"prompt": " ".join(["come"] * (1 + 20 * (number % 3 == 0)))} for number in range(30)]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return reader.checks("data.path=q.jsonl", "data.long_prompts=drop")
 
@@ -208,6 +228,7 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "long prompts": lambda reader: reader.checks("data.max_prompt_tokens=2"),
     "other columns": rows_of_other_names,
     "no pairs": rows_without_pairs,
+    "empty prompt": empty_prompt,
     "no package": lambda reader: reader.checks("models.actor.liger=true"),
     "no function": lambda reader: reader.checks("models.reward=null", "reward={function: scores.py:score}"),
     "no variable": lambda reader: reader.checks("models.reward=null", "reward={url: 'http://u:${NOT_SET}@h'}"),
@@ -229,6 +250,9 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "equal scores": lambda reader: reader.observes(ALIKE),
     "truncated": lambda reader: reader.observes({"truncated": 0.75}),
     "dropped prompts": dropped_prompts,
+    "bad rows": bad_rows,
+    "unknown tokens": unknown_tokens,
+    "unread columns": unread_columns,
     "unfinished run": unfinished,
 }
 """What produces a message, under a name for it."""
