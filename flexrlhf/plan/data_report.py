@@ -117,7 +117,9 @@ def _unread(source: DataSource, counts: DataCounts) -> Iterator[str]:
 def _reasons(counts: DataCounts) -> Iterator[str]:
     """Yield reasons why rows cannot be read, the most frequent first."""
     found = list(reasons(counts.bad).items())
-    yield from (f"{counted(number, 'row')} as row {row}: {counts.bad[row]}" for row, number in found[:MOST_REASONS])
+    for row, number in found[:MOST_REASONS]:
+        rows = f"row {row}" if number == 1 else f"{counted(number, 'row')}, such as row {row}"
+        yield f"{rows}: {counts.bad[row]}"
     if rest := found[MOST_REASONS:]:
         yield f"{counted(sum(number for _, number in rest), 'row')} for other reasons"
 

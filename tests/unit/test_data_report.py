@@ -178,13 +178,13 @@ def test_rows_that_cannot_be_read_are_left_out_by_reason(tmp_path: Path) -> None
     )
     _, warning = data_warnings(source(path), counts)
     assert warning == (
-        "data: 5 of 8 (62.5%) rows cannot be read and are left out: 2 rows as row 1: 'prompt' must be a string, found "
-        "a number; 1 row as row 3: not JSON (Expecting value at column 1); 1 row as row 4: a row must be a JSON "
-        "object, found a list; 1 row as row 6: needs the column 'response', but has the keys 'prompt'"
+        "data: 5 of 8 (62.5%) rows cannot be read and are left out: 2 rows, such as row 1: 'prompt' must be a string, found "
+        "a number; row 3: not JSON (Expecting value at column 1); row 4: a row must be a JSON "
+        "object, found a list; row 6: needs the column 'response', but has the keys 'prompt'"
     )
     tokenizer = WordTokenizer()
     text = format_inspection(source(path), inspect(path, limits=limits, tokenizer=tokenizer), tokenizer.decode)
-    assert "rows that cannot be read: 5, left out\n    2 rows as row 1: 'prompt' must" in text
+    assert "rows that cannot be read: 5, left out\n    2 rows, such as row 1: 'prompt' must" in text
     some = inspect(path, limits=limits, max_rows=4).counts
     assert (len(some.bad), len(some.prompts)) == (3, 1) and "(4 of them counted)" in data_line(source(path), some)
     for command_limits in (limits, TokenLimits(4, 9)):
@@ -373,8 +373,8 @@ def test_bad_rows_end_the_command_with_a_sentence(tmp_path: Path) -> None:
         result.exit_code == 2
         and (
             "  rows that cannot be read: 2\n"
-            "    1 row as row 2: 'prompt' must be a string, found a number\n"
-            "    1 row as row 3: needs the column 'response', but has the keys 'prompt'\n"
+            "    row 2: 'prompt' must be a string, found a number\n"
+            "    row 3: needs the column 'response', but has the keys 'prompt'\n"
         )
         in result.stdout
     )

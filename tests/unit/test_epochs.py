@@ -42,6 +42,8 @@ SOURCES = "[{path: runs/quickstart-corpus/sft.jsonl, weight: 3}, {path: runs/qui
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("epochs")
     write_corpus(made / CORPUS)
+    rows = (made / CORPUS / "sft.jsonl").read_text().splitlines()
+    (made / "bad.jsonl").write_text("\n".join(["no JSON", *rows[:700], '{"prompt": 3}', *rows[700:]]))
     return made
 
 
@@ -63,11 +65,12 @@ def raw_with(*settings: str) -> dict[str, Any]:
         ("2", (), 47),  # 3000 of 1500 rows, 64 a step
         ("1/3", (), 8),
         ("3", ("data.max_prompt_tokens=9", "data.long_prompts=drop"), 42),  # 881 rows are left
+        ("2", ("data.path=bad.jsonl", "data.bad_rows=drop"), 47),
         ("1", (*GRPO, "algorithm.prompts_per_step=4"), 375),
         ("1.5", ("algorithm.like=openrlhf",), 36),  # a share of the run is warm-up
         ("1", (*GRPO, "data.path=null", f"data.sources={SOURCES}"), 32),  # 1500 + 512 rows
     ],
-    ids=["whole", "part", "dropped", "samples", "preset", "sources"],
+    ids=["whole", "part", "dropped", "bad", "samples", "preset", "sources"],
 )
 def test_a_run_has_the_steps_of_its_passes(epochs: str, settings: tuple[str, ...], steps: int) -> None:
     (found, text), (same, without) = (
@@ -85,6 +88,7 @@ def test_a_run_has_the_steps_of_its_passes(epochs: str, settings: tuple[str, ...
         (("epochs=0",), "expected a number above 0, found 0"),
         (("data.path=gone.jsonl",), "epochs are counted in rows: there is no data file gone.jsonl"),
         (("data.long_prompts=drop", "data.tokenizer=gone"), "a tokenizer that is not there yet; give steps"),
+        (("data.path=bad.jsonl",), "epochs are counted in rows: bad.jsonl, line 1: not JSON"),
         (("epochs=1e12",), "epochs 1e+12 are 23437500000000 steps: use at most 1000000000"),
     ],
 )
@@ -101,3 +105,7 @@ def test_data_says_how_many_passes_the_steps_are() -> None:
     by_limit = ["--set", "data.max_prompt_tokens=9", "--set", "data.long_prompts=drop"]
     done = CliRunner().invoke(app, ["data", "passes.yaml", *by_limit])
     assert "passes: data: 50 steps of 64 prompts are 3.63 passes over 881 rows" in done.output
+    done = CliRunner().invoke(
+        app, ["data", "passes.yaml", "--set", "data.path=bad.jsonl", "--set", "data.bad_rows=drop"]
+    )
+    assert "passes: data: 50 steps of 64 prompts are 2.13 passes over 1500 rows" in done.output
