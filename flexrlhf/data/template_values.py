@@ -87,7 +87,7 @@ class TemplateKeys:
 def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: TemplateKeys) -> tuple[str, ...]:
     """Return the names of what a rendered row leaves out of its turns and values, without their thoughts.
 
-    Raises UserError for tools, documents, calls, and texts next to calls, that are not in it.
+    Raises UserError for tools, documents, calls, texts next to calls, and turns of a user or tool that are not in it.
     """
     for tool in values.tools:
         if tool_name(tool) not in text:
@@ -103,6 +103,12 @@ def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: 
     for turn in turns:
         if _CALLED in turn.given:
             _check_calls(text, turn)
+        # templates may change a text, and follow a system prompt without writing it
+        if turn.role in ("user", "tool") and not _is_in(text, _longest_word(turn.content)):
+            raise UserError(
+                f"the chat template leaves out the text of a turn of the {turn.role}: name one that writes it in "
+                f"data.chat_template"
+            )
     unread = [f"key {key!r} of chat_template_kwargs" for key in values.options if not keys.is_variable(key)]
     left_out = {turn.role for turn in turns if not is_assistant(turn) and not _is_in(text, turn.content.strip())}
     return (*keys.unread(text, turns), *unread, *(f"text of a turn of the {role}" for role in sorted(left_out)))
@@ -138,6 +144,10 @@ def _check_calls(text: str, turn: Message) -> None:
 def _is_in(text: str, part: str) -> bool:
     """Whether a rendered text has ``part``, as it is or as JSON writes it."""
     return part in text or any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+
+
+def _longest_word(text: str) -> str:
+    return max(text.split(), key=len, default="")
 
 
 def _called(call: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -178,9 +178,9 @@ def test_rows_that_cannot_be_read_are_left_out_by_reason(tmp_path: Path) -> None
     )
     _, warning = data_warnings(source(path), counts)
     assert warning == (
-        "data: 5 of 8 (62.5%) rows cannot be read and are left out: 2 rows, such as row 1: 'prompt' must be a string, found "
-        "a number; row 3: not JSON (Expecting value at column 1); row 4: a row must be a JSON "
-        "object, found a list; row 6: needs the column 'response', but has the keys 'prompt'"
+        "data: 5 of 8 (62.5%) rows cannot be read and are left out: 2 rows, such as row 1: 'prompt' must be a string, "
+        "found a number; row 3: not JSON (Expecting value at column 1); row 4: a row must be a JSON object, found a "
+        "list; row 6: needs the column 'response', but has the keys 'prompt'"
     )
     tokenizer = WordTokenizer()
     text = format_inspection(source(path), inspect(path, limits=limits, tokenizer=tokenizer), tokenizer.decode)

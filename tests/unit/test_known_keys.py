@@ -368,6 +368,8 @@ def test_keys_that_no_template_reads_are_named(writers: Any) -> None:
         "key 'budget' of chat_template_kwargs",
     )
     deaf = ChatFormat(template="{% for message in messages %}{{ message.content if loop.last else '' }}{% endfor %}")
+    with pytest.raises(UserError, match="the chat template leaves out the text of a turn of the user"):
+        RowEncoder(writers["qwen2_5"], deaf, 9999).encode(needed_text({"prompt": [TURN, REPLY]}, "prompt", "prompts"))
     row = {"messages": [{"role": "system", "content": "Be kind."}, TURN]}
     encoded = RowEncoder(writers["qwen2_5"], deaf, 9999).encode(needed_text(row, "messages", "prompts"))
     assert encoded.unread == ("text of a turn of the system",)
