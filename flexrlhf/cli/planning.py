@@ -12,7 +12,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.files import is_present
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_report import absent_line, data_line, data_warnings
+from flexrlhf.plan.data_report import absent_line, data_line, data_warnings, unread_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import DataSource, data_sources, present_inspections
 from flexrlhf.plan.suggestions import check_fits
@@ -62,8 +62,10 @@ def print_absent_data(plans: Sequence[Plan]) -> None:
 
 
 def print_data_lines(files: Sequence[InspectedFile]) -> None:
-    """Print a line for each data file, and warnings where many rows are left out or cut."""
+    """Print a line for each data file, one for columns that are not read, and warnings where many rows are left out or
+    cut."""
     for plan, source, found in files:
-        typer.echo(f"{plan.spec.name}: {data_line(source, found.counts)}")
+        for line in filter(None, (data_line(source, found.counts), unread_line(source, found.counts))):
+            typer.echo(f"{plan.spec.name}: {line}")
         for warning in data_warnings(source, found.counts):
             print_error(f"{plan.spec.name}: {warning}")

@@ -36,7 +36,7 @@ from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.placement.protocols import PURE
-from flexrlhf.plan.data_report import data_line, data_warnings
+from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
 from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan, make_plans
@@ -229,8 +229,10 @@ def _called(
 def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
     """Send the effect of the limits on the rows of each data file."""
     for source in data_sources(plan):
-        send(Note(plan.spec.name, data_line(source, data.counts[source.key])))
-        for warning in data_warnings(source, data.counts[source.key]):
+        counts = data.counts[source.key]
+        for line in filter(None, (data_line(source, counts), unread_line(source, counts))):
+            send(Note(plan.spec.name, line))
+        for warning in data_warnings(source, counts):
             print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
 
 

@@ -60,7 +60,7 @@ def absent_line(source: DataSource) -> str:
 
 def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
     """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, and sentences for
-    rows that are left out, with control tokens, with unknown tokens, or with names that nothing reads.
+    rows that cannot be read or have control tokens in their text.
     """
     limits, responses = counts.limits, counts.kept_responses
     if counts.num_long > WARNED_SHARE * len(counts.prompts):
@@ -74,8 +74,7 @@ def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
             f"{source.key}: {_share(len(counts.bad), len(counts.prompts) + len(counts.bad))} rows cannot be "
             f"read and are left out: {'; '.join(_reasons(counts))}"
         )
-    further = (*_controls(counts), *_unknown(counts), *_unread(source, counts))
-    yield from (f"{source.key}: {text}" for text in further)
+    yield from (f"{source.key}: {text}" for text in _controls(counts))
     if counts.num_cut > WARNED_SHARE * len(responses):
         yield (
             f"{source.key}: {_share(counts.num_cut, len(responses))} responses have more than data.max_response_tokens "
@@ -95,23 +94,23 @@ def _controls(counts: DataCounts) -> Iterator[str]:
 
 
 def _unknown(counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for tokens that stand for what the tokenizer does not know."""
+    """Yield a sentence for unknown tokens."""
     if counts.unknown:
         rows = _share(len(counts.unknown), len(counts.prompts))
         yield (
-            f"{_share(sum(counts.unknown), counts.num_tokens)} tokens, in {rows} rows, stand for what the tokenizer "
-            f"does not know: all such words are the same to a model"
+            f"{_share(sum(counts.unknown), counts.num_tokens)} tokens, in {rows} rows, are the tokenizer's unknown "
+            f"token: all words that it stands for are the same to a model"
         )
 
 
-def _unread(source: DataSource, counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for columns and keys that are not read; those of prompts may be read by scores."""
+def unread_line(source: DataSource, counts: DataCounts) -> str:
+    """Return a sentence on columns and keys that are not read, which scores may read; nothing without any."""
     if not counts.unread:
-        return
+        return ""
     names = sorted(counts.unread, key=lambda name: -counts.unread[name])
     uses = "are no part of prompts" if source.needs == "prompts" else "are not read"
     listed = (f"{name} ({counted(counts.unread[name], 'row')})" for name in names)
-    yield f"these {uses}: {some_of(listed)}"
+    return one_line(f"{source.key}: these {uses}: {some_of(listed)}")
 
 
 def _reasons(counts: DataCounts) -> Iterator[str]:
@@ -148,7 +147,7 @@ def passes_line(plan: Plan, source: DataSource, counts: DataCounts) -> str:
 def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> str:
     """Return the whole report about the file of ``source``. ``decode``: tokens to text, special tokens included."""
     counts = found.counts
-    further = (*_controls(counts), *_unknown(counts), *map(one_line, _unread(source, counts)))
+    further = (*_controls(counts), *_unknown(counts), *filter(None, [unread_line(source, counts)]))
     lines = [
         data_line(source, counts),
         *(f"  {line}" for line in (*_bad_rows(counts), *_duplicates(found), *further)),

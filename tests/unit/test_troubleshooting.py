@@ -111,16 +111,6 @@ def bad_rows(reader: Reader) -> str:
     return reader.checks("data.path=q.jsonl", "data.bad_rows=drop")
 
 
-def unknown_tokens(reader: Reader) -> str:
-    Path("q.jsonl").write_text(json.dumps({"prompt": "hello world"}))
-    return reader.checks("data.path=q.jsonl")
-
-
-def unread_columns(reader: Reader) -> str:
-    Path("q.jsonl").write_text(json.dumps({"prompt": "come", "source": "web"}))
-    return reader.checks("data.path=q.jsonl")
-
-
 def dropped_prompts(reader: Reader) -> str:
     rows = [{"prompt": " ".join(["come"] * (1 + 20 * (number % 3 == 0)))} for number in range(30)]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -251,8 +241,6 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "truncated": lambda reader: reader.observes({"truncated": 0.75}),
     "dropped prompts": dropped_prompts,
     "bad rows": bad_rows,
-    "unknown tokens": unknown_tokens,
-    "unread columns": unread_columns,
     "unfinished run": unfinished,
 }
 """What produces a message, under a name for it."""
