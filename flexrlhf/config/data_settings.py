@@ -110,6 +110,12 @@ class DataSpec(StrictModel):
     chat_template: UserPath | None = Field(
         None, description="a file with a Jinja chat template; null: the tokenizer's own"
     )
+    end_token: str | None = Field(
+        None,
+        min_length=1,
+        description="token that the chat template is to write behind each turn of the assistant, trained on and ending "
+        "sampled responses: eos, the tokenizer's own, or another special token of it; null: as the template is",
+    )
     control_tokens: ControlUse = Field(
         "auto",
         description="control tokens of the tokenizer, such as its end token, in a row's own text: auto: they are text "

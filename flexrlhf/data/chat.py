@@ -1,37 +1,28 @@
-"""Chats as text, rendered by a chat template, and the parts of it that the assistant has written.
-
-A template is a Jinja text that a tokenizer brings; transformers renders it in a sandbox. Which part of a chat is the
-assistant's follows from ``{% generation %}`` markers in the template, else from the prefix rule: the turns before an
-assistant's turn, with the prompt for generation, render to the beginning of the whole chat, and so do the turns up to
-its end.
-"""
+"""Chats as text, rendered by a chat template: a Jinja text that a tokenizer brings, which transformers renders in a
+sandbox."""
 
 from __future__ import annotations
 
 import re
-import resource
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
 from flexrlhf.config.data_settings import ControlUse
+from flexrlhf.data.chat_bounds import bounded_memory, checked_length, one_sentence
+from flexrlhf.data.chat_ends import end_token, with_end_of_each, with_end_of_last
 from flexrlhf.data.known_keys import RowValues
 from flexrlhf.data.messages import Message, is_assistant
 from flexrlhf.data.template_values import TemplateKeys
 from flexrlhf.errors import UserError
-from flexrlhf.text import bytes_text
 
 ChatUse = Literal["auto", "always", "never"]
 """Rows that a chat template renders: those that are chats, all, or none."""
-MOST_BYTES = 2**30
-"""Most memory in which a template renders a chat: it comes with a model, and may write without end."""
-MOST_CHARACTERS = 2**24
-"""Longest chat as text, more than any model reads: a tokenizer takes a hundred times its bytes."""
-_STATM = Path("/proc/self/statm")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REPLY, _NEXT = "reply-4f1d", "next-4f1d"
 _PROBE = (Message("user", "question"), Message("assistant", _REPLY))
@@ -49,12 +40,16 @@ class ChatFormat:
     template:  its text; None: the tokenizer's own
     control:   use of control tokens of the tokenizer in a row's own text
     tools:     functions that the policy may call, which the template writes into prompts
+    end:       token that the template is to write behind the assistant's turns; None: as it is
+    ends:      ids of all tokens that end a response; none: the tokenizer's eos and that of the template
     """
 
     use: ChatUse = "auto"
     template: str | None = None
     control: ControlUse = "auto"
     tools: tuple[Tool, ...] = ()
+    end: str | None = None
+    ends: tuple[int, ...] = ()
 
 
 DEFAULT_CHAT = ChatFormat()
@@ -63,20 +58,29 @@ DEFAULT_CHAT = ChatFormat()
 class ChatTemplate:
     """A chat template with the tokenizer whose special tokens it writes.
 
-    Raises UserError if the tokenizer has none and no other is given, or if it does not write ``tools``.
+    Raises UserError if the tokenizer has none and no other is given, if it does not write ``tools``, or if ``end`` is
+    no token.
+
+    end:  token that it writes behind the assistant's turns; empty if that was not set
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None, tools: Sequence[Tool] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, template: str | None = None, tools: Sequence[Tool] = (), end: str | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] or None
-        self._template = own_template(tokenizer, bool(tools)) if template is None else template
-        if self._template is None:
+        found = own_template(tokenizer, bool(tools)) if template is None else template
+        if found is None:
             raise UserError(
                 "the row is a chat, but the tokenizer has no chat template: name a file with one in "
                 "data.chat_template, or another data.tokenizer"
             )
+        self.text: str = found
         self._options: Mapping[str, Any] = {}
-        self.keys = TemplateKeys(self._template, self._render_plain)
+        self.keys = TemplateKeys(self.text, self._render_plain)
+        self.end, self._end_of_last = "", ""
+        if end is not None:
+            self._write_end(end_token(tokenizer, end))
         if tools:
             self._check_tools()
 
@@ -88,58 +92,72 @@ class ChatTemplate:
             raise UserError("the row has tools, and environment.tools are others: remove one of them")
         found = copy(self)
         found._tools, found._options = [dict(tool) for tool in values.tools] or self._tools, values.options
+        vars(found).pop("prompt_end", None)  # a variable changes it, such as enable_thinking
         return found
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the template marks the assistant's text."""
+        return _MARKER.search(self.text) is not None
+
+    @cached_property
+    def special_tokens(self) -> re.Pattern[str]:
+        """Pattern of the tokens that the tokenizer never splits."""
+        tokens = sorted(map(str, self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
     def prompt(self, turns: Sequence[Message], is_bounded: bool = True) -> str:
         """Return the text of a prompt, up to where the assistant begins, or goes on where the last turn is its own.
 
         ``is_bounded``: as in ``chat``.
         """
-        _check_turns(turns)
+        check_turns(turns)
         is_continued = is_assistant(turns[-1])
-        return self._render(turns, generation=not is_continued, continued=is_continued, is_bounded=is_bounded)
-
-    def response(
-        self, turns: Sequence[Message], completion: Sequence[Message]
-    ) -> tuple[str, int, tuple[tuple[int, int], ...]]:
-        """Return ``turns`` and ``completion`` as one text; the characters of ``turns``; and the ranges of characters
-        behind them that the assistant has written, in order."""
-        _check_turns(turns)
-        if not any(map(is_assistant, completion)):
-            raise UserError("the response has no assistant turn")
-        marked = self._marked((*turns, *completion)) if _MARKER.search(str(self._template)) else None
-        text, found = marked or (self._render((*turns, *completion)), ())
-        prompt = self._length_of_prefix(text, turns, generation=is_assistant(completion[0]))
-        spans = tuple((max(first, prompt), last) for first, last in found if last > prompt)
-        if marked is None:
-            spans = tuple(self._prefix_spans(text, turns, completion))
-        if not spans:
-            raise UserError("the chat template marks no text of the response with {% generation %}")
-        return text, prompt, spans
+        return self.render(turns, generation=not is_continued, continued=is_continued, is_bounded=is_bounded)
 
     def chat(self, turns: Sequence[Message]) -> str:
         """Return a whole chat as text, during training: without a bound of memory, which other threads would feel."""
-        return self._render(turns, is_bounded=False)
+        return self.render(turns, is_bounded=False)
 
+    @cached_property
     def turn_end(self) -> str:
-        """Return the text that the template writes behind an assistant's turn; nothing if it cannot be found."""
+        """Text that the template writes behind an assistant's turn; nothing if it cannot be found."""
         try:
-            text = self._render(_PROBE)
+            text = self.render(_PROBE)
         except UserError:
             return ""
         _, found, end = text.rpartition(_PROBE[-1].content)
         return end if found else ""
+
+    @cached_property
+    def prompt_end(self) -> str:
+        """End of a prompt for sampling that is not in front of a response without a thought."""
+        prompt, text = self.render(_PROBE[:1], generation=True), self.render(_PROBE)
+        return prompt[len(commonprefix((prompt, text))) :]
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the id of the token that begins the end of an assistant's turn, if it is a special one."""
+        text = self.turn_end.lstrip()
+        first = self._tokenizer.encode(text, add_special_tokens=False)[:1] if text else []
+        return tuple(token for token in first if token in self._tokenizer.added_tokens_decoder)
 
     def after_turn(self, messages: Sequence[Message]) -> str:
         """Return the text behind an assistant's turn: its end, ``messages``, and the beginning of its next turn.
 
         It is rendered behind a short chat, during training: without a bound of memory.
         """
-        text = self._render((*_PROBE, *messages), generation=True, is_bounded=False)
+        text = self.render((*_PROBE, *messages), generation=True, is_bounded=False)
         _, found, after = text.partition(_REPLY)
         if not found:
             raise UserError("the chat template leaves out the assistant's turn once others follow")
         return after
+
+    def next_turn(self) -> str:
+        """Return the text behind an assistant's turn that one of the user follows; nothing if that is refused."""
+        try:
+            return self.after_turn([Message("user", _NEXT)])
+        except UserError:
+            return ""
 
     def check_reply(self, role: str) -> None:
         """Raise UserError if a turn of ``role`` behind the assistant's is left out."""
@@ -153,9 +171,11 @@ class ChatTemplate:
         """Raise UserError if an assistant's turn is rendered in another way once a turn of ``role`` follows."""
         for content in (_REPLY, _THOUGHTS + _REPLY):
             turns = (_PROBE[0], Message("assistant", content))
-            begun, ended = self._render(turns[:1], generation=True), self._render(turns)
-            going_on = self._render((*turns, Message(role, _NEXT)), generation=True)
-            if not (content in ended and ended.startswith(begun) and going_on.startswith(ended)):
+            begun, ended = self.render(turns[:1], generation=True), self.render(turns)
+            going_on = self.render((*turns, Message(role, _NEXT)), generation=True)
+            # the next turn of another role may begin with another end
+            stays = going_on.startswith(ended.removesuffix(self._end_of_last))
+            if not (content in ended and ended.startswith(begun) and stays):
                 thoughts = " and its thoughts" * (content is not _REPLY)
                 raise UserError(
                     f"the chat template renders a turn of the assistant{thoughts} in another way once a turn of the "
@@ -163,9 +183,25 @@ class ChatTemplate:
                     "environment.bridge=true, or name a template that keeps turns as they are in data.chat_template"
                 )
 
+    def _write_end(self, end: str) -> None:
+        """Change the template such that ``end`` is behind each turn of the assistant, if it is not.
+
+        Where the next turn of the user begins with it, it is behind the last turn alone.
+        """
+        self.end = end
+        if self.turn_end.lstrip().startswith(end):
+            return
+        del self.turn_end  # it changes
+        front, found, _ = self.next_turn().partition(end)
+        if found and not front.strip():
+            self._end_of_last = front + end
+            self.text = with_end_of_last(self.text, self._end_of_last)
+        else:
+            self.text = with_end_of_each(self.text, end)
+
     def _check_tools(self) -> None:
         """Raise UserError if a prompt does not have the tools."""
-        text = self._render(_PROBE[:1], generation=True)
+        text = self.render(_PROBE[:1], generation=True)
         for tool in self._tools or ():
             name = tool["function"]["name"]
             if name not in text:
@@ -174,45 +210,30 @@ class ChatTemplate:
                     "name one that does in data.chat_template"
                 )
 
-    def _marked(self, turns: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def marked(self, turns: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return ``turns`` as text, and the ranges of characters that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _one_sentence(), _bounded_memory():
+        conversation = self._as_read(self.keys.messages(turns), is_bounded=True)
+        with one_sentence(), bounded_memory():
             (text,), (spans,) = render_jinja_template(
-                conversations=[self.keys.messages(turns)],
+                conversations=[conversation],
                 tools=self._tools,
-                chat_template=self._template,
+                chat_template=self.text,
                 return_assistant_tokens_mask=True,
                 **{**self._tokenizer.special_tokens_map, **self._options},
             )
-        return _checked_length(text), spans
+        return checked_length(text), spans
 
-    def _prefix_spans(
-        self, text: str, turns: Sequence[Message], completion: Sequence[Message]
-    ) -> Iterator[tuple[int, int]]:
-        messages = (*turns, *completion)
-        for number in range(len(turns), len(messages)):
-            if is_assistant(messages[number]):
-                start = self._length_of_prefix(text, messages[:number], generation=True)
-                yield start, self._length_of_prefix(text, messages[: number + 1], generation=False)
+    def _as_read(self, messages: list[dict[str, Any]], is_bounded: bool) -> list[dict[str, Any]]:
+        return list(map(_in_parts, messages)) if _takes_parts(self.text, is_bounded) else messages
 
-    def _length_of_prefix(self, text: str, turns: Sequence[Message], generation: bool) -> int:
-        """Return the length of the first turns as text, which ``text`` must begin with."""
-        prefix = self._render(turns, generation=generation)
-        if not text.startswith(prefix):
-            raise UserError(
-                f"the chat template renders the first {len(turns)} turns in another way when others follow, so what "
-                "the assistant has written cannot be found: mark it with {% generation %} in a template of your own "
-                "(data.chat_template)"
-            )
-        return len(prefix)
-
-    def _render(
+    def render(
         self, turns: Sequence[Message], generation: bool = False, continued: bool = False, is_bounded: bool = True
     ) -> str:
-        messages = self.keys.messages(turns)
-        return self._render_plain(messages, generation, continued, is_bounded)
+        """Return ``turns`` as text, with the beginning of the assistant's next turn for ``generation``, or without the
+        end of the last one where it is ``continued``. ``is_bounded``: as in ``chat``."""
+        return self._render_plain(self.keys.messages(turns), generation, continued, is_bounded)
 
     def _render_plain(
         self,
@@ -221,17 +242,18 @@ class ChatTemplate:
         continued: bool = False,
         is_bounded: bool = True,
     ) -> str:
-        with _one_sentence(), _bounded_memory() if is_bounded else nullcontext():
+        conversation = self._as_read(messages, is_bounded)
+        with one_sentence(), bounded_memory() if is_bounded else nullcontext():
             text: str = self._tokenizer.apply_chat_template(
-                messages,
+                conversation,
                 tools=self._tools,
-                chat_template=self._template,
+                chat_template=self.text,
                 tokenize=False,
                 add_generation_prompt=generation,
                 continue_final_message=continued,
                 **self._options,
             )
-        return _checked_length(text)
+        return checked_length(text)
 
 
 def read_chat_format(use: ChatUse, file: str | None) -> ChatFormat:
@@ -271,45 +293,34 @@ def encode_with_cuts(
     return ids + rest, counts
 
 
-def _check_turns(turns: Sequence[Message]) -> None:
+@lru_cache(maxsize=16)
+def _takes_parts(template: str, is_bounded: bool) -> bool:
+    """Whether a template leaves out contents that are texts and writes lists of parts, as of models that see images."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def is_written(messages: list[dict[str, Any]]) -> bool:
+        try:
+            with one_sentence(), bounded_memory() if is_bounded else nullcontext():
+                (text,), _ = render_jinja_template(conversations=[messages], chat_template=template)
+        except UserError:
+            return False
+        return _REPLY in text and "'type'" not in text
+
+    plain = _plain(_PROBE)
+    return "text" in template and not is_written(plain) and is_written(list(map(_in_parts, plain)))
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message["content"], str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def check_turns(turns: Sequence[Message]) -> None:
+    """Raise UserError for a chat without a turn before the response."""
     if not turns:
         raise UserError("the chat has no turn before the response")
 
 
-def _checked_length(text: str) -> str:
-    """Return a chat as text. Raises UserError if it is too long."""
-    if len(text) > MOST_CHARACTERS:
-        raise UserError(f"the chat template writes {len(text)} characters for one chat, more than {MOST_CHARACTERS}")
-    return text
-
-
-@contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """Let this process take at most MOST_BYTES more in the body, which raises MemoryError beyond. On Linux alone."""
-    if sys.platform != "linux":
-        yield
-        return
-    used = int(_STATM.read_bytes().partition(b" ")[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = used + MOST_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """Turn an error of a template, or in it, into a UserError."""
-    from jinja2 import TemplateError, TemplateSyntaxError
-
-    try:
-        yield
-    except TemplateSyntaxError as error:
-        raise UserError(f"the chat template is no Jinja: {error.message}, in its line {error.lineno}") from None
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the chat template refuses the turns: {reason:.300}") from None
-    except MemoryError:
-        raise UserError(f"the chat template takes more than {bytes_text(MOST_BYTES)} of memory for one chat") from None
+def _plain(turns: Sequence[Message]) -> list[dict[str, Any]]:
+    return [{"role": message.role, "content": message.content} for message in turns]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -23,14 +23,17 @@ class ControlTokens:
     """Special tokens of a tokenizer, as texts contain them.
 
     A text is marked before a template renders it: its own control tokens then differ from those of the template.
+
+    texts:  of all, by their ids
     """
 
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {number: text for number, token in added.items() if token.special and (text := str(token)).strip()}
+        self.texts: Mapping[int, str] = special
         self._tokens = tokens = sorted(special.values(), key=len, reverse=True)
         self._encode = tokenizer.encode
-        self._bos = special.get(tokenizer.bos_token_id, "")
+        self._bos, self._eos = (special.get(each, "") for each in (tokenizer.bos_token_id, tokenizer.eos_token_id))
         self._texts = {chr(ord(_ESCAPE) + number): text for number, text in enumerate([_ESCAPE, *tokens])}
         self._marks = {text: _ESCAPE + mark for mark, text in self._texts.items()}
         self._own = re.compile("|".join(map(re.escape, self._marks)))
@@ -53,6 +56,33 @@ class ControlTokens:
             return _changed(row, self._mark_prompt, self.mark, self._mark_response, self.mark)
         is_chat = bool(row.turns or row.completions)
         return _changed(row, _escaped, self.mark if use == "auto" and is_chat else _escaped, _escaped, _escaped)
+
+    def without_doubled(self, row: TextExample, writes_bos: bool, turn_end: str = "") -> TextExample:
+        """Return a row without the tokens at the ends of its texts that are written around them.
+
+        These are bos in front of a response, of a prompt all but one, and behind a response the white space that
+        follows its end token, or the token by which a template begins ``turn_end``.
+
+        writes_bos:  whether bos is in front of a prompt
+        """
+        end = next((token for token in self._tokens if turn_end.startswith(token)), "")
+
+        def response(text: str) -> str:
+            text = _without_front(text, self._bos) if writes_bos else text
+            return _without_back(text, end) if end else self._with_one_eos(text)
+
+        def unchanged(text: str) -> str:
+            return text
+
+        def prompt(text: str) -> str:
+            rest = _without_front(text, self._bos) if writes_bos else text
+            return self._bos + rest if len(rest) < len(text) else text
+
+        return _changed(row, prompt, unchanged, response, unchanged)
+
+    def _with_one_eos(self, text: str) -> str:
+        rest = _without_back(text, self._eos)
+        return rest + self._eos if len(rest) < len(text) else text
 
     def found(self, marked: TextExample) -> str:
         """Return a marked control token of a row; nothing without one."""
@@ -81,6 +111,20 @@ class ControlTokens:
     def _mark_response(self, text: str) -> str:
         end = next((token for token in self._tokens if text.endswith(token)), "")
         return self.mark(text.removesuffix(end)) + end
+
+
+def _without_front(text: str, token: str) -> str:
+    """Return a text without a token, once or several times, at its beginning."""
+    while token and text.lstrip().startswith(token):
+        text = text.lstrip().removeprefix(token)
+    return text
+
+
+def _without_back(text: str, token: str) -> str:
+    """Return a text without a token, once or several times, at its end."""
+    while token and text.rstrip().endswith(token):
+        text = text.rstrip().removesuffix(token)
+    return text
 
 
 def _escaped(text: str) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
+from flexrlhf.data.chat_ends import EOS
+from flexrlhf.data.chat_responses import RenderedResponse, Span, render_response
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.messages import Chat, is_assistant
 from flexrlhf.data.template_values import check_thoughts, check_written
@@ -60,6 +63,7 @@ class EncodedRow:
     escaped:  one that is encoded as text
     unread:   names of columns, keys and turns that are in no text of the row
     unknown:  number of tokens that stand for what the tokenizer does not know
+    remarks:  what a user should know of the row, the ends of sentences about rows
     """
 
     text: str
@@ -70,6 +74,7 @@ class EncodedRow:
     escaped: str = ""
     unread: tuple[str, ...] = ()
     unknown: int = 0
+    remarks: tuple[str, ...] = ()
 
 
 class RowEncoder:
@@ -82,7 +87,6 @@ class RowEncoder:
         self._bos = bos_in_front(tokenizer)
         self._unknown = unknown_token(tokenizer)
         self._controls = ControlTokens(tokenizer)
-        self._template: ChatTemplate | None = None
 
     def encode(self, text: TextExample) -> EncodedRow:
         """Return the token ids of a row. Raises UserError for a row that has none, or that no template renders."""
@@ -94,6 +98,9 @@ class RowEncoder:
                 "the row has tools or variables for a chat template, but is a text, which none renders: set "
                 "data.chat=always, or remove them"
             )
+        is_chat = bool(row.turns or row.completions)
+        end = self._chat_template.turn_end if is_chat else ""
+        row = self._controls.without_doubled(row, bool(self._bos) or not (row.prompt or is_chat), end)
         used = self._controls.mark_row(row, self._chat.control)
         control = self._controls.found(self._controls.mark_row(used, "text"))
         if control and self._chat.control == "refuse":
@@ -101,7 +108,7 @@ class RowEncoder:
                 f"the text has {control!r}, a control token of the tokenizer, which data.control_tokens refuses; "
                 f"remove it, or encode it as text by data.control_tokens=text"
             )
-        encoded = self._encode_chat(used) if used.turns or used.completions else self._encode_text(used)
+        encoded = self._encode_chat(used) if is_chat else self._encode_text(used)
         unknown = encoded.prompt.count(self._unknown) + sum(response.num_unknown for response in encoded.responses)
         return replace(
             encoded,
@@ -142,36 +149,61 @@ class RowEncoder:
         unknown, length, ids = ids.count(self._unknown), len(ids), tuple(ids[: self._limit])
         return EncodedResponse(ids, length <= self._limit, tuple(is_trained[: len(ids)]), length, unknown)
 
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, self._chat.template, self._chat.tools, self._chat.end)
+
     def _encode_chat(self, row: TextExample) -> EncodedRow:
-        self._template = self._template or ChatTemplate(self._tokenizer, self._chat.template, self._chat.tools)
-        template = self._template.of_row(row.values)
+        template = self._chat_template.of_row(row.values)
         if not row.completions:
             text = template.prompt(row.turns)
             unread = check_written(text, row.turns, row.values, template.keys)
             return EncodedRow(self._controls.unmark(text), tuple(self._controls.encode(text)), (), unread=unread)
         rendered, unread = [], tuple[str, ...]()
         for completion in row.completions:
-            text, prompt, spans = template.response(row.turns, completion)
-            unread += check_written(text, (*row.turns, *completion), row.values, template.keys)
-            check_thoughts(text[prompt:], completion)
-            rendered.append((text, prompt, _of_trained(spans, completion)))
-        prompts, responses = zip(*(self._encode_rendered(*each) for each in rendered), strict=True)
-        text, prompt, _ = rendered[0]
-        return EncodedRow(self._controls.unmark(text[:prompt]), prompts[0], responses, unread=unread)
+            found = render_response(template, row.turns, completion)
+            unread += check_written(found.text, (*row.turns, *completion), row.values, template.keys)
+            check_thoughts(found.text[found.prompt :], completion)
+            rendered.append(replace(found, spans=_of_trained(found.spans, completion)))
+        prompts, responses = zip(*map(self._encode_rendered, rendered), strict=True)
+        remarks = [remark for each in rendered for remark in each.remarks]
+        remarks += [self._no_end for each in responses if each.is_finished and not self._is_ended(each)]
+        text = self._controls.unmark(rendered[0].text[: rendered[0].prompt])
+        return EncodedRow(text, prompts[0], responses, unread=unread, remarks=tuple(dict.fromkeys(remarks)))
 
-    def _encode_rendered(
-        self, text: str, prompt: int, spans: Sequence[tuple[int, int]]
-    ) -> tuple[tuple[int, ...], EncodedResponse]:
+    def _encode_rendered(self, rendered: RenderedResponse) -> tuple[tuple[int, ...], EncodedResponse]:
         """Return prompt and response, of which the spans are trained on."""
-        cuts = [prompt, *(place for span in spans for place in span)]
-        ids, (start, *bounds) = encode_with_cuts(text, cuts, self._controls.encode)
+        cuts = [rendered.prompt, *(place for span in rendered.spans for place in span)]
+        ids, (start, *bounds) = encode_with_cuts(rendered.text, cuts, self._controls.encode)
         is_trained = [False] * len(ids)
         for first, last in zip(bounds[::2], bounds[1::2], strict=True):
             is_trained[first:last] = [True] * (last - first)
         return tuple(ids[:start]), self._cut(ids[start:], is_trained[start:])
 
+    def _is_ended(self, response: EncodedResponse) -> bool:
+        """Whether a token that ends a response is among the last ones that are trained on without a gap."""
+        last = max((place for place, each in enumerate(response.is_trained, start=1) if each), default=0)
+        first = next((index for index in range(last, 0, -1) if not response.is_trained[index - 1]), 0)
+        return not set(self._ends).isdisjoint(response.ids[first:last])
 
-def _of_trained(spans: Sequence[tuple[int, int]], completion: Chat) -> Sequence[tuple[int, int]]:
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        eos = self._tokenizer.eos_token_id
+        return self._chat.ends or (*(() if eos is None else (eos,)), *self._chat_template.end_tokens())
+
+    @cached_property
+    def _no_end(self) -> str:
+        """Remark on a response that trains no token that ends one, with the token that would follow it."""
+        texts = [self._controls.texts[each] for each in self._ends if each in self._controls.texts]
+        following = self._chat_template.next_turn()
+        named = next((text for text in texts if following.startswith(text)), EOS)
+        return (
+            f"train on no token that ends a response ({', '.join(texts)}), so a policy would not learn to stop: "
+            f"data.end_token={named} has the chat template write one behind each turn of the assistant"
+        )
+
+
+def _of_trained(spans: tuple[Span, ...], completion: Chat) -> tuple[Span, ...]:
     """Return the spans of the turns that are trained on, of one span for each turn of the assistant."""
     turns = [turn for turn in completion if is_assistant(turn)]
     if all(turn.is_trained for turn in turns):
@@ -181,7 +213,7 @@ def _of_trained(spans: Sequence[tuple[int, int]], completion: Chat) -> Sequence[
             f"some turns are marked as not trained on, but the chat template marks {len(spans)} texts of {len(turns)} "
             f"turns of the assistant with {{% generation %}}, so theirs cannot be found"
         )
-    return [span for span, turn in zip(spans, turns, strict=True) if turn.is_trained]
+    return tuple(span for span, turn in zip(spans, turns, strict=True) if turn.is_trained)
 
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:

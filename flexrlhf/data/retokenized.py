@@ -47,6 +47,8 @@ class TextEncoder:
 
     def _text(self, text: str, is_finished: bool) -> list[int]:
         ids, end = self._controls.encode(text, add_special_tokens=True), self.tokenizer.eos_token_id
+        if ids[:2] == [self.tokenizer.bos_token_id] * 2:  # a prompt may begin with it itself
+            ids = ids[1:]
         if end is not None and (not ids or (is_finished and ids[-1] != end)):
             ids.append(end)
         if not ids:

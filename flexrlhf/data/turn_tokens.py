@@ -52,9 +52,11 @@ class TurnTokens:
         self._is_bridged, self._checked = bridge, set[str]()
         has_template = chat.template is not None or own_template(tokenizer, bool(chat.tools)) is not None
         self._template = (
-            ChatTemplate(tokenizer, chat.template, chat.tools) if has_template and chat.use != "never" else None
+            ChatTemplate(tokenizer, chat.template, chat.tools, chat.end)
+            if has_template and chat.use != "never"
+            else None
         )
-        self._end = () if self._template is None else self._special_end(self._template.turn_end())
+        self._end = () if self._template is None else self._special_end(self._template.turn_end)
         if self._template is not None:
             self._check("tool" if chat.tools else "user")
         self._cached_reply = lru_cache(_CACHED)(self._chat_reply)
@@ -83,16 +85,17 @@ class TurnTokens:
         text = self._template.prompt((*row.turns, *self._messages(replies)), is_bounded=False)
         return tuple(self._controls.encode(text))
 
-    def reply(self, messages: Replies, is_ended: bool, is_chat: bool = True) -> tuple[int, ...]:
+    def reply(self, messages: Replies, is_ended: bool, is_chat: bool = True, end: int | None = None) -> tuple[int, ...]:
         """Return the ids between a turn that was sampled and the next one.
 
         is_ended:  whether the turn's last token is one that ends it; else the whole end is written.
         is_chat:   whether the row is a chat; a text goes on with the texts of ``messages``. So does every row of a
                    tokenizer without a chat template.
+        end:       the token that ended the turn; in some templates the next turn begins with it
         """
         if self._template is None or not is_chat:
             return self._plain(messages)
-        return self._cached_reply(self._messages(messages), is_ended)
+        return self._cached_reply(self._messages(messages), is_ended, end)
 
     def messages(self, ids: Sequence[int]) -> Replies:
         """Return the messages of ``ids``, as ``reply`` has returned them: without the template's text around them.
@@ -115,7 +118,7 @@ class TurnTokens:
                 if len(roles) == 2 and roles[0] == role and parts[1] in rest
             ]
             if not found:
-                _, tail = around.get(((role,), True), ("", ""))
+                _, tail = around.get(((role,), "rest"), ("", ""))
                 return (*messages, (role, rest.removesuffix(tail))) if rest.endswith(tail) else ()
             _, _, between, later = min(found)
             content, _, rest = rest.partition(between)
@@ -123,31 +126,36 @@ class TurnTokens:
             role = later
         return ()
 
-    def _text_around(self) -> dict[tuple[tuple[str, ...], bool], list[str]]:
-        """Return the template's text around one message and two, by their roles and whether the turn before has ended.
+    def _text_around(self) -> dict[tuple[tuple[str, ...], str], list[str]]:
+        """Return the template's text around one message and two, by their roles and what is written of the end of the
+        turn before: all, the rest, or no token that the next turn begins with.
 
         It is that of the ids: some tokenizers decode no space in front of a text.
         """
         roles = [each for count in (1, 2) for each in product(ROLES, repeat=count)]
-        found = {(each, is_ended): self._parts(each, is_ended) for each in roles for is_ended in (True, False)}
+        found = {(each, written): parts for each in roles for written, parts in self._parts(each).items()}
         return {key: parts for key, parts in found.items() if len(parts) == len(key[0]) + 1}
 
-    def _parts(self, roles: tuple[str, ...], is_ended: bool) -> list[str]:
-        """Return the text around messages of ``roles``; none if the template refuses them."""
+    def _parts(self, roles: tuple[str, ...]) -> dict[str, list[str]]:
+        """Return the text around messages of ``roles``, by what is written of the end of the turn before; none if the
+        template refuses them."""
+        messages = self._messages([(role, _CONTENT) for role in roles])
         try:
-            ids = self._chat_reply(self._messages([(role, _CONTENT) for role in roles]), is_ended)
+            rest, whole = (self._chat_reply(messages, is_ended) for is_ended in (True, False))
         except UserError:
-            return []
-        text: str = self._tokenizer.decode(ids)
-        return text.split(_CONTENT)
+            return {}
+        texts = {"rest": rest, "all": whole}
+        if rest and rest[0] in self._tokenizer.added_tokens_decoder:
+            texts["none"] = rest[1:]
+        return {written: str(self._tokenizer.decode(ids)).split(_CONTENT) for written, ids in texts.items()}
 
-    def _chat_reply(self, messages: Chat, is_ended: bool) -> tuple[int, ...]:
+    def _chat_reply(self, messages: Chat, is_ended: bool, end: int | None = None) -> tuple[int, ...]:
         assert self._template is not None, "a chat has a template"
         for message in messages:
             self._check(message.role)
         ids = self._encode_behind(self._template.after_turn(messages))
         # the end that was sampled stands for the template's
-        ends = (self._end, (self._tokenizer.eos_token_id,)) if is_ended else ()
+        ends = (self._end, (self._tokenizer.eos_token_id,), (end,)) if is_ended else ()
         return ids[next((len(end) for end in ends if end and ids[: len(end)] == end), 0) :]
 
     def _check(self, role: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
@@ -59,8 +60,8 @@ def absent_line(source: DataSource) -> str:
 
 
 def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, and sentences for
-    rows that cannot be read or have control tokens in their text.
+    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, sentences for rows
+    that cannot be read or have control tokens in their text, and one for each remark on rows.
     """
     limits, responses = counts.limits, counts.kept_responses
     if counts.num_long > WARNED_SHARE * len(counts.prompts):
@@ -74,7 +75,7 @@ def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
             f"{source.key}: {_share(len(counts.bad), len(counts.prompts) + len(counts.bad))} rows cannot be "
             f"read and are left out: {'; '.join(_reasons(counts))}"
         )
-    yield from (f"{source.key}: {text}" for text in _controls(counts))
+    yield from (f"{source.key}: {text}" for text in (*_controls(counts), *_remarks(counts)))
     if counts.num_cut > WARNED_SHARE * len(responses):
         yield (
             f"{source.key}: {_share(counts.num_cut, len(responses))} responses have more than data.max_response_tokens "
@@ -123,6 +124,12 @@ def _reasons(counts: DataCounts) -> Iterator[str]:
         yield f"{counted(sum(number for _, number in rest), 'row')} for other reasons"
 
 
+def _remarks(counts: DataCounts) -> Iterator[str]:
+    """Yield a sentence for each remark on rows."""
+    for remark, number in Counter(counts.remarks).items():
+        yield f"{_share(number, len(counts.prompts))} rows {remark}"
+
+
 def _fate(counts: DataCounts) -> str:
     """Return the fate of prompts that are too long."""
     if counts.limits.long_prompts == "error":
@@ -147,7 +154,7 @@ def passes_line(plan: Plan, source: DataSource, counts: DataCounts) -> str:
 def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> str:
     """Return the whole report about the file of ``source``. ``decode``: tokens to text, special tokens included."""
     counts = found.counts
-    further = (*_controls(counts), *_unknown(counts), *filter(None, [unread_line(source, counts)]))
+    further = (*_controls(counts), *_remarks(counts), *_unknown(counts), *filter(None, [unread_line(source, counts)]))
     lines = [
         data_line(source, counts),
         *(f"  {line}" for line in (*_bad_rows(counts), *_duplicates(found), *further)),

@@ -14,6 +14,7 @@ from typing import Any
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec, RowsSpec
 from flexrlhf.config.spec import Spec
+from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits, load_examples
 from flexrlhf.data.files import Row, is_present
 from flexrlhf.data.inspection import Inspection, inspect_rows
@@ -138,7 +139,7 @@ class RunData:
 
 def load_run_data(plan: Plan) -> RunData:
     """Load the examples for training and for evaluation."""
-    chat, tokenizer = prompt_format(plan), load_run_tokenizer(plan)
+    tokenizer = load_run_tokenizer(plan)
     sources = data_sources(plan)
     found = {
         each.key: _loaded(plan, each, tokenizer, _token_limits(plan), with_columns=_reads_columns(plan, each))
@@ -150,7 +151,7 @@ def load_run_data(plan: Plan) -> RunData:
     shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
-    ends = end_tokens(tokenizer, chat.template, plan.model("actor") if "actor" in plan.graph.roles else None)
+    ends = row_format(plan, tokenizer).ends
     is_trusted, num_ids = trusts_tokenizer(plan), max(tokenizer.get_vocab().values(), default=-1) + 1
     return RunData(examples, evaluation, texts, tokenizer_path(plan), ends, pad, is_trusted, shares, counts, num_ids)
 
@@ -185,6 +186,12 @@ def data_digest(data: RunData) -> str:
     return digest.hexdigest()
 
 
+def row_format(plan: Plan, tokenizer: Any) -> ChatFormat:
+    """Return the chat format of a run's rows, with the tokens that end its responses."""
+    chat, policy = prompt_format(plan), plan.model("actor") if "actor" in plan.graph.roles else None
+    return replace(chat, ends=end_tokens(tokenizer, chat, policy))
+
+
 def _loaded(
     plan: Plan,
     source: DataSource,
@@ -205,7 +212,7 @@ def _loaded(
         bad_rows=limits.bad_rows,
         with_columns=with_columns,
         layout=source.layout,
-        chat=prompt_format(plan),
+        chat=row_format(plan, tokenizer),
         rows=rows,
     )
 
@@ -270,7 +277,7 @@ def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int
         needs=source.needs,
         layout=source.layout,
         tokenizer=tokenizer,
-        chat=prompt_format(plan),
+        chat=row_format(plan, tokenizer),
         limits=_token_limits(plan),
         max_rows=max_rows,
     )

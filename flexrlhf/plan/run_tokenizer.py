@@ -96,7 +96,7 @@ def trusts_tokenizer(plan: Plan) -> bool:
 def chat_format(plan: Plan) -> ChatFormat:
     """Return which rows a chat template renders, and the template that the spec names."""
     data = plan.spec.data
-    return replace(read_chat_format(data.chat, data.chat_template), control=data.control_tokens)
+    return replace(read_chat_format(data.chat, data.chat_template), control=data.control_tokens, end=data.end_token)
 
 
 def prompt_format(plan: Plan) -> ChatFormat:
@@ -105,14 +105,28 @@ def prompt_format(plan: Plan) -> ChatFormat:
     return replace(chat_format(plan), tools=() if environment is None else tool_schemas(environment))
 
 
-def end_tokens(tokenizer: Any, template: str | None, policy: ModelSpec | None) -> tuple[int, ...]:
+def end_tokens(tokenizer: Any, chat: ChatFormat, policy: ModelSpec | None) -> tuple[int, ...]:
     """Return the ids of all tokens that end a response, the tokenizer's eos first.
 
-    template: the run's chat template; None: the tokenizer's, if it has one.
-    policy:   the model that generates; None: there is none.
+    chat:    the run's chat format; without a template, the tokenizer's is taken, if it has one.
+    policy:  the model that generates; None: there is none.
     """
     own = listed_end_tokens(policy) if policy is not None else ()
-    return tuple(dict.fromkeys((tokenizer.eos_token_id, *own, *_turn_end(tokenizer, template))))
+    template = run_template(tokenizer, chat)
+    of_turns = () if template is None else template.end_tokens()
+    return tuple(dict.fromkeys((tokenizer.eos_token_id, *own, *of_turns)))
+
+
+def run_template(tokenizer: Any, chat: ChatFormat) -> ChatTemplate | None:
+    """Return a run's chat template; None if it has none."""
+    has_template = chat.template is not None or own_template(tokenizer) is not None
+    return ChatTemplate(tokenizer, chat.template, end=chat.end) if has_template else None
+
+
+def saved_template(tokenizer: Any, chat: ChatFormat) -> str | None:
+    """Return the text of the chat template that is saved with a model; None if the tokenizer's own is."""
+    template = None if chat.end is None else run_template(tokenizer, chat)
+    return chat.template if template is None else template.text
 
 
 @dataclass(frozen=True)
@@ -187,12 +201,3 @@ def _read(policy: ModelSpec) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise UserError(f"models.actor.path {path}: {GENERATION_CONFIG} must contain an object")
     return contents
-
-
-def _turn_end(tokenizer: Any, template: str | None) -> tuple[int, ...]:
-    """Return the id of the token that the chat template writes behind an assistant's turn, if it is a special one."""
-    if template is None and own_template(tokenizer) is None:
-        return ()
-    text = ChatTemplate(tokenizer, template).turn_end().lstrip()
-    first = tokenizer.encode(text, add_special_tokens=False)[:1] if text else []
-    return tuple(token for token in first if token in tokenizer.added_tokens_decoder)

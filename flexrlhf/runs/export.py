@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from flexrlhf.data.chat import read_chat_format
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, usage_files
+from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, saved_template, usage_files
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
@@ -99,10 +99,11 @@ def find_trained_model(run: Path, role: str | None) -> TrainedModel:
 def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:
     """Return the files that say how ``role`` is used, with the tokenizer in ``directory``."""
     file, policy = spec.data.chat_template, spec.models.actor if role == "actor" else None
-    template = read_chat_format(spec.data.chat, file if file is not None and Path(file).is_file() else None).template
+    read = read_chat_format(spec.data.chat, file if file is not None and Path(file).is_file() else None)
     tokenizer = load_tokenizer(directory, policy is not None and policy.trust_remote_code)
-    eos, pad = end_tokens(tokenizer, template, policy), tokenizer.pad_token_id
-    return usage_files(template, policy, eos, eos[0] if pad is None else pad)
+    chat = replace(read, end=spec.data.end_token)
+    eos, pad = end_tokens(tokenizer, chat, policy), tokenizer.pad_token_id
+    return usage_files(saved_template(tokenizer, chat), policy, eos, eos[0] if pad is None else pad)
 
 
 def export_model(

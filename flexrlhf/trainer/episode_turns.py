@@ -158,8 +158,8 @@ class EnvironmentCaller:
             is_last = run.turn + 1 == run.operator.turns or room == 0
             so_far = tuple(history.turns), is_last, tuple(history.replied)
             call = EpisodeCall(key, example.columns, _seed(sampling, prompt), *so_far)
-            has_end = bool(ids) and ids[-1] in sampling.eos_token_ids
-            encode = partial(self._tokens.reply, is_ended=has_end, is_chat=bool(example.turns))
+            end = ids[-1] if ids and ids[-1] in sampling.eos_token_ids else None
+            encode = partial(self._tokens.reply, is_ended=end is not None, is_chat=bool(example.turns), end=end)
             requests.append(Request(call, encode, room))
         return requests
 

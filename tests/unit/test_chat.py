@@ -167,6 +167,107 @@ def test_markers_decide_what_is_trained_on(tokenizers: Any) -> None:
     assert response.is_trained == (True,) * (len(response.ids) - 1) + (False,)
 
 
+def chat_template(own: str, end: str = "<|im_end|>\n", prompt: str = "", behind: str = "") -> str:
+    """A template that writes ``own`` and ``end`` as an assistant's turn, ``prompt`` in front of one to be sampled, and
+    ``behind`` a whole chat."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + own + end + "{% else %}"
+        "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        + prompt + "{% else %}" + behind + "{% endif %}"
+    )  # fmt: skip
+
+
+OWN, ANSWERED = "{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"
+LAST = f"{{% if loop.last %}}{OWN}{{% else %}}{ANSWERED}{{% endif %}}"
+EMPTY = "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}" + OWN
+MARKED_LAST = "{% generation %}" + LAST + "<|im_end|>{% endgeneration %}{{ '\\n' }}"
+THOUGHTFUL = tuple(
+    Message(each.role, f"<think>\nHm.\n</think>\n\n{each.content}") if each.role == "assistant" else each
+    for each in CHAT
+)
+THOUGHT, CLOSED = "<think>\nHm.\n</think>\n\n", "<think>\n\n</think>\n\n"
+BRIDGED = {
+    "opens a thought": (chat_template(OWN, prompt="<think>\n"), CHAT, CLOSED, "<|im_end|>\n", ""),
+    "opens a thought, marked": (
+        chat_template("{% generation %}" + OWN, "<|im_end|>{% endgeneration %}{{ '\\n' }}", "<think>\n"),
+        CHAT, CLOSED, "<|im_end|>", "",
+    ),
+    "opens a thought, drops all": (
+        chat_template(ANSWERED, prompt="<think>\n"), THOUGHTFUL, THOUGHT, "<|im_end|>\n", "",
+    ),
+    "drops all thoughts": (chat_template(ANSWERED), THOUGHTFUL, THOUGHT, "<|im_end|>\n", ""),
+    "drops earlier thoughts": (chat_template(LAST), THOUGHTFUL, THOUGHT, "<|im_end|>\n", ""),
+    "drops earlier thoughts, marked": (chat_template(MARKED_LAST, ""), THOUGHTFUL, THOUGHT, "<|im_end|>", ""),
+    "an empty thought in the last": (chat_template(EMPTY), CHAT, CLOSED, "<|im_end|>\n", ""),
+    "a token behind the chat": (chat_template(OWN, behind="<|endoftext|>"), CHAT, "", "<|im_end|>\n", "<|endoftext|>"),
+}  # fmt: skip
+"""Templates, a chat of two exchanges, and what is trained on around an answer, and behind the last one."""
+
+
+TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "<thought>": "</thought>"}
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_thought_is_closed_by_the_tag_that_the_prompt_opens(tag: str, tokenizers: Any) -> None:
+    tokenizer, template = tokenizers["qwen2_5"], chat_template(OWN, prompt=f"{tag}\n")
+    for answer, written in (
+        (ANSWER.content, f"\n{TAGS[tag]}\n\n{ANSWER.content}"),
+        (f"{tag}\nHm.\n{TAGS[tag]}\nTwo.", f"Hm.\n{TAGS[tag]}\nTwo."),
+        (f"Hm.{TAGS[tag]}Two.", f"Hm.{TAGS[tag]}Two."),
+    ):
+        row = encoded(tokenizer, chat_row((Message("assistant", answer),)), template=template)
+        assert tokenizer.decode(row.responses[0].ids) == f"{written}<|im_end|>\n" and all(row.responses[0].is_trained)
+
+
+@pytest.mark.parametrize("name", BRIDGED)
+def test_a_response_follows_the_prompt_that_it_is_sampled_behind(name: str, tokenizers: Any) -> None:
+    """Also where the template writes earlier turns, or the beginning of a turn, in another way than it prompts."""
+    template, messages, front, end, last = BRIDGED[name]
+    tokenizer, opened = tokenizers["qwen2_5"], "<think>\n" * ("opens" in name)
+    for count in (2, 4):
+        row = encoded(tokenizer, chat_row(messages[1:count]), template=template)
+        asked = [{"role": "user", "content": QUESTION.content}]
+        prompt = tokenizer.apply_chat_template(asked, chat_template=template, add_generation_prompt=True)["input_ids"]
+        pieces = [(tokenizer.decode(prompt), False)]
+        for number, answer in enumerate((ANSWER, WELCOME)[: count // 2]):
+            rest = "\n" if end == "<|im_end|>" else ""
+            asks = f"{rest}<|im_start|>user\n{THANKS.content}<|im_end|>\n<|im_start|>assistant\n{opened}"
+            pieces += [(asks, False)] * number
+            pieces += [(front.removeprefix(opened) + answer.content + end, True)]
+        pieces += [(last, True), ("\n" if end == "<|im_end|>" else "", False)]
+        ids, is_trained = expected(tokenizer, pieces)
+        assert list(row.prompt) == prompt
+        assert (tokenizer.decode([*row.prompt, *row.responses[0].ids])) == tokenizer.decode(ids)
+        assert [False] * len(row.prompt) + list(row.responses[0].is_trained) == is_trained
+        assert any("have no thought" in remark for remark in row.remarks) == (front == CLOSED and bool(opened))
+        assert any("put together" in remark for remark in row.remarks) == (count == 4 and not last)
+
+
+def test_an_earlier_turn_does_not_train_on_an_end_of_history_alone(tokenizers: Any) -> None:
+    """A policy ends its turn by another token than the template writes behind it in later prompts."""
+    end = "{{ '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
+    row = encoded(tokenizers["qwen2_5"], chat_row(CHAT[1:]), template=chat_template(OWN, end))
+    ids, is_trained = expected(
+        tokenizers["qwen2_5"],
+        [
+            ("<|im_start|>user\nName two primes.<|im_end|>\n<|im_start|>assistant\n", False),
+            ("Two and three.", True),
+            ("<|im_end|><|im_start|>user\nThanks a lot!<|im_end|>\n<|im_start|>assistant\n", False),
+            ("You are right.<|endoftext|>", True),
+        ],
+    )
+    assert [*row.prompt, *row.responses[0].ids] == ids and row.remarks == ()
+    assert [False] * len(row.prompt) + list(row.responses[0].is_trained) == is_trained
+
+
+def test_a_template_that_writes_parts_alone_gets_parts(tokenizers: Any) -> None:
+    parts = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    template = chat_template(OWN).replace(OWN, parts)
+    assert encoded(tokenizers["qwen2_5"], chat_row(CHAT[1:]), template=template) == encoded(
+        tokenizers["qwen2_5"], chat_row(CHAT[1:]), template=chat_template(OWN)
+    )
+
+
 def test_a_token_that_would_reach_over_a_border_is_not_made() -> None:
     """``encode`` joins two letters to a token; a text always has the ids that it has before whatever follows."""
 
@@ -230,7 +331,23 @@ BROKEN = [
         "{% for m in messages %}{{ m.content if loop.revindex < 3 }}.{% endfor %}",
         chat_row(CHAT[1:]),
         "auto",
-        "mark it with {% generation %} in a template of your own (data.chat_template)",
+        "mark it with {% generation %} in a template of your own, or name a template that keeps turns as they are",
+    ),
+    (
+        "qwen2_5",
+        "OTHER",
+        chat_row((ANSWER,)),
+        "auto",
+        "sampling ends with 'Answer:', where the chat template writes 'Two and",
+    ),
+    (
+        "qwen2_5",
+        "CLOSED",
+        chat_row((ANSWER,)),
+        "auto",
+        "where the chat template writes 'Two and three.<|im_end|>...' with the response, so the response would be "
+        "trained on behind another text than it is sampled behind: name a template whose prompt the chat begins with "
+        "in data.chat_template, such as this one behind {% set enable_thinking = true %}",
     ),
     ("qwen2_5", "{{ 'a' * 10000000000 }}", chat_row(), "auto", "takes more than 1.07 GB of memory for one chat"),
     ("qwen2_5", "{{ 'a' * 99999999 }}", chat_row(), "auto", "writes 99999999 characters for one chat, more than"),
@@ -247,10 +364,17 @@ BROKEN = [
 ]
 
 
+TEMPLATES = {
+    "OTHER": chat_template("{% generation %}" + OWN, "<|im_end|>{% endgeneration %}{{ '\\n' }}", "Answer:"),
+    "CLOSED": chat_template(OWN, prompt="{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"),
+}
+
+
 @pytest.mark.parametrize(("name", "template", "row", "use", "sentence"), BROKEN)
 def test_what_no_template_renders_is_one_sentence(
     name: str, template: str | None, row: TextExample, use: ChatUse, sentence: str, tokenizers: Any
 ) -> None:
+    template = TEMPLATES.get(str(template), template)
     with pytest.raises(UserError) as caught:
         encoded(tokenizers[name], row, use, template)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -294,13 +418,54 @@ def test_bos_is_never_twice(name: str, tokenizers: Any) -> None:
     assert encoded(tokenizer, TextExample(rendered.text)).prompt == rendered.prompt
 
 
+@pytest.mark.parametrize("control", ["auto", "text"])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.adds_bos])
+def test_bos_in_front_of_a_response_is_left_out(name: str, control: Any, tokenizers: Any) -> None:
+    tokenizer, bos = tokenizers[name], FAMILIES[name].bos
+    encoder = RowEncoder(tokenizer, ChatFormat(control=control), 1000)
+    for row, plain in (
+        (TextExample("", (f"{bos}hi there", f"{bos}hi you")), TextExample("", ("hi there", "hi you"))),
+        (TextExample(f"{bos}{bos}hi", (f"{bos}there", "you")), TextExample("hi", ("there", "you"))),
+        (TextExample("", (f" {bos}hi there",), is_text=True), TextExample("", ("hi there",), is_text=True)),
+        (chat_row((Message("assistant", f"{bos}{ANSWER.content}"),)), chat_row((ANSWER,))),
+    ):
+        found, other = encoder.encode(row), encoder.encode(plain)
+        assert (found.prompt, found.responses) == (other.prompt, other.responses)
+        assert all([*found.prompt, *each.ids].count(tokenizer.bos_token_id) == 1 for each in found.responses)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.adds_bos])
+def test_bos_in_front_of_a_prompt_is_one_for_a_model_of_another_family(name: str, tokenizers: Any) -> None:
+    encoder = TextEncoder("models.reward.retokenize", tokenizers[name], 1000)
+    plain, rendered = (
+        encoder.encode(Example((1,), (), (), f"{bos}Hi", {}), " there", True) for bos in ("", FAMILIES[name].bos)
+    )
+    assert plain == rendered
+
+
+def test_bos_that_no_tokenizer_writes_may_begin_a_response(tokenizers: Any) -> None:
+    """SmolLM2's is the beginning of a turn; behind an empty prompt, which bos stands for, it is not doubled."""
+    tokenizer, turn = tokenizers["smollm2"], "<|im_start|>assistant\nyes"
+    one, behind = (encoded(tokenizer, TextExample(prompt, (turn,))) for prompt in ("", "hi"))
+    assert [*one.prompt, *one.responses[0].ids] == [*behind.responses[0].ids]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_eos_is_never_twice(name: str, tokenizers: Any) -> None:
-    tokenizer = tokenizers[name]
-    plain, ended = (
-        encoded(tokenizer, TextExample("Two", (text,))) for text in ("Three.", f"Three.{FAMILIES[name].eos}")
+    tokenizer, eos = tokenizers[name], FAMILIES[name].eos
+    plain, *ended = (
+        encoded(tokenizer, TextExample("Two", (f"Three.{end}",))) for end in ("", eos, f"{eos}\n", f"{eos}{eos}")
     )
-    assert plain == ended and plain.responses[0].ids.count(tokenizer.eos_token_id) == 1
+    assert all(each == plain for each in ended) and plain.responses[0].ids.count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_end_of_a_turn_is_never_twice(name: str, tokenizers: Any) -> None:
+    (text, _), tokens = PIECES[name][-1], tokenizers[name].added_tokens_decoder.values()
+    end = next(str(token) for token in tokens if text.startswith(WELCOME.content + str(token)))
+    ended = tuple(Message(each.role, each.content + end) if each.role == "assistant" else each for each in CHAT)
+    plain, found = (encoded(tokenizers[name], chat_row(chat[1:])) for chat in (CHAT, ended))
+    assert (found.prompt, found.responses, found.control) == (plain.prompt, plain.responses, "")
 
 
 @pytest.mark.parametrize(

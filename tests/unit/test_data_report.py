@@ -17,7 +17,7 @@ from test_data import FIXTURES, REAL_DATA, WordTokenizer, write_jsonl
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.data.chat import DEFAULT_CHAT
+from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.examples import DataCounts, TokenLimits, load_examples, quantile
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import ALPACA_TEMPLATES
@@ -283,6 +283,19 @@ def test_the_mask_of_a_chat_is_seen_without_colours(tmp_path: Path, tokenizers: 
     ((_, row),) = found.samples
     whole = tokenizer.decode([*row.prompt, *row.responses[0].ids])
     assert sorted((marked + others).replace("\\n", "\n")) == sorted(whole)
+
+
+def test_rows_that_train_on_no_end_are_said(tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path = write_jsonl(tmp_path / "a.jsonl", {"messages": messages}, {"messages": messages})
+    plain = ChatFormat(template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    for chat, number in ((plain, 1), (DEFAULT_CHAT, 0)):
+        settings = {"tokenizer": tokenizers["smollm2"], "chat": chat, "form": "auto", "layout": RowLayout()}
+        found = inspect_rows(str(path), needs="responses", limits=TokenLimits(500, 500), **settings)
+        said = "data: 2 of 2 (100.0%) rows train on no token that ends a response (<|im_end|>), so a policy"
+        assert sum(each.startswith(said) for each in data_warnings(source(path), found.counts)) == number
+        report = format_inspection(source(path), found, tokenizers["smollm2"].decode)
+        assert (said.removeprefix("data: ") in report) == bool(number)
 
 
 def test_texts_that_a_terminal_would_obey_are_escaped(tmp_path: Path) -> None:
