@@ -138,17 +138,15 @@ def needed_text(row: Row, form: str, needs: Needs, layout: RowLayout = PLAIN) ->
     Raises UserError as ``text_of``, and for a response that is missing.
     """
     example = marked_turns(_needed(row, form, needs, layout), needs)
-    example = _with_values(example, layout.named(row), form, layout)
-    if layout.makes_chats:
-        example = as_chat(example)
-    if layout.system is not None:
-        example = with_system(example, layout.system)
     if not layout.is_episode and not has_prompt(example):
         raise UserError(
             f"the prompt is empty; the row has the keys {keys(row)}: name the prompt's column as in "
             f"data.columns={{prompt: question}}, or leave such rows out by data.bad_rows=drop"
         )
-    return example
+    example = _with_values(example, layout.named(row), form, layout)
+    if layout.makes_chats:
+        example = as_chat(example)
+    return example if layout.system is None else with_system(example, layout.system)
 
 
 def _with_values(example: TextExample, named: Row, form: str, layout: RowLayout) -> TextExample:

@@ -85,7 +85,7 @@ class TemplateKeys:
 
 
 def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: TemplateKeys) -> tuple[str, ...]:
-    """Return the names of what a rendered row leaves out of its turns and values, without their thoughts.
+    """Return the names of what a rendered row leaves out of its turns and values.
 
     Raises UserError for tools, documents, calls, texts next to calls, and turns of a user or tool that are not in it.
     """
@@ -111,6 +111,8 @@ def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: 
             )
     unread = [f"key {key!r} of chat_template_kwargs" for key in values.options if not keys.is_variable(key)]
     left_out = {turn.role for turn in turns if not is_assistant(turn) and not _is_in(text, turn.content.strip())}
+    if any(not _is_in(text, turn.given.get(_THOUGHT, "").strip()) for turn in turns):
+        unread.append("thought of an earlier turn")
     return (*keys.unread(text, turns), *unread, *(f"text of a turn of the {role}" for role in sorted(left_out)))
 
 

@@ -70,7 +70,7 @@ def as_chat(example: TextExample) -> TextExample:
 def with_system(example: TextExample, system: str) -> TextExample:
     """Return an example as a chat with a system prompt, unless it has one of its own or is a text of pretraining."""
     chat = as_chat(example)
-    if example.is_text or chat.turns[0].role in SYSTEM_ROLES:
+    if example.is_text or chat.turns and chat.turns[0].role in SYSTEM_ROLES:
         return chat
     return replace(chat, turns=(Message("system", system), *chat.turns))
 

@@ -196,3 +196,14 @@ def test_an_absent_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert error_of(tmp_path / path) == (
         f"{tmp_path / path}: needs {package}, which is not installed: pip install 'flexrlhf[data]'"
     )
+
+
+def test_keys_that_only_other_rows_of_a_table_have_are_absent(tmp_path: Path) -> None:
+    """A table gives all its objects the same keys: a call would get the arguments of any other one, as null."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    turns = [
+        [{"role": "assistant", "calls": [{"arguments": {name: "x"}}]}, {"role": "tool"}] for name in ("town", "day")
+    ]
+    rows = [{"messages": each, "reward_model": {"truth": None}} for each in turns]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert read_rows(tmp_path / "a.parquet") == rows

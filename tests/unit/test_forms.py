@@ -250,6 +250,7 @@ BROKEN: list[tuple[dict[str, Any], Needs, str]] = [
     ({"prompt": "  ", "response": "a"}, "responses", "the prompt is empty; the row has the keys 'prompt', 'response'"),
     ({"prompt": ""}, "prompts", "name the prompt's column as in data.columns={prompt: question}"),
     ({"question": "", "answer": "a"}, "responses", "the prompt is empty"),
+    ({"prompt": "\n\nAssistant:", "system": "Be kind."}, "prompts", "the prompt is empty"),
     ({"instruction": "", "input": "", "output": "a"}, "responses", "the prompt is empty"),
     ({"messages": [{"role": "user", "content": "\n"}, REPLY]}, "responses", "the prompt is empty"),
     ({"prompt": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ""}]}, "prompts", "is empty"),

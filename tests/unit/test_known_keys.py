@@ -13,8 +13,10 @@ from test_forms import REPLY, TURN, system, user
 from benchmarks.peers.chat_tokenizers import TOOL_FAMILIES, build_chat_tokenizer
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.encoding import RowEncoder
+from flexrlhf.data.examples import EXAMPLES, Example
 from flexrlhf.data.forms import detect_form, needed_text
 from flexrlhf.data.known_keys import FLAGS, SYSTEM, RowValues
+from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.data.text_rows import read_texts
 from flexrlhf.errors import UserError
@@ -373,6 +375,31 @@ def test_keys_that_no_template_reads_are_named(writers: Any) -> None:
     row = {"messages": [{"role": "system", "content": "Be kind."}, TURN]}
     encoded = RowEncoder(writers["qwen2_5"], deaf, 9999).encode(needed_text(row, "messages", "prompts"))
     assert encoded.unread == ("text of a turn of the system",)
+
+
+def test_thoughts_of_a_prompt_that_the_template_leaves_out_are_named(writers: Any) -> None:
+    """Qwen3's drops those of turns before the last question, as in sampling; a trained turn may not lose its own."""
+    row = needed_text({"prompt": [TURN, THOUGHT, TURN]}, "prompt", "prompts")
+    encoded = RowEncoder(writers["qwen3"], DEFAULT_CHAT, 9999).encode(row)
+    assert "A greeting." not in encoded.text and encoded.unread == ("thought of an earlier turn",)
+    deaf = ChatFormat(template="{% for m in messages %}{{ m.content }}{{ m.thinking if loop.first }}{% endfor %}")
+    with pytest.raises(UserError, match="leaves out the thought of a turn that is trained on"):
+        RowEncoder(writers["qwen3"], deaf, 9999).encode(
+            needed_text({"messages": [TURN, THOUGHT]}, "messages", "responses")
+        )
+
+
+def test_further_keys_of_turns_reach_a_reward_model_of_another_family(writers: Any) -> None:
+    """Also behind JSON, by which a session sends them to its ranks."""
+    row = RowEncoder(writers["qwen2_5"], DEFAULT_CHAT, 9999).encode(
+        needed_text({"prompt": [TURN, CALLING, RESULT]}, "prompt", "prompts")
+    )
+    sent = EXAMPLES.validate_json(EXAMPLES.dump_json([Example(row.prompt, (), (), row.text, {}, row.turns)]))
+    assert sent[0].turns == row.turns
+    other = writers["llama3_1"]
+    ids, _ = TextEncoder("reward", other, 9999).encode(sent[0], "Hello", is_finished=True)
+    text = other.apply_chat_template([TURN, CALLING, RESULT, REPLY], tokenize=False)
+    assert ids == other.encode(text, add_special_tokens=False)
 
 
 def test_values_of_rows_forge_no_turn(writers: Any) -> None:
