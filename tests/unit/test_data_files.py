@@ -200,10 +200,6 @@ def test_an_absent_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_keys_that_only_other_rows_of_a_table_have_are_absent(tmp_path: Path) -> None:
     """A table gives all its objects the same keys: a call would get the arguments of any other one, as null."""
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    turns = [
-        [{"role": "assistant", "calls": [{"arguments": {name: "x"}}]}, {"role": "tool"}] for name in ("town", "day")
-    ]
-    rows = [{"messages": each, "reward_model": {"truth": None}} for each in turns]
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert read_rows(tmp_path / "a.parquet") == rows
+    calls = [[{"arguments": {name: "x"}}] for name in ("town", "day")]
+    rows = [{"messages": [{"role": "a", "calls": each}, {"role": "b"}], "truth": {"value": None}} for each in calls]
+    assert read_rows(write_parquet(tmp_path / "a.parquet", rows)) == rows
