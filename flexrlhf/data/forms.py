@@ -22,7 +22,16 @@ from typing import get_args
 
 from flexrlhf.config.data_settings import Form, template_fields
 from flexrlhf.data.files import Row
-from flexrlhf.data.known_keys import DOCUMENTS, OPTIONS, SYSTEM, TOOLS, row_values, system_prompt
+from flexrlhf.data.known_keys import (
+    DOCUMENTS,
+    EMPTY,
+    EPISODE_COLUMNS,
+    OPTIONS,
+    SYSTEM,
+    TOOLS,
+    row_values,
+    system_prompt,
+)
 from flexrlhf.data.messages import Chat, first_response, is_assistant, last_prompt, read_chat, text_or_chat
 from flexrlhf.data.messages import Message as Message
 from flexrlhf.data.pairs import PAIR, is_pair, prompt_columns, text_of_pair
@@ -152,7 +161,9 @@ def needed_text(row: Row, form: str, needs: Needs, layout: RowLayout = PLAIN) ->
 def _with_values(example: TextExample, named: Row, form: str, layout: RowLayout) -> TextExample:
     """Return an example with what its row's columns give to a chat template, and with the names of unread ones."""
     used = {*_columns(named, form), *template_fields(layout.template or "")}
-    others = {name: value for name, value in named.items() if value not in (None, "") and name not in used}
+    # an environment reads columns of its own
+    used |= {*EPISODE_COLUMNS} if layout.is_episode else set()
+    others = {name: value for name, value in named.items() if value not in EMPTY and name not in used}
     values, system = row_values(others), system_prompt(others)
     if values and layout.is_episode:
         raise UserError("the row has tools or variables of the chat template, which an environment's turns do not have")

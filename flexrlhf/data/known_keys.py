@@ -51,6 +51,10 @@ REFUSED_COLUMNS = {
 """Columns with a value that is refused, and what to do."""
 MOST_DEPTH = 64
 """Most lists and objects inside one another that a template is given."""
+EMPTY: tuple[object, ...] = (None, "", [], {})
+"""Values that a column has if it has none."""
+EPISODE_COLUMNS = (DOCUMENTS, "history")
+"""Columns that an environment may read under names that else have a meaning here."""
 _FIXED = ("conversation", "conversations", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt")
 _CALL_OPTIONS = ("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 _OWN_OPTIONS = (*_FIXED, *_CALL_OPTIONS, "continue_final_message", "return_assistant_tokens_mask")

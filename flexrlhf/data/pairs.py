@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from os.path import commonprefix
 
 from flexrlhf.data.files import Row
+from flexrlhf.data.known_keys import EMPTY
 from flexrlhf.data.messages import Chat, is_assistant, is_dialogue, read_chat, split_chats, text_or_chat
 from flexrlhf.data.row_layout import missing
 from flexrlhf.data.text_example import ASSISTANT, TextExample, joined
@@ -27,7 +28,7 @@ def is_pair(row: Row) -> bool:
 
 def prompt_columns(row: Row) -> tuple[str, ...]:
     """Return the columns that may have the prompt of a pair; none if it has none of its own."""
-    found = tuple(name for name in PROMPT_COLUMNS if row.get(name) not in (None, "", []))
+    found = tuple(name for name in PROMPT_COLUMNS if row.get(name) not in EMPTY)
     return found[:1] if "prompt" in found else found
 
 

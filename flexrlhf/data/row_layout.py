@@ -53,7 +53,7 @@ class RowLayout:
         values = self.all_columns(row)
         texts = {name: _text(values, name) for name in template_fields(self.template)}
         # nothing to put into the template is no prompt
-        return filled_template(self.template, texts) if any(text.strip() for text in texts.values()) else ""
+        return filled_template(self.template, texts) if any(map(str.strip, texts.values())) else ""
 
     def _renamed(self, values: Row) -> Row:
         """Return the values that the user gives names, by these."""

@@ -81,7 +81,12 @@ def has_prompt(example: TextExample) -> bool:
         return True
     turns = as_chat(example).turns
     spoken = [turn for turn in turns if turn.role not in SYSTEM_ROLES] or turns
-    return any(turn.content.strip() or CALLS[0] in turn.given for turn in spoken)
+    return any(is_written(turn.content) or CALLS[0] in turn.given for turn in spoken)
+
+
+def is_written(text: str) -> bool:
+    """Whether a text has a character that can be seen."""
+    return any(each.isprintable() and not each.isspace() for each in text)
 
 
 def marked_turns(example: TextExample, needs: Needs) -> TextExample:

@@ -248,6 +248,7 @@ BROKEN: list[tuple[dict[str, Any], Needs, str]] = [
     ),
     ({"prompt": "half \ud800"}, "prompts", "'prompt' contains half of a surrogate pair"),
     ({"prompt": "  ", "response": "a"}, "responses", "the prompt is empty; the row has the keys 'prompt', 'response'"),
+    ({"prompt": "\u200b\n"}, "prompts", "the prompt is empty"),
     ({"prompt": ""}, "prompts", "name the prompt's column as in data.columns={prompt: question}"),
     ({"question": "", "answer": "a"}, "responses", "the prompt is empty"),
     ({"prompt": "\n\nAssistant:", "system": "Be kind."}, "prompts", "the prompt is empty"),

@@ -84,11 +84,13 @@ def test_tools_and_variables_of_templates_are_read_in_every_form() -> None:
         assert old.values.tools == ({"type": "function", "function": tool},)
         with pytest.raises(UserError, match="which an environment's turns do not have"):
             needed_text(row | further, detect_form(row), "prompts", RowLayout(is_episode=True))
+        of_environment = row | {"documents": ["d"], "history": ["h"]}
+        assert not needed_text(of_environment, detect_form(row), "prompts", RowLayout(is_episode=True)).values
 
 
 def test_columns_without_a_meaning_are_named() -> None:
     row = {"prompt": "p", "response": "a", "completion": None, "source": "web", "level": 3, "images": [], "tools": ""}
-    assert needed_text(row, "prompt", "responses").unread == ("column 'source'", "column 'level'", "column 'images'")
+    assert needed_text(row, "prompt", "responses").unread == ("column 'source'", "column 'level'")
     layout = RowLayout({"answer": "source"}, template="{prompt} {level}")
     assert needed_text(row | {"images": None}, "prompt", "responses", layout).unread == ()
 
