@@ -128,7 +128,7 @@ def test_unread_names_and_unknown_tokens_are_counted(tmp_path: Path) -> None:
 
     further = [{"source": "web"}, {"source": "book", "level": 1}, {}]
     texts = [
-        {"prompt": "a b", "response": "xyz c"},
+        {"prompt": "a b", "response": "c xyz"},
         {"prompt": "uvw", "response": "xyz"},
         {"prompt": "a", "response": "b"},
     ]
