@@ -53,6 +53,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "steps": 200,
         "cluster.nodes": [{"count": 2, "devices": 8, "class": H100}],
         "rollout.engine": "vllm",
+        "rollout.special_tokens": "skip",
         "rollout.tp": 2,
     },
     "verl_off_policy.sh": {
@@ -132,10 +133,14 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "trl_grpo.yaml": {
         "algorithm.prompts_per_step": 16 * 4 * 8 // 16,
+        "algorithm.truncation": "mask-loss",
+        "algorithm.entropy_coefficient": 0.001,
+        "algorithm.entropy_aggregation": "token-mean",
         "models.actor.lora.rank": 16,
         "models.actor.lora.targets": ["q_proj", "v_proj"],
         "models.actor.optimizer.learning_rate": 2e-6,
         "models.all.engine": "torch",
+        "rollout.special_tokens": "skip",
     },
     "trl_sft.py": {
         "algorithm.name": "sft",
