@@ -159,7 +159,7 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
     _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head(placed) or has_adapters(settings.path) else set())
     loaded: PreTrainedModel = model
     for directory in layers:
-        loaded = _with_merged_adapters(loaded, directory)
+        loaded = _with_merged_adapters(key, loaded, directory)
     return loaded
 
 
@@ -198,11 +198,15 @@ def _head_name(placed: PlacedModel) -> str | None:
     return stored_head_name(f"models.{placed.role}.path", Path(path))
 
 
-def _with_merged_adapters(model: PreTrainedModel, directory: str) -> PreTrainedModel:
-    """Return ``model`` with the adapters in ``directory`` added to its weights, in float32; a head is replaced."""
-    from peft import PeftModel
+def _with_merged_adapters(key: str, model: PreTrainedModel, directory: str) -> PreTrainedModel:
+    """Return ``model`` with the adapters in ``directory`` added to its weights, in float32; a head is replaced.
 
-    merged: PreTrainedModel = PeftModel.from_pretrained(model, directory).merge_and_unload()
+    Planning refuses adapters that do not fit where it can build a model; here are those of models with own code.
+    """
+    # slow to load, and only a model with adapters needs it
+    from flexrlhf.engines.peft_files import load_adapters
+
+    merged: PreTrainedModel = load_adapters(key, model, directory).merge_and_unload()  # type: ignore[operator]
     # peft freezes the base weights of adapters that it loads
     return merged.requires_grad_(True)
 

@@ -32,12 +32,13 @@ from flexrlhf.rewards.checks import (
     check_sources,
     solutions_read,
 )
-from flexrlhf.weights.adapter_files import base_model, has_adapters
+from flexrlhf.weights.adapter_files import adapter_layers, base_model, has_adapters
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
     INDEX,
     SCALAR_HEAD,
     SINGLE,
+    check_left_over,
     check_stored,
     named_as,
     stored_tensors,
@@ -225,18 +226,29 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
     ``new_head``: whether files may lack a scalar head. Models with code of their own, which is trusted, are built by
     the ranks alone.
     """
-    model, new_head = base_model(role, model), new_head or has_adapters(model.path)
+    whole, new_head = base_model(role, model), new_head or has_adapters(model.path)
+    layers, model = adapter_layers(model.path), whole
     config = load_config(role, model)
     family = read_config(role, model)["model_type"]
     if is_native(family):
-        shapes = _shapes_without_weights(role, model, config, head)
+        built = _without_weights(role, model, config, head)
         if model.path is not None and family not in LLAMA_LIKE:
-            _check_files(role, model, shapes, {SCALAR_HEAD} if new_head else set())
+            _check_files(role, model, built, {SCALAR_HEAD} if new_head else set())
+        for number, directory in enumerate(layers):
+            _check_adapters(role, directory, built if number == 0 else _without_weights(role, model, config, head))
     return config
 
 
-def _shapes_without_weights(role: str, model: ModelSpec, config: Any, head: Head) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters of the class that the ranks load."""
+def _check_adapters(role: str, directory: str, built: Any) -> None:
+    """Raise UserError for adapters that do not fit a model, which is changed."""
+    # slow to load, and only a model with adapters needs it
+    from flexrlhf.engines.peft_files import check_adapters
+
+    check_adapters(f"models.{role}.path {directory}", built, directory)
+
+
+def _without_weights(role: str, model: ModelSpec, config: Any, head: Head) -> Any:
+    """Return a model of the class that the ranks load, on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import (
@@ -258,13 +270,12 @@ def _shapes_without_weights(role: str, model: ModelSpec, config: Any, head: Head
     except UserError:
         _check_names(key, config)
         raise
-    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    if head == "scalar" and SCALAR_HEAD not in shapes:
+    if head == "scalar" and SCALAR_HEAD not in dict(built.named_parameters()):
         raise UserError(
             f"{key}: the head of {kind} is no {SCALAR_HEAD}, so it gives no score at each token; use a model such as "
             f"{LLAMA_LIKE[0]}"
         )
-    return shapes
+    return built
 
 
 def _check_names(key: str, config: Any) -> None:
@@ -284,18 +295,24 @@ def _check_names(key: str, config: Any) -> None:
             )
 
 
-def _check_files(role: str, model: ModelSpec, shapes: dict[str, tuple[int, ...]], optional: set[str]) -> None:
-    """Raise UserError for files that lack weights of the model, unless their names are converted on loading.
+def _check_files(role: str, model: ModelSpec, built: Any, optional: set[str]) -> None:
+    """Raise UserError for files that lack weights of the model, or have others, unless their names are converted on
+    loading.
 
     Files with names that the model does not have may be of an older form of the family; then the ranks check. A
-    directory without any weights can be planned with.
+    directory without any weights can be planned with. ``built``: the model, on the meta device.
     """
     assert model.path is not None, "a model without files has none to check"
     stored = stored_tensors(f"models.{role}.path", Path(model.path))
     if not stored:
         return
-    missing = set(shapes) - set(named_as(stored, shapes)) - {SCALAR_HEAD}
-    others = {name for name in named_as(stored, shapes) if name not in shapes and name.endswith((".weight", ".bias"))}
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    found, key = named_as(stored, shapes), model_key(role, model)
+    missing = set(shapes) - set(found) - {SCALAR_HEAD}
+    others = {name for name in found if name not in shapes and name.endswith((".weight", ".bias"))}
     if missing and others:
         return
-    check_stored(model_key(role, model), stored, shapes, optional)
+    check_stored(key, stored, shapes, optional)
+    buffers = [name for name, _ in built.named_buffers()]
+    ignored = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
+    check_left_over(key, found, [*shapes, *buffers], read_config(role, model), ignored)

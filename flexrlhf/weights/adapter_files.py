@@ -6,12 +6,15 @@ A model either goes on training the adapters in its ``path``, or they are merged
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.errors import UserError
-from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, read_header
+from flexrlhf.errors import UserError, shown
+from flexrlhf.weights.model_files import INDEX, SCALAR_HEAD, SINGLE, StoredTensor, read_header
 
 ADAPTER = "default"
 """The name that peft gives an adapter by itself."""
@@ -22,6 +25,8 @@ PREFIX = "base_model.model."
 """Beginning of the names of peft's tensors."""
 NOT_ADAPTED = ("embed_tokens", "lm_head", "score")
 """Modules that have no adapters here."""
+KINDS = ("LORA", "LOHA", "LOKR", "IA3")
+"""Values of ``peft_type`` whose adapters are merged."""
 MOST_LAYERS = 8
 """Adapters on a model that is itself adapters on another one, and so on; more are a circle."""
 _OTHER_FORMS = (
@@ -34,7 +39,11 @@ _OTHER_FORMS = (
 
 def has_adapters(path: str | None) -> bool:
     """Whether ``path`` is a directory with adapters instead of a whole model."""
-    return path is not None and (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+    return path is not None and (Path(path) / ADAPTER_CONFIG).is_file() and not _has_whole_model(Path(path))
+
+
+def _has_whole_model(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and any((directory / name).exists() for name in (SINGLE, INDEX))
 
 
 def base_model(role: str, model: ModelSpec) -> ModelSpec:
@@ -44,6 +53,7 @@ def base_model(role: str, model: ModelSpec) -> ModelSpec:
     """
     for _ in range(MOST_LAYERS):
         if not has_adapters(model.path):
+            _check_one_kind(role, model.path)
             return model
         model = model.model_copy(update={"path": _base_path(role, str(model.path))})
     raise UserError(
@@ -81,7 +91,7 @@ def adapters_in(role: str, path: str) -> LoraSpec | None:
     config = _config(role, path)
     names = stored_adapters(role, path).keys() - {SCALAR_HEAD}
     targets = sorted({name.split(".")[-4] for name in names if name.count(".") > 3})
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank, alpha = config.get("r", _DEFAULT), config.get("lora_alpha", _DEFAULT)
     is_plain = (
         config.get("peft_type") == "LORA"
         and config.get("bias") in (None, "none")
@@ -91,9 +101,9 @@ def adapters_in(role: str, path: str) -> LoraSpec | None:
         and not {*targets} & {*NOT_ADAPTED}
         and targets != []
     )
-    if not is_plain or not isinstance(rank, int) or not isinstance(alpha, int):
+    if not is_plain or not isinstance(alpha, int | float) or alpha < 1 or alpha != int(alpha):
         return None
-    return LoraSpec(rank=rank, alpha=alpha, targets=tuple(targets))
+    return LoraSpec(rank=rank, alpha=int(alpha), targets=tuple(targets))
 
 
 def stored_adapters(role: str, path: str) -> dict[str, StoredTensor]:
@@ -106,6 +116,15 @@ def stored_adapters(role: str, path: str) -> dict[str, StoredTensor]:
             own = own.replace(f".{matrix}.weight", f".{matrix}.{ADAPTER}.weight")
         renamed[own] = tensor
     return renamed
+
+
+def _check_one_kind(role: str, path: str | None) -> None:
+    """Raise UserError for a whole model next to adapters, of which transformers would load either."""
+    if path is not None and (Path(path) / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"models.{role}.path {path}: has a whole model and {ADAPTER_CONFIG}; remove one of them, since either "
+            f"could be meant"
+        )
 
 
 def _base_path(role: str, path: str) -> str:
@@ -122,11 +141,60 @@ def _base_path(role: str, path: str) -> str:
 
 
 def _config(role: str, path: str) -> dict[str, Any]:
-    """Return the config of adapters; nothing where the file is no mapping. Raises UserError for one that is no JSON."""
+    """Return the config of adapters. Raises UserError for one that cannot be read, or has a value that peft does not
+    take."""
+    key = f"models.{role}.path {path}: its {ADAPTER_CONFIG}"
     try:
-        config: Any = json.loads((Path(path) / ADAPTER_CONFIG).read_text())
+        config: Any = json.loads((Path(path) / ADAPTER_CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{key} cannot be read ({str(error).splitlines()[0]})") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{key} contains {type(config).__name__}, not a mapping")
+    if config.get("peft_type") not in KINDS:
         raise UserError(
-            f"models.{role}.path {path}: its {ADAPTER_CONFIG} cannot be read ({str(error).splitlines()[0]})"
-        ) from None
-    return config if isinstance(config, dict) else {}
+            f"{key} has peft_type {shown(config.get('peft_type'))}, and {', '.join(KINDS)} are read here; merge others "
+            f"with peft's merge_and_unload, and give the whole model"
+        )
+    if config["peft_type"] == "LORA":
+        _check_values(key, config)
+    return config
+
+
+def _check_values(key: str, config: dict[str, Any]) -> None:
+    """Raise UserError for a setting of low-rank adapters of another type or range, or for other layers."""
+    if config.get("layer_replication"):
+        raise UserError(
+            f"{key} has layer_replication {shown(config['layer_replication'])}, with which the model has other layers "
+            f"than its config; merge it with peft's merge_and_unload, and give the whole model"
+        )
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    for name, values in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        if not isinstance(values, dict) or not all(map(_is_expression, values)):
+            raise UserError(f"{key} has {name} {shown(values)}: expected expressions of names of modules, with values")
+    found = [("r", config.get("r", _DEFAULT), *_RANK), ("lora_alpha", config.get("lora_alpha", _DEFAULT), *_ALPHA)]
+    found += [(f"rank_pattern.{name}", value, *_RANK) for name, value in ranks.items()]
+    found += [(f"alpha_pattern.{name}", value, *_ALPHA) for name, value in alphas.items()]
+    for name, value, is_valid, expected in found:
+        if isinstance(value, bool) or not is_valid(value):
+            raise UserError(f"{key} has {name} {shown(value)}: expected {expected}")
+
+
+def _is_expression(name: str) -> bool:
+    try:
+        re.compile(name)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+_DEFAULT, _MOST_RANK = 8, 2**16
+"""Rank and alpha of peft for configs that leave them out; and the largest rank."""
+_RANK: tuple[Callable[[Any], bool], str] = (
+    lambda value: isinstance(value, int) and 1 <= value <= _MOST_RANK,
+    f"a whole number from 1 to {_MOST_RANK}",
+)
+_ALPHA: tuple[Callable[[Any], bool], str] = (
+    lambda value: isinstance(value, int | float) and 0 < abs(value) < math.inf,
+    "a finite number other than 0",
+)
+"""Whether a value is valid, and the valid ones in words."""

@@ -12,12 +12,12 @@ from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT, SIGMOID_ROUTED, 
 from flexrlhf.errors import shown
 from flexrlhf.weights.decoder_sizes import ExpertSizes, LatentSizes, Sizes
 from flexrlhf.weights.expert_files import ROUTER_BIAS
+from flexrlhf.weights.model_files import LANGUAGE_HEAD
 
 MAX_LAYERS = 10_000
 """Most layers whose parameters are listed; published models have at most some hundreds."""
 MAX_SIZE = 2**20
 """Largest size of a model; published vocabularies have a quarter of it."""
-LANGUAGE_HEAD = "lm_head.weight"
 MOST_EXPERTS = 4096
 """Most experts of a layer; published models have at most some hundreds."""
 

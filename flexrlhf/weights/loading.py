@@ -19,39 +19,48 @@ from flexrlhf.weights.shapes import read_config
 
 
 @contextmanager
-def one_sentence_errors(key: str) -> Iterator[None]:
-    """Turn errors of transformers about a config or files into a UserError about ``key``."""
+def one_sentence_errors(key: str, library: str = "transformers") -> Iterator[None]:
+    """Turn errors of a library about a config or files into a UserError about ``key``."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
-        with _BareExceptions(key):
+        with _BareExceptions(key, library):
             yield
     except UserError:
         raise
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
-        raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        ImportError,
+        re.error,
+    ) as error:
+        raise UserError(f"{key}: {library} cannot load it ({_one_line(error)})") from None
     except (RuntimeError, AssertionError, StrictDataclassError, SafetensorError) as error:
         if is_exhaustion(error):
             raise
-        raise UserError(f"{key}: transformers cannot load it ({_one_line(error)})") from None
+        raise UserError(f"{key}: {library} cannot load it ({_one_line(error)})") from None
 
 
 class _BareExceptions:
-    """Context that turns errors of the class Exception itself, and panics, into UserErrors about ``key``.
+    """Context that turns errors of the class Exception itself, and panics, of a library into UserErrors about ``key``.
 
     The library of tokenizers, which is written in Rust, raises them for files that it refuses.
     """
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    def __init__(self, key: str, library: str) -> None:
+        self.key, self._library = key, library
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and (kind is Exception or type(error).__name__ == "PanicException"):
-            raise UserError(f"{self.key}: transformers cannot load it ({_one_line(error)})") from None
+            raise UserError(f"{self.key}: {self._library} cannot load it ({_one_line(error)})") from None
 
 
 def load_config(role: str, model: ModelSpec) -> Any:

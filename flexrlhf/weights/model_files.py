@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +22,13 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALAR_HEAD = "score.weight"
 SCALAR_BIAS = "score.bias"
+LANGUAGE_HEAD = "lm_head.weight"
 HEAD_NAMES = ("v_head", "value_head", "reward_head", "score_head", "classifier", "v_head.summary")
 """What other libraries call the linear layer that transformers calls ``score``."""
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are loaded; others are of quantised models or masks."""
+NOT_PARAMETERS = (r"rotary_emb\.", r"\.[kv]_scale$", r"(^|\.)masked_bias$")
+"""Expressions of names of tensors that a model needs not: buffers that its config gives, and scales of caches."""
 BLOCK_BYTES = 1 << 24
 """Bytes of a tensor that are read at a time, unless a row of it has more."""
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64} | {
@@ -63,7 +67,13 @@ def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
     """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(key, directory):
-        stored |= read_header(f"{key} {directory}", file)
+        found = read_header(f"{key} {directory}", file)
+        for name in sorted(found.keys() & stored.keys()):
+            raise UserError(
+                f"{key} {directory}: {name} is in {stored[name].file.name} and in {file.name}; copy the whole "
+                f"directory, or remove the file that is not of this model"
+            )
+        stored |= found
     head = own_head_name(stored)
     renamed = {} if head is None else {f"{head}.weight": SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
     return {renamed.get(name, name): tensor for name, tensor in stored.items()}
@@ -235,6 +245,48 @@ def check_stored(
             raise UserError(
                 f"{key}: {name} is of type {found[name].dtype} in its files; save the model as {', '.join(FLOATS[:3])}"
             )
+
+
+def check_left_over(
+    key: str, stored: Collection[str], expected: Collection[str], config: Mapping[str, Any], ignored: Iterable[str] = ()
+) -> None:
+    """Raise UserError for a layer, or another part of the model, that its files have and its config does not.
+
+    Left alone are tensors outside of the model's own modules, heads that are not used, layers that predict further
+    tokens (``num_nextn_predict_layers``), and names in which an expression of ``ignored`` is found.
+    """
+    layers = {number for name in expected if (number := _layer_of(name)) is not None}
+    last, further = max(layers, default=-1), config.get("num_nextn_predict_layers")
+    predicting = range(last + 1, last + 1 + further) if layers and isinstance(further, int) else range(0)
+    noise = re.compile("|".join((*NOT_PARAMETERS, *ignored)))
+    left = sorted(
+        name for name in _of_model(stored, expected) if _layer_of(name) not in predicting and not noise.search(name)
+    )
+    beyond = [number for name in left if (number := _layer_of(name)) is not None and layers and number > last]
+    if beyond:
+        raise UserError(
+            f"{key}: the files have weights of layer {min(beyond)}, which the config does not have; correct the number "
+            f"of layers in its config.json, found {last + 1}, or copy the model again"
+        )
+    if left:
+        raise UserError(
+            f"{key}: its files have {_some(left)}, which the model of its config.json has not; correct one or the other"
+        )
+
+
+def _of_model(stored: Collection[str], expected: Collection[str]) -> Iterator[str]:
+    """Yield the names of stored tensors that are in modules of the model and not ``expected``, heads aside.
+
+    A base model is saved without the prefix of its heads' model.
+    """
+    known = {*expected, *(name.partition(".")[2] for name in expected), LANGUAGE_HEAD, SCALAR_HEAD, SCALAR_BIAS}
+    modules = {each.partition(".")[0] for name in expected for each in (name, name.partition(".")[2])}
+    return (name for name in stored if name not in known and name.partition(".")[0] in modules)
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of the layer that a tensor is of, the first number in its name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)
 
 
 def check_scalar_head(key: str, stored: Mapping[str, StoredTensor], may_lack: bool) -> None:

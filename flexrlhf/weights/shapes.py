@@ -34,6 +34,7 @@ from flexrlhf.weights.families import (
 from flexrlhf.weights.model_files import (
     SCALAR_HEAD,
     StoredTensor,
+    check_left_over,
     check_scalar_head,
     check_stored,
     stored_tensors,
@@ -232,11 +233,12 @@ def _check_files(
     config: dict[str, Any],
     new_head: bool,
 ) -> None:
-    """Raise UserError for files that lack a tensor of the config or the head, or have it in another shape or type."""
+    """Raise UserError for files that lack a tensor of the config or the head, have others, or other shapes or types."""
     optional = {SCALAR_HEAD} if new_head else set()
     if computed is not None:
         expected = file_shapes(config["model_type"], _with_head(computed, head, config))
         check_stored(key, stored, expected, optional)
+        check_left_over(key, stored, expected, config)
     elif head != "causal":
         check_scalar_head(key, stored, new_head)
 

@@ -23,6 +23,7 @@ from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.input_checks import check_architecture
 from flexrlhf.plan.models import model_shapes, resolve_models
+from flexrlhf.weights.expert_files import file_shapes
 from flexrlhf.weights.families import decoder_shapes
 from flexrlhf.weights.shapes import model_shape
 
@@ -172,6 +173,67 @@ def test_weights_that_do_not_match_the_config_are_refused(tmp_path: Path) -> Non
     assert "lm_head.weight is [32, 8] in its files and [40, 8] by its config.json" in message
     message = refusal(write(tmp_path / "model", TINY | {"num_hidden_layers": 2}, tiny()))
     assert "its files lack model.layers.1." in message
+
+
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 4, "num_key_value_heads": 2}
+SURPLUS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("a layer", {}, "model.layers.1.mlp.up_proj.weight", "have weights of layer 1, which the config does not have"),
+    ("a layer of a base model", {}, "layers.3.mlp.up_proj.weight", "the files have weights of layer 3, which"),
+    (
+        "a bias",
+        {},
+        "model.layers.0.self_attn.q_proj.bias",
+        "have model.layers.0.self_attn.q_proj.bias, which the model",
+    ),
+    (
+        "a bias of the head",
+        {},
+        "lm_head.bias",
+        "its files have lm_head.bias, which the model of its config.json has not",
+    ),
+    ("a norm", {}, "model.layers.0.self_attn.q_norm.weight", "have model.layers.0.self_attn.q_norm.weight, which"),
+    ("an expert", EXPERTS, "model.layers.0.mlp.experts.2.up_proj.weight", "have model.layers.0.mlp.experts.2.up_proj"),
+    ("a shared expert", EXPERTS, "model.layers.0.mlp.shared_expert.up_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    ("a layer behind", {"num_nextn_predict_layers": 1}, "model.layers.2.eh_proj.weight", "have weights of layer 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "words"), [case[1:] for case in SURPLUS], ids=[case[0] for case in SURPLUS]
+)
+def test_weights_that_the_config_does_not_have_are_named(
+    changes: dict[str, Any], name: str, words: str, tmp_path: Path
+) -> None:
+    config = TINY | changes | ({"model_type": "qwen3_moe"} if "num_experts" in changes else {})
+    shapes = file_shapes(config["model_type"], decoder_shapes(config))
+    tensors = {each: torch.ones(shape) for each, shape in shapes.items()} | {name: torch.ones(2)}
+    message = refusal(write(tmp_path / "model", config, tensors))
+    assert words in message
+
+
+def test_layers_of_a_family_without_known_shapes_are_counted(tmp_path: Path) -> None:
+    directory = tmp_path / "gpt2"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2)).save_pretrained(directory)
+    check_architecture("actor", ModelSpec(path=str(directory)), "causal", False)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"n_layer": 1}))
+    with pytest.raises(UserError, match="the files have weights of layer 1, which the config does not have"):
+        check_architecture("actor", ModelSpec(path=str(directory)), "causal", False)
+
+
+def test_layers_that_predict_further_tokens_and_buffers_are_left_alone(tmp_path: Path) -> None:
+    names = ("model.layers.1.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "foo.bar", "score.weight")
+    tensors = tiny() | {name: torch.ones(2) for name in names[:3]} | {names[3]: torch.ones(1, 8)}
+    directory = write(tmp_path / "model", TINY | {"num_nextn_predict_layers": 1}, tensors)
+    assert model_shape("actor", ModelSpec(path=str(directory))) == model_shape("actor", ModelSpec(init=TINY))
+
+
+def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "1.safetensors")
+    save_file({NORM: torch.zeros(8)}, model / "2.safetensors")
+    index = {"weight_map": {"a": "1.safetensors", NORM: "2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{NORM} is in 1.safetensors and in 2.safetensors" in refusal(model)
 
 
 def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
