@@ -47,7 +47,7 @@ class EnvironmentSpec(StrictModel):
         (),
         description="further machines on which they run, which need no devices: HOST:PORT of `flexrlhf serve` there",
     )
-    timeout_seconds: float = Field(30.0, gt=0, description="limit of one reply; its process is then ended")
+    timeout_seconds: float = Field(30.0, ge=0.01, description="limit of one reply; its process is then ended")
     seconds: float = Field(0.0, ge=0, description="time of one reply that simulate and advise assume")
     memory_mb: int | None = Field(None, ge=64, description="limit of a process's memory; null: none")
     open_files: int = Field(256, ge=16, description="limit of a process's open files")
@@ -76,6 +76,8 @@ class EnvironmentSpec(StrictModel):
     def _replies_exist(self) -> Self:
         if self.path is None and not self.tools:
             raise ValueError("path or tools: missing; give a class, a package's environment, or functions")
+        if self.path is None and self.options:
+            raise ValueError(f"options are of the class in path, found {shown(self.options)} and no path; remove them")
         return self
 
     @model_validator(mode="after")

@@ -6,16 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexrlhf.environments.base import EpisodeReply
-from flexrlhf.environments.tool_runs import Functions, ToolRuns, finished, tool_methods
-from flexrlhf.environments.turn_checks import read_messages, read_reward, read_turn
+from flexrlhf.environments.tool_runs import Functions, ToolRuns, finished, has_steps, tool_methods
+from flexrlhf.environments.turn_checks import MAX_OF_EPISODE, num_characters, read_messages, read_reward, read_turn
+from flexrlhf.user_code.call_failures import BadReply
+
+Texts = tuple[tuple[str, str], ...]
+"""Messages as (role, content)."""
 
 
 class Episode:
     """Turns of one episode.
 
     A turn with calls of tools is replied to by the tools, any other one by the environment's ``step``; without
-    ``step`` it ends the episode. An environment without ``step`` has TRL's form: its other methods are tools,
-    ``reset`` receives the row's columns by name, and ``get_reward()``, or else its attribute ``reward``, is the reward.
+    ``step`` it ends the episode. An environment in TRL's form has no ``step``, or one that is a tool: its other methods
+    are tools, ``reset`` receives the row's columns by name, and ``get_reward()``, or else its attribute ``reward``, is
+    the reward.
 
     environment:  null: tools alone
     tools:        by name
@@ -24,17 +29,18 @@ class Episode:
 
     def __init__(self, environment: Any, tools: Functions, tool_format: str) -> None:
         self._environment = environment
-        self._has_step = hasattr(environment, "step")
+        self._has_step = environment is not None and has_steps(type(environment))
         methods = {} if self._has_step or environment is None else tool_methods(environment)
         self._tools = ToolRuns({**tools, **methods}, tool_format)
         self.turn = 0
+        self._characters = 0
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> EpisodeReply:
         """Begin the episode."""
         if self._environment is None:
             return EpisodeReply()
         reset = self._environment.reset
-        return EpisodeReply(read_messages(await finished(reset(row, seed) if self._has_step else reset(**row))))
+        return EpisodeReply(self._read(await finished(reset(row, seed) if self._has_step else reset(**row))))
 
     async def reply(self, text: str, is_last: bool) -> EpisodeReply:
         """Return the reply to a turn. ``is_last``: whether no turn follows."""
@@ -47,6 +53,7 @@ class Episode:
         elif is_last and not is_done:
             reward += await self._truncate()
         self.turn += 1
+        self._count(messages)
         return EpisodeReply(messages, reward, is_done, calls, failed)
 
     async def truncated(self) -> EpisodeReply:
@@ -57,6 +64,17 @@ class Episode:
         """End the episode."""
         if hasattr(self._environment, "close"):
             await finished(self._environment.close())
+
+    def _read(self, value: Any) -> Texts:
+        messages = read_messages(value)
+        self._count(messages)
+        return messages
+
+    def _count(self, messages: Texts) -> None:
+        """Count the characters of a reply. Raises BadReply for too many in the episode."""
+        self._characters += num_characters(messages)
+        if self._characters > MAX_OF_EPISODE:
+            raise BadReply(f"the replies of the episode have {self._characters} characters; {MAX_OF_EPISODE} are read")
 
     async def _truncate(self) -> float:
         """Return the rest of the reward of an episode that its environment has not ended."""

@@ -53,5 +53,7 @@ def load_environment(path: str) -> tuple[type, Callable[..., Any]]:
         return kind, partial(kind, name)
     kind = load_function(path)
     if not isinstance(kind, type) or not callable(getattr(kind, "reset", None)):
-        raise TypeError(f"{path} is {kind!r:.60}, not a class with reset and step")
+        found = f"a {type(kind).__name__}" if callable(kind) else f"{kind!r:.60}"
+        found = "a class without reset" if isinstance(kind, type) else found
+        raise TypeError(f"{path} is {found}, not a class with reset and step")
     return kind, kind

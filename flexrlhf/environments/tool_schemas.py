@@ -1,7 +1,7 @@
-"""JSON schemas of the tools of an environment, by transformers' own function, made in a process of its own.
+"""JSON schemas of the tools of an environment, by transformers' own function, and checks of its class.
 
-A user's code is loaded there alone. Its tools are the functions of ``environment.tools`` and, of a class in TRL's form
-(``reset`` and no ``step``), its public methods; environments of packages have tools of their own.
+A user's code is loaded in a process of its own alone. Tools are the functions of ``environment.tools`` and, of a class
+in TRL's form, its public methods; environments of packages have tools of their own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,9 +21,10 @@ from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.code_loading import load_function, python_command
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.chat import Tool
-from flexrlhf.environments.sources import PACKAGES
-from flexrlhf.environments.tool_runs import tool_names
-from flexrlhf.errors import UserError
+from flexrlhf.environments.class_checks import class_facts
+from flexrlhf.environments.sources import PACKAGES, package_of
+from flexrlhf.environments.tool_runs import has_steps, tool_names
+from flexrlhf.errors import UserError, nearest
 from flexrlhf.user_code.call_failures import Caught
 from flexrlhf.user_code.processes import is_killed_with_parent, kill_group
 from flexrlhf.user_code.worker_process import LOAD_SECONDS
@@ -43,7 +45,7 @@ def tool_schemas(settings: EnvironmentSpec) -> tuple[Tool, ...]:
     for key, reference in places.items():
         check_function(reference, key, may_be_async=True)
     tools: dict[str, Tool] = {}
-    for (key, reference), made in zip(places.items(), _in_process(tuple(places.values())), strict=True):
+    for (key, reference), made in zip(places.items(), _made_elsewhere(places), strict=True):
         if isinstance(made, str):
             raise UserError(f"{key}: {reference}: {made}")
         for schema in made:
@@ -52,6 +54,10 @@ def tool_schemas(settings: EnvironmentSpec) -> tuple[Tool, ...]:
                 raise UserError(f"{key}: {reference}: there is another tool named {name!r}; give it another name")
             tools[name] = schema
     return tuple(tools.values())
+
+
+def _made_elsewhere(places: Mapping[str, str]) -> list[Made]:
+    return _in_process(_SCHEMAS, *places.values()) if places else []
 
 
 def _places(settings: EnvironmentSpec) -> dict[str, str]:
@@ -63,16 +69,52 @@ def _places(settings: EnvironmentSpec) -> dict[str, str]:
     return places
 
 
+def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = None) -> None:
+    """Raise UserError for a class that could not run episodes: its code, its arguments, its form.
+
+    ``columns``: of the data, which a class in TRL's form receives by name; None: they are not known.
+    """
+    if settings.path is None:
+        return
+    package = package_of(settings.path)
+    if package is None:
+        check_function(settings.path, "environment.path", may_be_async=True)
+    elif find_spec(PACKAGES[package[0]][0].partition(".")[0]) is None:
+        return
+    facts = _in_process(_CLASS, settings.path, json.dumps(settings.options, default=str))
+    if "problem" in facts:
+        setting, sentence = facts["problem"]
+        raise UserError(f"environment.{setting}: {settings.path}: {sentence}")
+    for name in facts.get("needed", ()) if columns is not None else ():
+        if name not in columns:
+            raise UserError(
+                f"environment.path: reset of {settings.path} takes {name!r}, no column of the data"
+                f"{nearest(name, columns)}; there are {', '.join(columns)}"
+            )
+    taken = facts.get("taken")
+    for name in columns if columns is not None and taken is not None else ():
+        if name not in taken:
+            raise UserError(
+                f"environment.path: reset of {settings.path} does not take the column {name!r} of the data; add it, or "
+                f"**columns"
+            )
+
+
+_SCHEMAS, _CLASS = "schemas", "class"
+"""Kinds of work of a process that loads a user's code."""
+
+
 @cache
-def _in_process(references: tuple[str, ...]) -> list[Made]:
-    """Return the schemas of each of ``references``, once in a process: a run goes on with the tools it began with."""
-    if not references:
-        return []
+def _in_process(*work: str) -> Any:
+    """Return the result of loading a user's code, once in a process: a run goes on with the tools it began with.
+
+    ``work``: its kind, and its arguments.
+    """
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "schemas.json"
+        file = Path(folder) / "result.json"
         # no worker: it would run the main script of this process again, which may plan runs
         process = subprocess.Popen(
-            python_command(__name__, str(file), *references),
+            python_command(__name__, str(file), *work),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -81,14 +123,13 @@ def _in_process(references: tuple[str, ...]) -> list[Made]:
         try:
             code = process.wait(LOAD_SECONDS)
         except subprocess.TimeoutExpired:
-            raise UserError(f"environment: its tools were not loaded within {LOAD_SECONDS:g} s") from None
+            raise UserError(f"environment: its code was not loaded within {LOAD_SECONDS:g} s") from None
         finally:
             kill_group(process.pid)
             process.wait()
         if not file.exists():
-            raise UserError(f"environment: its tools ended the process that loads them, exit code {code}")
-        made: list[Made] = json.loads(file.read_text())
-        return made
+            raise UserError(f"environment: its code ended the process that loads it, exit code {code}")
+        return json.loads(file.read_text())
 
 
 def make_schemas(references: Sequence[str]) -> list[Made]:
@@ -122,10 +163,12 @@ def _tools(found: Any) -> Iterator[Callable[..., Any]]:
     """Yield a function, or the methods that are tools of a class."""
     if not inspect.isclass(found):
         yield found
-    elif not hasattr(found, "step"):
+    elif not has_steps(found):
         yield from (getattr(found, name) for name in tool_names(found))
 
 
 if __name__ == "__main__":
     is_killed_with_parent()
-    Path(sys.argv[1]).write_text(json.dumps(make_schemas(sys.argv[2:])))
+    output, kind, *arguments = sys.argv[1:]
+    result = make_schemas(arguments) if kind == _SCHEMAS else class_facts(arguments[0], json.loads(arguments[1]))
+    Path(output).write_text(json.dumps(result))

@@ -137,6 +137,12 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
     for host in environment.hosts:
         if split_endpoint(host) is None:
             raise UserError(f"environment.hosts: {host!r}: expected HOST:PORT, such as cpu-1:29600")
+    longest = spec.data.max_response_tokens
+    if environment.turn_tokens is not None and environment.turn_tokens > longest:
+        raise UserError(
+            f"environment.turn_tokens: {environment.turn_tokens}, and a response has {longest} tokens at most "
+            f"(data.max_response_tokens), replies included; use {longest} or less"
+        )
     if spec.rollout.segment_tokens is not None:
         raise UserError(
             f"rollout.segment_tokens: {spec.rollout.segment_tokens} carries responses to the next step, and the "

@@ -7,11 +7,14 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
+from flexrlhf.data.text_example import TextExample
 from flexrlhf.data.text_rows import read_texts
 from flexrlhf.environments.sources import check_package
+from flexrlhf.environments.tool_schemas import check_class, has_code
 from flexrlhf.errors import UserError, nearest, one_line, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages, check_run_engines
@@ -91,28 +94,44 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
         _check_places(plan, plans, index)
         files = [source for source in data_sources(plan) if is_run or is_present(source.path)]
         _check_models(plan, {path for earlier in plans[:index] for path in earlier.outputs}, bool(files))
+        environment = plan.spec.environment
+        has_class = environment is not None and (is_run or has_code(environment))
+        if environment is not None and has_class:
+            check_class(environment)
         for file in files:
-            _check_texts(plan, file, has_functions)
+            _check_texts(plan, file, has_functions, environment if has_class else None)
 
 
-def _check_texts(plan: Plan, source: DataSource, with_functions: bool) -> None:
-    """Check the rows of a data file, and that they have the columns that the sources of their scores need."""
-    bad_rows = plan.spec.data.bad_rows
-    texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout, bad_rows=bad_rows)
+def _check_texts(
+    plan: Plan, source: DataSource, with_functions: bool, environment: EnvironmentSpec | None = None
+) -> None:
+    """Check the rows of a data file, and that they have the columns that the sources of their scores need.
+
+    ``environment``: whose class is there, and receives columns.
+    """
+    texts = _texts(plan, source)
     operators = plan.graph.operators if source.is_training else plan.graph.evaluation if source.key == "eval" else ()
     sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
     names = sorted({each.function for each in operators if each.kind == "score"})
-    columns = dict.fromkeys(key for text in texts for key in text.columns) if names else {}
+    columns = dict.fromkeys(key for text in texts for key in text.columns) if names or environment else {}
+    if environment is not None and (source.is_training or source.key == "eval"):
+        check_class(environment, columns)
     for name in names:
         check_columns(sections[name], name, columns, source.path, with_functions)
         check_solutions(sections[name], name, [text.columns for text in texts], source.path)
+
+
+def _texts(plan: Plan, source: DataSource) -> list[TextExample]:
+    """Return the rows of a data file that can be read, as texts."""
+    bad_rows = plan.spec.data.bad_rows
+    return read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout, bad_rows=bad_rows)
 
 
 def solution_lines(plan: Plan, source: DataSource) -> Iterator[str]:
     """Yield how many solutions of a file with prompts the rules of its scores cannot read, of some that are tried."""
     if source.needs != "prompts" or source.key == "algorithm.ptx":
         return
-    texts = read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout)
+    texts = _texts(plan, source)
     for name, sources in (("reward", plan.spec.reward or ()), ("cost", plan.spec.cost or ())):
         for setting, tried, unread, first in solutions_read(sources, name, [each.columns for each in texts], TRIED):
             example = f"; the first is {shown(first)}" if unread else ""

@@ -23,7 +23,7 @@ from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
 from flexrlhf.weights.adapter_files import adapters_in, goes_on, has_adapters, stored_adapters
-from flexrlhf.weights.lora import lora_candidates, with_adapters
+from flexrlhf.weights.lora import check_rank, lora_candidates, with_adapters
 from flexrlhf.weights.model_files import SCALAR_HEAD, check_stored
 from flexrlhf.weights.shapes import ModelShape, first_equal, model_shape, read_config
 
@@ -292,7 +292,9 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
             shape = shape if saved is None else replace(shape, stored=saved)
             if lora is not None:
                 shape = with_adapters(role, shape, lora, role in keep_starts)
-                if lora.new is False and not saved_later:
+                if lora.new is not False:
+                    check_rank(role, shape, lora)
+                elif not saved_later:
                     _check_stored_adapters(role, str(model.path), shape)
             shapes[role] = first_equal(shape)
     return {role: shapes[role] for role in graph.roles if role in shapes}

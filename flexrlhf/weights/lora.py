@@ -86,6 +86,18 @@ def with_adapters(role: str, shape: ModelShape, lora: LoraSpec, keeps_start: boo
     return replace(shape, parameters=tuple(sorted(parameters.items())), adapters=frozenset(adapters))
 
 
+def check_rank(role: str, shape: ModelShape, lora: LoraSpec) -> None:
+    """Raise UserError for adapters of a higher rank than any of their layers can have. ``shape``: with adapters."""
+    sizes = dict(shape.parameters)
+    pairs = [(name, name.replace(MATRICES[0], MATRICES[1])) for name in shape.adapters if f".{MATRICES[0]}." in name]
+    most = max((min(sizes[first][-1], sizes[second][-2]) for first, second in pairs), default=lora.rank)
+    if lora.rank > most:
+        raise UserError(
+            f"models.{role}.lora.rank: {lora.rank}, and the layers with adapters have {most} features at most; use "
+            f"{most} or less"
+        )
+
+
 def is_merged(model: PlacedModel, shape: ModelShape) -> bool:
     """Whether ``model`` stores the adapters of its role merged into the weights that they change."""
     return model.rollout is not None and model.settings.lora is None and bool(shape.adapters)

@@ -19,6 +19,7 @@ from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.weights.adapter_files import base_model, has_adapters
+from flexrlhf.weights.config_numbers import wrong_number
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.expert_files import file_shapes, is_router_bias
 from flexrlhf.weights.families import (
@@ -148,6 +149,10 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
             f"models.{role}: its weights are quantised ({method}), which is not supported; give them in 16 or 32 bits"
             f"{others if method == 'mxfp4' else ''}"
         )
+    wrong = wrong_number(config)
+    if wrong is not None:
+        where = f"models.{role}.init" if model.init is not None else f"models.{role}.path {model.path}: its config.json"
+        raise UserError(f"{where} has {wrong}")
     mixtures = [family for family in KNOWN_FAMILIES if family not in LLAMA_LIKE]
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
     if (experts or "moe" in config["model_type"]) and config["model_type"] not in mixtures:

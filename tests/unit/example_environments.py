@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import decimal
 import os
 import sys
 import time
@@ -168,3 +170,53 @@ def multiply(first: float, second: float) -> float:
 
 
 no_class = 7
+
+
+def an_object() -> object:
+    """Return an object."""
+    return object()
+
+
+def objects_inside() -> object:
+    """Return objects in a list."""
+    return {"found": [an_object]}
+
+
+def some_bytes() -> object:
+    """Return bytes."""
+    return b"x"
+
+
+def a_set() -> object:
+    """Return texts without an order."""
+    return {"a", "b"}
+
+
+def keys_that_are_none() -> object:
+    """Return what JSON has not."""
+    return {(1, 2): 3}
+
+
+def half_a_million() -> str:
+    """Return a long text."""
+    return "x" * 500_000
+
+
+def lies() -> str:
+    """Return a text that has another length than it says."""
+
+    class Lying(str):
+        def __len__(self) -> int:
+            return 1
+
+    return Lying("x" * 2_000_000)
+
+
+def raises_an_object() -> str:
+    """Raise an object."""
+    raise ValueError(object())
+
+
+def a_date() -> dict[str, Any]:
+    """Return values with one text each."""
+    return {"day": datetime.date(2026, 1, 31), "price": decimal.Decimal("1.50")}

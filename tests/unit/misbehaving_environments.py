@@ -25,6 +25,22 @@ class OwnText(str):
     """A text that only this file can read."""
 
 
+class LyingText(OwnText):
+    """A text that has another length and other bytes than it says."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def encode(self, *arguments: Any) -> bytes:
+        return b"fine"
+
+
+class NoText:
+    """An object that is said to be a text."""
+
+    __class__ = str  # type: ignore[assignment]
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -221,6 +237,24 @@ class Misbehaving(Counting):
 
     def says_too_much_in_all(self) -> Turn:
         return Turn([{"role": "user", "content": "a" * (1 << 19)}] * 3)
+
+    def says_too_much_in_roles(self) -> Turn:
+        return Turn([{"role": "a" * 1_000_000, "content": ""}] * 200)
+
+    def says_too_much_by_a_subclass(self) -> Turn:
+        return Turn(LyingText("a" * (1 << 21)))
+
+    def says_half_a_character_by_a_subclass(self) -> Turn:
+        return Turn([{"role": "user", "content": LyingText("\ud83d")}])
+
+    def says_too_many_messages(self) -> Turn:
+        return Turn([{"role": "user", "content": ""}] * 5000)
+
+    def says_an_object(self) -> Turn:
+        return Turn(f"here is {object()}")
+
+    def is_no_text(self) -> Turn:
+        return Turn(NoText())  # type: ignore[arg-type]
 
     def says_gigabytes(self) -> Turn:
         return Turn("a" * (1 << 32))

@@ -30,6 +30,7 @@ GPT2 = "models.actor.init={model_type: gpt2}"
 V100 = "cluster={nodes: [{devices: 2, class: V100-32G}]}"
 MIXED = "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}]}"
 DEEPSPEED = "models.actor.engine=deepspeed"
+WIDE = "{model_type: llama, vocab_size: 32, hidden_size: 640, intermediate_size: 16, num_hidden_layers: 1}"
 HEADS = "models.actor.init.num_attention_heads"
 
 
@@ -797,7 +798,7 @@ LARGE_HEADS = "models.actor.init={model_type: llama, vocab_size: 32, hidden_size
         ),
         (
             None,
-            ("rollout.adapters=separate", "models.actor.lora={rank: 600}"),
+            ("rollout.adapters=separate", "models.actor.lora={rank: 600}", f"models.actor.init={WIDE}"),
             "models.actor.lora.rank: vLLM adds adapters of rank 512 at most, found 600; use 512, or rollout.adapters: "
             "merged",
         ),

@@ -77,7 +77,13 @@ BEHAVIOURS: list[tuple[str, int, str, str]] = [
     ("says_no_text", 1, "reply", r"the content of a message is 7 \(int\) instead of a text"),
     ("says_half_a_character", 1, "reply", r"a character that is none, '\\ud83d', at 0"),
     ("says_too_much", 2, "reply", "a text has 2097152 characters; at most 1048576 are read"),
-    ("says_too_much_in_all", 1, "reply", "messages have 1572864 characters"),
+    ("says_too_much_in_all", 1, "reply", "messages have 1048584 characters, roles counted"),
+    ("says_too_much_in_roles", 1, "reply", "messages have 2000000 characters, roles counted; at most 1048576 are read"),
+    ("says_too_much_by_a_subclass", 2, "reply", "a text has 2097152 characters; at most 1048576 are read"),
+    ("says_half_a_character_by_a_subclass", 1, "reply", r"a character that is none, '\\ud83d', at 0"),
+    ("says_too_many_messages", 1, "reply", "a reply has more than 4096 messages"),
+    ("says_an_object", 2, "reply", r"a text has '<object object at 0x\w+', the address of an object, which no other"),
+    ("is_no_text", 1, "raise", "raised TypeError: descriptor '__str__' requires a 'str' object"),
     ("says_gigabytes", 1, "memory", "raised MemoryError"),
 ]
 WAITING = [

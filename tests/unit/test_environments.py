@@ -353,6 +353,43 @@ def test_verifiers(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(reply.reward, reply.is_done) for reply in replies] == [*[(0, False)] * 3, (1, True)]
 
 
+ODD_RESULTS = [
+    ("an_object", r"an_object returned <object object at 0x\w+>, an object, instead of a text or what JSON has"),
+    ("objects_inside", "objects_inside returned <function an_object at"),
+    ("some_bytes", r"some_bytes returned b'x' \(bytes\), which is no text and no JSON: it has bytes"),
+    ("a_set", "a_set returned .*, which is no text and no JSON: it has set"),
+    ("keys_that_are_none", "which is no text and no JSON: keys must be str"),
+]
+
+
+@pytest.mark.parametrize(("name", "sentence"), ODD_RESULTS)
+def test_a_result_that_no_other_process_repeats_fails_its_episode(play: Play, name: str, sentence: str) -> None:
+    *_, last = play([call(name)], tools=(own(name),))
+    assert last.failure is not None and last.failure.kind == "reply"
+    assert re.search(sentence, last.failure.text)
+
+
+def test_results_of_a_turn_have_a_limit_together(play: Play) -> None:
+    """The calls that follow are not run; a lying text counts with its own characters; an address is not read."""
+    _, reply, lied, raised, dates, _ = play(
+        [call("half_a_million") * 4, call("lies"), call("raises_an_object"), call("a_date"), "done"],
+        tools=(own("half_a_million"), own("lies"), own("raises_an_object"), own("a_date")),
+    )
+    texts = [text for _, text in reply.messages]
+    assert [len(text) for text in texts[:2]] == [500_000] * 2 and len(texts) == 3
+    assert texts[2] == "error: the results of a turn are too long; the last 2 are left out"
+    assert (reply.tool_calls, reply.failed_tool_calls) == (4, 1)
+    assert said([lied]) == [(("tool", "error: a text has 2000000 characters; at most 1048576 are read"),)]
+    assert "raised ValueError: <an object>" in raised.messages[0][1]
+    assert said([dates]) == [(("tool", '{"day": "2026-01-31", "price": "1.50"}'),)]
+
+
+def test_the_replies_of_an_episode_have_a_limit_together(play: Play) -> None:
+    *good, last = play([call("half_a_million") * 2] * 9, tools=(own("half_a_million"),))[:10]
+    assert said(good[1:]) and last.failure is not None
+    assert "the replies of the episode have 9000072 characters; 8388608 are read" in last.failure.text
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_package("gymnasium:FrozenLake-v1")
     monkeypatch.setattr(sources, "find_spec", lambda name: None)
@@ -366,6 +403,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- code that a model writes
 
+SHARED = """import ctypes, mmap
+shared = mmap.mmap(-1, 640 << 20)
+for part in range(10):
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(shared)) + (part << 26), 1, 1 << 26)"""
+"""Code that uses memory which a limit of the memory of its own does not count."""
+
 
 @pytest.mark.parametrize(
     ("code", "output"),
@@ -373,19 +416,44 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ("print('a')\n2 ** 10", "a\n1024"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("x ===", "SyntaxError: invalid syntax"),
-        ("import os\nsorted(os.environ)", "['LC_CTYPE']"),
+        ("import os\nsorted(os.environ)", "[]"),
         ("import os\nos.listdir()", "[]"),
         ("'a' * 10**10", "MemoryError"),
         ("open('x', 'w').write('a' * 10**8)", "OSError: [Errno 27] File too large"),
         ("import os\nos._exit(3)", "ended with code 3"),
         ("input()", "EOFError: EOF when reading a line"),
         ("while True: pass", "ended after 0.5 s"),
+        ("print({'a', 'b', 'c'}, object())", "{'c', 'a', 'b'} <object object at 0x...>"),
+        (f"{SHARED}\nprint('all of it')", "ended, as its processes have more than 512 MB of memory together"),
     ],
 )
 def test_code_is_run_with_limits(code: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "while" in code:
         monkeypatch.setattr(sandbox, "SECONDS", 0.5)
     assert sandbox.python(code) == output
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_code_that_leads_a_session_of_its_own_ends(is_forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 1.0)
+    daemon = "import os\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\n"
+    begins = daemon if is_forked else "import os\nos.setsid()\n"
+    code = f"{begins}os.execvp('sleep', ['sleep', '98765'])"
+    assert sandbox.python(code) == ("" if is_forked else "ended after 1 s")
+    assert not _running(b"98765")
+
+
+def _running(name: bytes) -> bool:
+    """Whether a process has an argument ``name``; one that is killed has none from then on."""
+    return any(name in file.read_bytes().split(b"\0") for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists())
+
+
+def test_files_in_shared_memory_are_of_one_run(play: Play) -> None:
+    """Also within the limits of a worker process."""
+    kept = "import os\nopen('/dev/shm/flexrlhf-kept', 'wb').write(bytes(9))\nprint(os.listdir('/dev/shm'))"
+    (_, *replies) = play([call("python", code=kept)] * 2, tools=("flexrlhf.environments.sandbox:python",))
+    assert said(replies) == [(("tool", "['flexrlhf-kept']"),)] * 2
+    assert not Path("/dev/shm/flexrlhf-kept").exists()
 
 
 def test_code_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

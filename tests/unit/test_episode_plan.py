@@ -50,6 +50,11 @@ GAME = "environment={path: game.py:Game, max_turns: 2}"
             "environment: remax compares with a second response, which has no episode; use reinforce++",
         ),
         (
+            ("environment.turn_tokens=9",),
+            "environment.turn_tokens: 9, and a response has 8 tokens at most (data.max_response_tokens), replies "
+            "included; use 8 or less",
+        ),
+        (
             ("rollout.segment_tokens=4",),
             "rollout.segment_tokens: 4 carries responses to the next step, and the environment's episodes end in "
             "theirs; use null",

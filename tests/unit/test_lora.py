@@ -278,3 +278,11 @@ def test_vllm_allocates_padded_ranks_and_whole_groups(
     assert {size[0 if "lora_A" in name else 1] for name, size in matrices.items()} == {padded}
     base = {name: size for name, size in sizes.items() if name not in matrices}
     assert {without_adapter(name)[0]: size for name, size in base.items()} == dict(plain("actor", SMALL).parameters)
+
+
+def test_a_rank_above_the_features_of_all_layers_is_refused() -> None:
+    assert plan_of(None, 1, "models.actor.lora={rank: 8}").model("actor").lora is not None
+    with pytest.raises(
+        UserError, match=r"^models.actor.lora.rank: 9, and the layers .* have 8 features at most; use 8 or"
+    ):
+        plan_of(None, 1, "models.actor.lora={rank: 9}")

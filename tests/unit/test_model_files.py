@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -419,3 +420,45 @@ def test_what_transformers_saves_is_accepted(kind: str, head: Any, tmp_path: Pat
     assert model_shape("reward", ModelSpec(path=str(tmp_path / "model")), head, new_head=False) is not None
     checked(tmp_path / "model", head)
     loaded(tmp_path / "model", head)
+
+
+# --- numbers of a config with which a model computes nothing
+
+
+NUMBERS: list[tuple[dict[str, Any], str]] = [
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps NaN: expected a finite number, at least 0"),
+    ({"rms_norm_eps": -1e-6}, "rms_norm_eps -1e-06: expected"),
+    ({"initializer_range": float("inf")}, "initializer_range Infinity: expected"),
+    ({"rope_theta": -1e4}, "rope_theta -10000.0: expected a finite number above 0"),
+    ({"rope_theta": 0}, "rope_theta 0: expected"),
+    ({"max_position_embeddings": -1}, "max_position_embeddings -1: expected"),
+    ({"sliding_window": 0}, "sliding_window 0: expected at least 1"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_parameters.rope_theta NaN"),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": -4.0}},
+        "rope_scaling.factor -4.0: expected a finite number above",
+    ),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor 0: expected"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0, -2.0]}},
+        "rope_scaling.long_factor -2.0: expected",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}},
+        "rope_scaling.low_freq_factor 4: expected less than high_freq_factor, 4",
+    ),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 0.0}}}, "rope_parameters.full_attention.rope_theta 0.0"),
+    ({"text_config": {"rms_norm_eps": float("nan")}}, "rms_norm_eps NaN"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), NUMBERS, ids=[case[1] for case in NUMBERS])
+def test_numbers_that_no_model_computes_with_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert f": its config.json has {words}" in refusal(write(tmp_path / "model", TINY | changes, tiny()))
+    with pytest.raises(UserError, match=f"^models.actor.init has {re.escape(words)}"):
+        model_shape("actor", ModelSpec(init=TINY | changes))
+
+
+def test_a_window_that_is_off_may_have_any_size() -> None:
+    config = TINY | {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": 0, "use_sliding_window": False}
+    assert model_shape("actor", ModelSpec(init=config)) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers.utils import get_json_schema
 from benchmarks.peers.chat_tokenizers import build_chat_tokenizer
 from benchmarks.peers.trl_turns import add, look_up
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.environments.tool_schemas import has_code, make_schemas, tool_schemas
+from flexrlhf.environments.class_checks import class_facts
+from flexrlhf.environments.tool_schemas import check_class, has_code, make_schemas, tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.plan.run_data import load_run_data, present_inspections, turn_tokens
 
@@ -114,9 +116,125 @@ def test_wrong_tools_are_named(tmp_path: Path) -> None:
         "could not be loaded: SystemExit: stop here (broken.py, line 3)"
     ]
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\ndef add(a: int): ...\n")
-    assert refused("ends.py:add") == "environment: its tools ended the process that loads them, exit code 3"
+    assert refused("ends.py:add") == "environment: its code ended the process that loads it, exit code 3"
     again = f"{tmp_path}/tools.py:now: there is another tool named 'now'"
     assert refused("tools.py:now", "tools.py:now").startswith(f"environment.tools.1: {again}")
+
+
+CLASSES = '''
+import gymnasium
+from flexrlhf.environments.base import Turn
+
+class Own:
+    def __init__(self, level=1, *, depth=2): ...
+    def reset(self, row, seed): ...
+    def step(self, reply): ...
+class Needs(Own):
+    def __init__(self, level): ...
+class TakesAll(Own):
+    def __init__(self, **options): ...
+class Declared:
+    def reset(self, example, number): ...
+    def step(self, text) -> Turn: ...
+class StaticReset(Own):
+    @staticmethod
+    def reset(row, seed): ...
+class TwoReplies(Own):
+    def step(self, reply, other): ...
+class NoSeed(Own):
+    def reset(self, row): ...
+class NoStep:
+    def reset(self, row, seed): ...
+class NoReset:
+    def step(self, reply): ...
+class Walk:
+    """In TRL's form, with a tool named step."""
+    def reset(self, prompt, *, board="empty"): ...
+    def step(self, direction: str) -> str:
+        """Go one step.
+
+        Args:
+            direction: Where to.
+        """
+class Rewarded(Walk):
+    def get_reward(self, of): ...
+'''
+FITTING: list[tuple[str, dict[str, Any]]] = [
+    *(("Own", options) for options in ({}, {"level": 3, "depth": 4})),
+    *((name, {}) for name in ("Declared", "StaticReset", "Walk")),
+    *(("Needs", {"level": 0}), ("TakesAll", {"level": 0, "nope": 1})),
+]
+UNFIT: list[tuple[str, dict[str, Any], str, str]] = [
+    ("Own", {"nope": 1}, "options", "got an unexpected keyword argument 'nope'; it takes level, depth"),
+    ("Needs", {}, "options", "missing a required argument: 'level'; it takes level"),
+    ("TakesAll", {"self": 1}, "options", "multiple values for argument 'self'; it takes options"),
+    ("Declared", {"level": 1}, "options", "got an unexpected keyword argument 'level'; it takes none"),
+    ("TwoReplies", {}, "path", "TwoReplies.step(reply, other): it is called with (reply)"),
+    ("NoSeed", {}, "path", "NoSeed.reset(row): it is called with (row, seed)"),
+    (
+        "NoStep",
+        {},
+        "path",
+        "NoStep has reset(row, seed) and no step; give it step(reply), or a reset that takes columns",
+    ),
+    ("Rewarded", {}, "path", "Rewarded.get_reward(of): it is called with ()"),
+    ("NoReset", {}, "path", "NoReset is a class without reset, not a class with reset and step"),
+    ("gymnasium", {}, "path", "classes.py:gymnasium is <module 'gymnasium'"),
+]
+PACKAGES = [
+    (
+        "gymnasium:Nope-v3",
+        {},
+        "could not be made: raised gymnasium.error.NameNotFound: Environment `Nope` doesn't exist",
+    ),
+    ("gymnasium:CartPole-v1", {"nope": 1}, "got an unexpected keyword argument 'nope'"),
+    ("gymnasium:CartPole-v1", {"action": "("}, "could not be made: raised re.error: missing )"),
+]
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("classes") / "classes.py"
+    file.write_text(CLASSES)
+    return file
+
+
+@pytest.mark.parametrize(("name", "options"), FITTING)
+def test_a_class_that_can_run_episodes_has_no_problem(classes: Path, name: str, options: dict[str, Any]) -> None:
+    found = class_facts(f"{classes}:{name}", options)
+    assert found == ({"needed": ["prompt"], "taken": ["prompt", "board"]} if name == "Walk" else {})
+
+
+@pytest.mark.parametrize(("name", "options", "setting", "sentence"), UNFIT)
+def test_a_class_that_can_run_no_episode_is_one_sentence(
+    classes: Path, name: str, options: dict[str, Any], setting: str, sentence: str
+) -> None:
+    found, text = class_facts(f"{classes}:{name}", options)["problem"]
+    assert found == setting and sentence in text
+
+
+@pytest.mark.parametrize(("path", "options", "sentence"), PACKAGES)
+def test_environments_of_gymnasium_are_made_once(path: str, options: dict[str, Any], sentence: str) -> None:
+    assert class_facts("gymnasium:CartPole-v1", {}) == {}
+    assert sentence in class_facts(path, options)["problem"][1]
+
+
+def test_classes_are_checked_elsewhere_with_the_columns_of_the_data(classes: Path) -> None:
+    """``step`` of TRL's form is a tool; what is wrong is named by its setting."""
+    walk = EnvironmentSpec(path=f"{classes}:Walk")
+    assert names(tool_schemas(walk)) == ["step"]
+    check_class(walk, ("prompt", "board"))
+    for columns, sentence in (
+        (("board",), "takes 'prompt', no column of the data; there are board"),
+        (("prompt", "answer"), "does not take the column 'answer' of the data; add it, or **columns"),
+    ):
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            check_class(walk, columns)
+    with pytest.raises(UserError, match="^environment.options: .*:Own: got an unexpected keyword argument 'nope'"):
+        check_class(EnvironmentSpec(path=f"{classes}:Own", options={"nope": 1}))
+    check_class(EnvironmentSpec(tools=("benchmarks.peers.trl_turns:add",)))
+    with pytest.raises(ValueError, match="options are of the class in path, found .* and no path; remove them"):
+        EnvironmentSpec(tools=("benchmarks.peers.trl_turns:add",), options={"level": 1})
 
 
 def test_the_prompts_of_a_run_have_its_tools(tmp_path: Path) -> None:
