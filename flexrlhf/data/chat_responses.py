@@ -53,11 +53,13 @@ class _OwnTurn:
 
     text:    behind the prompt
     spans:   ranges of it that are trained on
+    whole:   the chat up to its end, as the template renders it
     remark:  that of the response
     """
 
     text: str
     spans: tuple[Span, ...]
+    whole: str
     remark: str = ""
 
 
@@ -136,18 +138,15 @@ def _by_turns(template: ChatTemplate, turns: Chat, completion: Chat) -> Rendered
     places = [place for place, message in enumerate(completion) if is_assistant(message)]
     if places[0] != 0:
         raise _changed(len(turns), template)
-    end, spans, remarks = template.turn_end, list[Span](), list[str]()
+    spans, remarks = list[Span](), list[str]()
     prompt = text = template.render(turns, generation=True)
     for place, following in zip(places, [*places[1:], None], strict=True):
-        turn = _turn(template, (*turns, *completion[:place]), completion[place], end)
-        behind = kept = end
+        turn = _turn(template, (*turns, *completion[:place]), completion[place])
+        body, kept, behind = turn.text, "", ""
         if following is not None:
-            behind = template.after_turn(completion[place + 1 : following])
-            if not template.render((*turns, *completion[:following]), generation=True).endswith(behind):
-                raise _changed(len(turns) + following, template)
-            kept = _shared(end, behind, template)
-        start, body = len(text), turn.text.removesuffix(end)
-        limit = start + len(body) + len(kept)
+            later = (*turns, *completion[:following]), completion[place + 1 : following]
+            body, kept, behind = _between(template, turn, *later)
+        start, limit = len(text), len(text) + len(body) + len(kept)
         inside = [(start + first, min(start + last, limit)) for first, last in turn.spans if start + first < limit]
         text += body + behind
         spans += [_with_end(template, text, *span) for span in inside]
@@ -157,22 +156,39 @@ def _by_turns(template: ChatTemplate, turns: Chat, completion: Chat) -> Rendered
     return RenderedResponse(text, len(prompt), tuple(spans), tuple(dict.fromkeys(remarks)))
 
 
-def _turn(template: ChatTemplate, before: Chat, message: Message, end: str) -> _OwnTurn:
-    """Return a turn of the assistant behind ``before``, with its ``end``."""
+def _between(template: ChatTemplate, turn: _OwnTurn, before: Chat, messages: Chat) -> tuple[str, str, str]:
+    """Return a turn without its end, the part of the end that its policy samples, and the text up to the next turn.
+
+    before:    all turns before that one
+    messages:  the last of them, behind ``turn``
+    """
+    prompt, end = template.render(before, generation=True), template.turn_end
+    if prompt.startswith(turn.whole):
+        return turn.text, "", prompt[len(turn.whole) :]
+    behind = template.after_turn(messages)
+    if not (prompt.endswith(behind) and turn.text.endswith(end)):
+        raise _changed(len(before), template)
+    return turn.text.removesuffix(end), _shared(end, behind, template), behind
+
+
+def _turn(template: ChatTemplate, before: Chat, message: Message) -> _OwnTurn:
+    """Return a turn of the assistant behind ``before``, with its end."""
     prompt = template.render(before, generation=True)
     text, found = _rendered(template, (*before, message))
     head = prompt if text.startswith(prompt) else prompt.removesuffix(template.prompt_end)
     content, tail = _behind_opening(prompt, message.content), text[len(head) :]
     apart = partial(_apart, template, before, prompt, text)
-    if not text.endswith(end) or content is None and not text.startswith(head):
+    if content is None and not text.startswith(head):
         raise apart()
     is_kept = _squeezed(_thought(message)) in _squeezed(tail)
     if content is not None:
         is_kept = head == prompt and _squeezed(tail).startswith(_squeezed(content))
     if not is_kept:
         # the template leaves out the thought, or writes an empty one in front of it
-        own = (message.content if content is None else content) + end
-        return _OwnTurn(own, ((0, len(own)),))
+        if not text.endswith(template.turn_end):
+            raise _changed(len(before) + 1, template)
+        own = (message.content if content is None else content) + template.turn_end
+        return _OwnTurn(own, ((0, len(own)),), text)
     bridged = _bridge(prompt, head, text)
     if bridged is None:
         raise apart()
@@ -182,7 +198,7 @@ def _turn(template: ChatTemplate, before: Chat, message: Message, end: str) -> _
     moved = [(first - offset + len(front), last - offset + len(front)) for first, last in marks if last > offset]
     if front:
         moved = [(0, last if first == len(front) else first) for first, last in moved[:1]] + moved[1:]
-    return _OwnTurn(front + tail, tuple(moved), remark)
+    return _OwnTurn(front + tail, tuple(moved), text, remark)
 
 
 def _bridge(prompt: str, head: str, text: str) -> tuple[str, str, str] | None:
