@@ -92,7 +92,8 @@ class ChatTemplate:
             raise UserError("the row has tools, and environment.tools are others: remove one of them")
         found = copy(self)
         found._tools, found._options = [dict(tool) for tool in values.tools] or self._tools, values.options
-        vars(found).pop("prompt_end", None)  # a variable changes it, such as enable_thinking
+        for name in ("turn_end", "prompt_end"):  # they may depend on the row
+            vars(found).pop(name, None)
         return found
 
     @property

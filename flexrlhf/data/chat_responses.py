@@ -120,10 +120,10 @@ def _with_end(template: ChatTemplate, text: str, first: int, last: int) -> Span:
 
 def _has_thoughts(prompt: str, text: str, completion: Sequence[Message]) -> bool:
     """Whether a text has all thoughts of a response in order, the first one where the prompt opens a thought."""
-    first = _behind_opening(prompt, completion[0].content) if is_assistant(completion[0]) else None
+    first = _behind_opening(prompt, completion[0]) if is_assistant(completion[0]) else None
     if first is not None and not _squeezed(text[len(prompt) :]).startswith(_squeezed(first)):
         return False
-    place, squeezed = 0, _squeezed(text[len(prompt) :]) if any(map(_thought, completion)) else ""
+    place, squeezed = 0, _squeezed(text[len(prompt) :]) if any(_thought(each) for each in completion) else ""
     for message in filter(is_assistant, completion):
         thought = _squeezed(_thought(message))
         place = squeezed.find(thought, place)
@@ -176,14 +176,14 @@ def _turn(template: ChatTemplate, before: Chat, message: Message) -> _OwnTurn:
     prompt = template.render(before, generation=True)
     text, found = _rendered(template, (*before, message))
     head = prompt if text.startswith(prompt) else prompt.removesuffix(template.prompt_end)
-    content, tail = _behind_opening(prompt, message.content), text[len(head) :]
+    content, tail = _behind_opening(prompt, message), text[len(head) :]
     apart = partial(_apart, template, before, prompt, text)
     if content is None and not text.startswith(head):
         raise apart()
     is_kept = _squeezed(_thought(message)) in _squeezed(tail)
     if content is not None:
         is_kept = head == prompt and _squeezed(tail).startswith(_squeezed(content))
-    if not is_kept:
+    if not is_kept and (content is not None or _CLOSING.search(message.content)):
         # the template leaves out the thought, or writes an empty one in front of it
         if not text.endswith(template.turn_end):
             raise _changed(len(before) + 1, template)
@@ -212,24 +212,34 @@ def _bridge(prompt: str, head: str, text: str) -> tuple[str, str, str] | None:
         return "", tail if not gap else tail.lstrip(), ""
     if opening is None or opening.start() < len(head):
         return None
-    closed = {"<": "</{}>", "[": "[/{}]"}[opening.group(1)].format(opening.group(2))
-    return ("\n" if prompt.endswith("\n") else "") + closed + "\n\n", tail, NO_THOUGHT
+    return ("\n" if prompt.endswith("\n") else "") + _closing(opening) + "\n\n", tail, NO_THOUGHT
 
 
-def _behind_opening(prompt: str, content: str) -> str | None:
+def _behind_opening(prompt: str, message: Message) -> str | None:
     """Return a response with a thought as it goes on behind a prompt that opens the thought; None without both."""
-    opening, closing = _OPENING.search(prompt), _CLOSING.search(content)
-    if opening is None or closing is None:
+    opening, content = _OPENING.search(prompt), message.content
+    if opening is None:
+        return None
+    if thought := message.given.get(REASONING[0]):
+        return f"{thought.strip()}\n{_closing(opening)}\n\n{content}"
+    if _CLOSING.search(content) is None:
         return None
     tag, rest = opening.group().rstrip(), content.lstrip()
     return rest.removeprefix(tag).lstrip("\n") if rest.startswith(tag) else content
 
 
+def _closing(opening: re.Match[str]) -> str:
+    """Return the tag that ends a thought."""
+    return {"<": "</{}>", "[": "[/{}]"}[opening.group(1)].format(opening.group(2))
+
+
 def _thought(message: Message) -> str:
-    """Return the thought of a response, under its key or at the beginning of its content; empty without one."""
+    """Return the thought in front of a response; empty without one."""
+    if thought := message.given.get(REASONING[0]):
+        return str(thought)
     closing = _CLOSING.search(message.content)
-    if closing is None or REASONING[0] in message.given:
-        return str(message.given.get(REASONING[0], ""))
+    if closing is None:
+        return ""
     return re.sub(rf"^\s*[<\[]{re.escape(closing.group(1))}[>\]]", "", message.content[: closing.start()])
 
 

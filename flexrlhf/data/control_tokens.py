@@ -71,14 +71,11 @@ class ControlTokens:
             text = _without_front(text, self._bos) if writes_bos else text
             return _without_back(text, end) if end else self._with_one_eos(text)
 
-        def unchanged(text: str) -> str:
-            return text
-
         def prompt(text: str) -> str:
             rest = _without_front(text, self._bos) if writes_bos else text
             return self._bos + rest if len(rest) < len(text) else text
 
-        return _changed(row, prompt, unchanged, response, unchanged)
+        return _changed(row, prompt, _same, response, _same)
 
     def _with_one_eos(self, text: str) -> str:
         rest = _without_back(text, self._eos)
@@ -111,6 +108,10 @@ class ControlTokens:
     def _mark_response(self, text: str) -> str:
         end = next((token for token in self._tokens if text.endswith(token)), "")
         return self.mark(text.removesuffix(end)) + end
+
+
+def _same(text: str) -> str:
+    return text
 
 
 def _without_front(text: str, token: str) -> str:

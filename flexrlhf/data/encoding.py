@@ -99,7 +99,7 @@ class RowEncoder:
                 "data.chat=always, or remove them"
             )
         is_chat = bool(row.turns or row.completions)
-        end = self._chat_template.turn_end if is_chat else ""
+        end = self._turn_end(row.is_made) if is_chat else ""
         row = self._controls.without_doubled(row, bool(self._bos) or not (row.prompt or is_chat), end)
         used = self._controls.mark_row(row, self._chat.control)
         control = self._controls.found(self._controls.mark_row(used, "text"))
@@ -152,6 +152,15 @@ class RowEncoder:
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self._tokenizer, self._chat.template, self._chat.tools, self._chat.end)
+
+    def _turn_end(self, is_made: bool) -> str:
+        """Return the template's end of a turn. Raises UserError without a template; ``is_made``: whether a system prompt
+        needs it."""
+        try:
+            return self._chat_template.turn_end
+        except UserError as error:
+            advice = "; a system prompt makes a chat of a text, unless data.template joins both" * is_made
+            raise UserError(f"{error}{advice}") from None
 
     def _encode_chat(self, row: TextExample) -> EncodedRow:
         template = self._chat_template.of_row(row.values)

@@ -62,7 +62,7 @@ class DataCounts:
     bad:        why the other counted rows cannot be read, by their numbers from 1
     unread:     names of columns, keys and turns that are not read → number of rows that have them
     unknown:    number of unknown tokens of each row that has some
-    remarks:    ends of sentences about counted rows, each as often as rows have it
+    remarks:    ends of sentences about rows → number of rows that have them
     """
 
     form: str
@@ -74,7 +74,7 @@ class DataCounts:
     bad: Mapping[int, str] = field(default_factory=dict)
     unread: Mapping[str, int] = field(default_factory=dict)
     unknown: tuple[int, ...] = ()
-    remarks: tuple[str, ...] = ()
+    remarks: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: TextRows, encoded: Mapping[int, EncodedRow], limits: TokenLimits) -> DataCounts:
@@ -89,7 +89,7 @@ class DataCounts:
             dict(sorted(rows.bad.items())),
             dict(Counter(name for row in encoded.values() for name in row.unread)),
             tuple(row.unknown for row in encoded.values() if row.unknown),
-            tuple(remark for row in encoded.values() for remark in row.remarks),
+            dict(Counter(remark for row in encoded.values() for remark in row.remarks)),
         )
 
     @property

@@ -38,7 +38,8 @@ class TemplateKeys:
         """Yield names of keys that are not in the rendered ``text``. Raises UserError for a thought, if the template
         reads none."""
         for turn in turns:
-            if _THOUGHT in turn.given and self.thought is None:
+            thought = turn.given.get(_THOUGHT, "").strip()
+            if thought and self.thought is None and not _is_in(text, thought):
                 raise UserError(
                     f"the row has a thought ({', '.join(REASONING)}), which the chat template does not read: make it a "
                     f"part of the content, or name a template that reads it in data.chat_template"

@@ -27,6 +27,7 @@ class TextExample:
     columns:      all columns of the row
     values:       values for the chat template
     unread:       names of columns and keys with values that are not read
+    is_made:      whether a system prompt has made a chat of a text
     """
 
     prompt: str
@@ -37,6 +38,7 @@ class TextExample:
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     values: RowValues = RowValues()
     unread: tuple[str, ...] = field(default=(), compare=False)
+    is_made: bool = field(default=False, compare=False)
 
     def first(self, number: int) -> TextExample:
         """Return this example with its first responses alone."""
@@ -72,7 +74,7 @@ def with_system(example: TextExample, system: str) -> TextExample:
     chat = as_chat(example)
     if example.is_text or chat.turns and chat.turns[0].role in SYSTEM_ROLES:
         return chat
-    return replace(chat, turns=(Message("system", system), *chat.turns))
+    return replace(chat, turns=(Message("system", system), *chat.turns), is_made=not example.turns)
 
 
 def has_prompt(example: TextExample) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
@@ -126,7 +125,7 @@ def _reasons(counts: DataCounts) -> Iterator[str]:
 
 def _remarks(counts: DataCounts) -> Iterator[str]:
     """Yield a sentence for each remark on rows."""
-    for remark, number in Counter(counts.remarks).items():
+    for remark, number in counts.remarks.items():
         yield f"{_share(number, len(counts.prompts))} rows {remark}"
 
 

@@ -379,6 +379,17 @@ def test_keys_that_no_template_reads_are_named(writers: Any) -> None:
     assert encoded.unread == ("text of a turn of the system",)
 
 
+def test_a_system_prompt_without_a_template_is_one_sentence() -> None:
+    row = {"question": "Hi", "chosen": "a", "rejected": "b", "system": "Be kind."}
+    encoder = RowEncoder(build_tokenizer(["Hi"], tmp_path), DEFAULT_CHAT, 9999)
+    with pytest.raises(
+        UserError, match="has no chat template: .*; a system prompt makes a chat of a text, unless data.t"
+    ):
+        encoder.encode(needed_text(row, "pairs", "pairs"))
+    joined = RowLayout(template="{system} {question}")
+    assert encoder.encode(needed_text(row, "pairs", "pairs", joined)).text == "Be kind. Hi"
+
+
 def test_thoughts_of_a_prompt_that_the_template_leaves_out_are_named(writers: Any) -> None:
     """Qwen3's drops those of turns before the last question, as in sampling; a trained turn may not lose its own."""
     row = needed_text({"prompt": [TURN, THOUGHT, TURN]}, "prompt", "prompts")
