@@ -381,7 +381,7 @@ def test_keys_that_no_template_reads_are_named(writers: Any) -> None:
 
 def test_a_system_prompt_without_a_template_is_one_sentence() -> None:
     row = {"question": "Hi", "chosen": "a", "rejected": "b", "system": "Be kind."}
-    encoder = RowEncoder(build_tokenizer(["Hi"], tmp_path), DEFAULT_CHAT, 9999)
+    encoder = RowEncoder(WordTokenizer(), DEFAULT_CHAT, 9999)
     with pytest.raises(
         UserError, match="has no chat template: .*; a system prompt makes a chat of a text, unless data.t"
     ):
