@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_data import WordTokenizer
 from test_forms import REPLY, TURN, system, user
 
 from benchmarks.peers.chat_tokenizers import TOOL_FAMILIES, build_chat_tokenizer
