@@ -154,8 +154,10 @@ class RowEncoder:
         return ChatTemplate(self._tokenizer, self._chat.template, self._chat.tools, self._chat.end)
 
     def _turn_end(self, is_made: bool) -> str:
-        """Return the template's end of a turn. Raises UserError without a template; ``is_made``: whether a system prompt
-        needs it."""
+        """Return the template's end of a turn. Raises UserError without a template.
+
+        is_made:  whether a system prompt makes a chat of the row
+        """
         try:
             return self._chat_template.turn_end
         except UserError as error:
