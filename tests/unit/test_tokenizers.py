@@ -112,7 +112,7 @@ def test_adapters_have_the_tokenizer_of_their_base_model(tmp_path: Path, actor: 
     base = write_model(tmp_path / "base", OTHERS)
     adapters = tmp_path / "adapters"
     adapters.mkdir()
-    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (adapters / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
     (adapters / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(UserError, match=f"^models.reward: its tokenizer \\({base}\\) has other ids"):
         plan_of(None, 1, *overrides(actor=actor, reward=str(adapters)))
