@@ -95,7 +95,7 @@ def policy_loss(spec: PolicySpec) -> Loss:
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         mask, how = batch.mask, spec.loss_aggregation
         if spec.truncation == "mask-loss":
-            # truncated responses have no tokens that count, and are counted
+            # all responses of the mini-batch: truncated ones have no tokens that count, and are counted
             totals = replace(totals, sequences=totals.prompts * batch.samples_per_prompt)
         losses, statistics = surrogate_losses(spec, outputs, batch)
         loss = aggregate(losses, mask, how, totals)

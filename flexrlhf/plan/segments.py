@@ -74,6 +74,11 @@ def _check(graph: Graph, spec: Spec) -> None:
             f"{key} trains on as many responses as end in a step, and algorithm.ptx on as many texts as a step takes "
             f"prompts; use null, or ptx: null"
         )
+    if isinstance(algorithm, GroupSpec) and algorithm.counts_truncated:
+        raise UserError(
+            f"{key} trains on as many responses as end in a step, and truncation: mask-loss counts all of a step in "
+            f"loss_aggregation: {algorithm.loss_aggregation}; use null, truncation: mask, or token-mean"
+        )
     if spec.rollout.max_segments == 1:
         raise UserError(
             f"rollout.max_segments: 1 would end each response after {tokens} tokens; use 2 or more, or "

@@ -136,6 +136,11 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
             "groups; use wait",
         ),
         (
+            (GRPO, THREE, "algorithm.truncation=mask-loss"),
+            "rollout.segment_tokens: 3 trains on as many responses as end in a step, and truncation: mask-loss counts "
+            "all of a step in loss_aggregation: seq-mean-token-mean; use null, truncation: mask, or token-mean",
+        ),
+        (
             (THREE, "algorithm.ptx={path: texts.jsonl}"),
             "rollout.segment_tokens: 3 trains on as many responses as end in a step, and algorithm.ptx on as many "
             "texts as a step takes prompts; use null, or ptx: null",
