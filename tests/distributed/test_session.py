@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import left_open
 import pytest
 import torch
 from called import BugError, main
@@ -18,7 +21,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
 from flexrlhf.report.run_contents import read_contents
 from flexrlhf.runs.manifest import checkpoints_of
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import read_lines, read_status
 from flexrlhf.strategies.instructions import Run
 
 pytestmark = pytest.mark.timeout(600)
@@ -95,6 +98,38 @@ def test_a_program_that_fails_and_is_killed_goes_on_with_the_bits_of_the_graph(
     nll, settings = found.metrics[2]["train_actor_loss/ptx_nll"], found.plan.spec.algorithm.ptx
     assert nll == pytest.approx(planned.metrics[2]["ptx_nll"], rel=0.1)
     assert found.metrics[2]["train_actor_loss/total_loss"] == pytest.approx(settings.coefficient * nll, rel=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fails_at", range(8))
+@pytest.mark.parametrize("case", params([PPO]))
+def test_a_step_that_fails_at_any_point_is_trained_again(
+    launches: Launches, case: Case, fails_at: int, tmp_path: Path
+) -> None:
+    """Before each operator, between trainings and behind the last one."""
+    path = written(launches, case, tmp_path, "failed")
+    with pytest.raises(BugError):
+        main(str(path), "fails", fails_at=fails_at)
+    directory = outcome_at(launches, case, tmp_path, "failed").directory
+    assert [row["step"] for row in read_lines(directory / "metrics.jsonl")] == [0] and not columns_of(directory, 1)
+    # nothing can go on from weights in the middle of a step
+    assert [each.name for each in checkpoints_of(directory)] == (["step-000001"] if fails_at < 6 else [])
+    main(str(path), resume="auto")
+    assert_same_bits(outcome_at(launches, case, tmp_path, "failed"), launches.outcome(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", params([PPO]))
+def test_a_session_that_nothing_leaves_ends_with_its_program(launches: Launches, case: Case, tmp_path: Path) -> None:
+    """Also if the thread that has entered it has ended; after an interrupted read it takes no calls."""
+    path = written(launches, case, tmp_path, "open")
+    command = [sys.executable, str(Path(left_open.__file__)), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **RANK_ENVIRONMENT})
+    assert done.returncode == 0 and "8 rows" in done.stdout and "Traceback" not in done.stderr, done
+    assert "step 0 was left before its end; nothing is kept of it" in done.stderr
+    found = outcome_at(launches, case, tmp_path, "open")
+    status = read_status(found.directory)
+    assert status is not None and status.state == "stopped" and not checkpoints_of(found.directory)
 
 
 @pytest.mark.parametrize("case", params([SPLIT]))
