@@ -33,6 +33,7 @@ from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.placement.hosts import NVIDIA_DRIVER, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
+from flexrlhf.runs.run_directory import read_status
 from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 
@@ -110,7 +111,20 @@ def launch(
                 ranks += further
                 others = SAVING if saves else ()
                 start_ranks(ranks, plan, hosts, directories, max_restarts, others, rendezvous, factory)
+        if not stop.exists():
+            _check_ended(orders)
         return stop.exists()
+
+
+def _check_ended(orders: Sequence[RunOrder]) -> None:
+    """Raise RankFailure for a run that its ranks have not ended, though they report no error."""
+    for order in orders:
+        status = read_status(order.spec.directory)
+        if status is not None and status.state == "running":
+            raise RankFailure(
+                f"the ranks of {order.spec.name} ended in its middle with exit code 0: code of yours that they load, "
+                f"such as a loss or algorithm.loop, ends its process"
+            )
 
 
 @contextmanager
