@@ -287,7 +287,9 @@ class Session:
             self._current(batch).called.owners(name, batch.parts)
             self._num_read += 1
             numbers = [batch.parts.start, batch.parts.stop]
-            parts = self._ranks.ask({"do": "column", "name": name, "number": self._num_read, "mini_batches": numbers})
+            parts = self._ranks.request(
+                {"do": "column", "name": name, "number": self._num_read, "mini_batches": numbers}
+            )
         found: dict[int, Tensor] = {}
         for part in map(load, parts):
             found.update(zip(part["rows"].tolist(), part["values"], strict=True))
@@ -305,7 +307,7 @@ class Session:
                 raise UserError(
                     f"session: step {batch.step} has {counted(most, 'call')}, from 0, found {named(number)}"
                 )
-            (reply,) = self._ranks.ask({"do": "statistics", "call": number})
+            (reply,) = self._ranks.request({"do": "statistics", "call": number})
         found: dict[str, float] = json.loads(reply)
         return found
 

@@ -174,7 +174,7 @@ class SessionRanks:
         except OSError:
             self._raise_outcome()
 
-    def ask(self, message: Mapping[str, Any]) -> list[bytes]:
+    def request(self, message: Mapping[str, Any]) -> list[bytes]:
         """Send a message, and return the parts of the reply of rank 0. Raises as ``send``."""
         with self.exchange():
             self.send(message)

@@ -43,6 +43,7 @@ from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.objectives.surrogates import covariant_tokens, rejection
 from flexrlhf.operators.columns import Width, column_of
 from flexrlhf.operators.graph import Operator, is_own
+from flexrlhf.user_code.planning_calls import bounded_here
 
 LOSSES: dict[str, Callable[[Any], Loss]] = {
     "kto_loss": kto_loss,
@@ -110,7 +111,8 @@ def combine_of(function: str) -> Combine:
 @cache
 def _load(reference: str) -> Callable[..., Any]:
     """Load a user's function, once in a process: a run goes on with the code that it began with."""
-    return load_function(reference)
+    with bounded_here(reference):
+        return load_function(reference)
 
 
 def check_returned(operator: Operator, returned: Any, batch: Batch) -> None:

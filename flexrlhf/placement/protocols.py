@@ -22,7 +22,7 @@ from flexrlhf.config.code_checks import NamedErrors
 from flexrlhf.config.code_loading import changed_ns, load_function
 from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.text import ranks_text, span_of
-from flexrlhf.user_code.planning_calls import answer, run_apart
+from flexrlhf.user_code.planning_calls import run_apart, serve_call
 
 Replicas = tuple[tuple[int, ...], ...]
 """Ranks of each replica."""
@@ -105,26 +105,27 @@ def protocol_of(reference: str, expected: tuple[Arguments, ...], processes: int)
     """
 
     def split(replicas: Replicas, prompts: range) -> Parts:
-        asked = (replicas, prompts)
-        keys = expected if asked in expected else (asked,)
+        call = (replicas, prompts)
+        keys = expected if call in expected else (call,)
         changed = changed_ns(reference.rpartition(":")[0])
-        return _splits(reference, keys, processes, changed)[keys.index(asked)]
+        return _splits(reference, keys, processes, changed)[keys.index(call)]
 
     return TransferProtocol(reference, split)
 
 
 @cache
-def _splits(reference: str, keys: tuple[Arguments, ...], processes: int, _: int) -> list[Parts]:
-    """Return the splits for all of ``keys``, once in a process: a run goes on with those that it began with."""
+def _splits(reference: str, keys: tuple[Arguments, ...], processes: int, changed: int) -> list[Parts]:
+    """Return the splits for all of ``keys``, once in a process: a run goes on with those that it began with.
+
+    ``changed``: when the file was written.
+    """
     name = f"protocol {reference}"
     calls = [[replicas, [prompts.start, prompts.stop, prompts.step]] for replicas, prompts in keys]
     task = {"reference": reference, "name": name, "calls": calls}
     found = [splits for passes in run_apart(__name__, task, name, processes) for splits in passes]
     for number, (_, prompts) in enumerate(keys):
-        first, other = (
-            found[0][number],
-            next((each[number] for each in found if each[number] != found[0][number]), None),
-        )
+        first = found[0][number]
+        other = next((each[number] for each in found if each[number] != first), None)
         if other is not None:
             raise UserError(
                 f"{name} returns {one_line(str(first))} and {one_line(str(other))} for the same prompts "
@@ -144,4 +145,4 @@ def _called(task: dict[str, Any]) -> list[list[Parts]]:
 
 
 if __name__ == "__main__":
-    answer(_called)
+    serve_call(_called)

@@ -42,6 +42,7 @@ from flexrlhf.trainer.run_operator import run_operator
 from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.trainer.training_loop import Experiences, LoopCalls, PromptBatch, cut_round, is_training
 from flexrlhf.trainer.weight_syncs import WeightSyncs
+from flexrlhf.user_code.planning_calls import bounded_here
 
 
 class Trainer:
@@ -85,7 +86,9 @@ class Trainer:
             for batch in self.batches():
                 self.train_rlhf(self.generate_experience(batch))
         else:
-            load_function(loop)(self)
+            with bounded_here(f"algorithm.loop: {loop}"):
+                train = load_function(loop)
+            train(self)
         next_step = self._calls.end_loop(loop)
         self.finish(next_step)
         return next_step

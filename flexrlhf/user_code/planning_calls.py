@@ -31,25 +31,25 @@ MEMORY_BYTES = 4 * 2**30
 
 
 def run_apart(module: str, task: Any, name: str, number: int = 1) -> list[Any]:
-    """Run ``python -m MODULE``, which calls ``answer``, in ``number`` processes at once; return their answers.
+    """Run ``python -m MODULE``, which calls ``serve_call``, in ``number`` processes at once; return their replies.
 
     task:  argument of the call, and ``name``: of the code, for messages.
 
     Raises UserError for code that raises, ends its process, or has not returned after PLANNING_SECONDS.
     """
     with TemporaryDirectory() as folder:
-        given, answers = Path(folder) / "task.json", [Path(folder) / f"answer-{each}.json" for each in range(number)]
+        given, replies = Path(folder) / "task.json", [Path(folder) / f"reply-{each}.json" for each in range(number)]
         given.write_text(json.dumps(task))
         end = time.monotonic() + PLANNING_SECONDS
         processes = [
             subprocess.Popen(
-                python_command(module, str(given), str(answer)),
+                python_command(module, str(given), str(file)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            for answer in answers
+            for file in replies
         ]
         try:
             codes = [process.wait(max(0.0, end - time.monotonic())) for process in processes]
@@ -59,13 +59,13 @@ def run_apart(module: str, task: Any, name: str, number: int = 1) -> list[Any]:
             for process in processes:
                 kill_group(process.pid)
                 process.wait()
-        return [_read(answer, code, name) for answer, code in zip(answers, codes, strict=True)]
+        return [_read(file, code, name) for file, code in zip(replies, codes, strict=True)]
 
 
-def _read(answer: Path, code: int, name: str) -> Any:
-    if not answer.exists():
+def _read(file: Path, code: int, name: str) -> Any:
+    if not file.exists():
         raise UserError(f"{name} ended the process that called it, {exit_text(code)}")
-    found = json.loads(answer.read_text())
+    found = json.loads(file.read_text())
     if found["sentence"]:
         raise UserError(found["sentence"])
     if found["problem"]:
@@ -73,7 +73,7 @@ def _read(answer: Path, code: int, name: str) -> Any:
     return found["value"]
 
 
-def answer(function: Callable[[Any], Any]) -> None:
+def serve_call(function: Callable[[Any], Any]) -> None:
     """Be the process of ``run_apart``: call ``function`` with the task, write what it returns as JSON, and end."""
     is_killed_with_parent()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -67,7 +67,11 @@ def kill_group(leader: int) -> None:
 
 def exit_text(code: int) -> str:
     """Return how a process ended: by its exit code, negative for a signal."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    # real-time signals have no names
+    known = {int(each): each.name for each in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"
 
 
 def descendants(process: int) -> dict[int, int]:
