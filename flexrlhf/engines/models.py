@@ -204,9 +204,9 @@ def _with_merged_adapters(key: str, model: PreTrainedModel, directory: str) -> P
     Planning refuses adapters that do not fit where it can build a model; here are those of models with own code.
     """
     # slow to load, and only a model with adapters needs it
-    from flexrlhf.engines.peft_files import load_adapters
+    from flexrlhf.weights.peft_files import load_adapters
 
-    merged: PreTrainedModel = load_adapters(key, model, directory).merge_and_unload()  # type: ignore[operator]
+    merged: PreTrainedModel = load_adapters(key, model, directory).merge_and_unload()
     # peft freezes the base weights of adapters that it loads
     return merged.requires_grad_(True)
 

@@ -23,10 +23,9 @@ from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import base_model, goes_on, stored_adapters
 from flexrlhf.weights.expert_files import file_pieces
-from flexrlhf.weights.families import LANGUAGE_HEAD
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.lora import BASE
-from flexrlhf.weights.model_files import SCALAR_HEAD, StoredTensor, named_as, stored_tensors
+from flexrlhf.weights.model_files import LANGUAGE_HEAD, SCALAR_HEAD, StoredTensor, named_as, stored_tensors
 from flexrlhf.weights.shapes import ModelShape, read_config
 from flexrlhf.weights.shards import Part, parts_on, whole
 

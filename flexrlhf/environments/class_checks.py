@@ -42,7 +42,7 @@ def class_facts(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {} if has_steps(kind) else _columns(parameters_of(kind, "reset"))
 
 
-def _check_arguments(kind: type, path: str, options: Mapping[str, Any]) -> None:
+def _check_arguments(kind: Any, path: str, options: Mapping[str, Any]) -> None:
     """Raise BadReply for arguments that a class does not take, and for missing ones."""
     first = (path,) if package_of(path) else ()
     try:

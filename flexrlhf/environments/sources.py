@@ -53,7 +53,7 @@ def load_environment(path: str) -> tuple[type, Callable[..., Any]]:
         return kind, partial(kind, name)
     kind = load_function(path)
     if not isinstance(kind, type) or not callable(getattr(kind, "reset", None)):
-        found = f"a {type(kind).__name__}" if callable(kind) else f"{kind!r:.60}"
-        found = "a class without reset" if isinstance(kind, type) else found
-        raise TypeError(f"{path} is {found}, not a class with reset and step")
+        other = f"a {type(kind).__name__}" if callable(kind) else f"{kind!r:.60}"
+        other = "a class without reset" if isinstance(kind, type) else other
+        raise TypeError(f"{path} is {other}, not a class with reset and step")
     return kind, kind

@@ -85,14 +85,16 @@ def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = Non
     if "problem" in facts:
         setting, sentence = facts["problem"]
         raise UserError(f"environment.{setting}: {settings.path}: {sentence}")
-    for name in facts.get("needed", ()) if columns is not None else ():
+    if columns is None:
+        return
+    for name in facts.get("needed", ()):
         if name not in columns:
             raise UserError(
                 f"environment.path: reset of {settings.path} takes {name!r}, no column of the data"
                 f"{nearest(name, columns)}; there are {', '.join(columns)}"
             )
     taken = facts.get("taken")
-    for name in columns if columns is not None and taken is not None else ():
+    for name in columns if taken is not None else ():
         if name not in taken:
             raise UserError(
                 f"environment.path: reset of {settings.path} does not take the column {name!r} of the data; add it, or "

@@ -13,7 +13,7 @@ from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.weights.families import LANGUAGE_HEAD
+from flexrlhf.weights.model_files import LANGUAGE_HEAD
 from flexrlhf.weights.shapes import DTYPE_BYTES, HashedParameters, ModelShape, Parameters
 from flexrlhf.weights.shards import (
     elements_on_rank,

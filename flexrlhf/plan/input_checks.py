@@ -261,7 +261,7 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
 def _check_adapters(role: str, directory: str, built: Any) -> None:
     """Raise UserError for adapters that do not fit a model, which is changed."""
     # slow to load, and only a model with adapters needs it
-    from flexrlhf.engines.peft_files import check_adapters
+    from flexrlhf.weights.peft_files import check_adapters
 
     check_adapters(f"models.{role}.path {directory}", built, directory)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from flexrlhf.errors import shown
 
@@ -70,5 +70,5 @@ def _wrong(prefix: str, values: Mapping[str, Any], ranges: Mapping[str, Range]) 
                 yield f"{prefix}{key} {shown(each)}: expected {expected}"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

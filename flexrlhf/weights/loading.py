@@ -140,6 +140,6 @@ def _check_code(role: str, model: ModelSpec, config: dict[str, Any]) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = re.sub(r"<class '(\w+)'>", r"\1", " ".join(str(error).split()))
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", " ".join(str(error).split()))
     text = text.replace("NoneType", "null").partition(". Errors: ")[0]
     return f"{text:.300}" or type(error).__name__

@@ -23,7 +23,6 @@ from flexrlhf.weights.config_numbers import wrong_number
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.expert_files import file_shapes, is_router_bias
 from flexrlhf.weights.families import (
-    LANGUAGE_HEAD,
     attention_window,
     decoder_shapes,
     hidden_size,
@@ -33,6 +32,7 @@ from flexrlhf.weights.families import (
     rope_type,
 )
 from flexrlhf.weights.model_files import (
+    LANGUAGE_HEAD,
     SCALAR_HEAD,
     StoredTensor,
     check_left_over,

@@ -35,8 +35,8 @@ from flexrlhf.engines.megatron.adapters import Adapter
 from flexrlhf.engines.megatron.experts import RoutedExperts
 from flexrlhf.weights.adapter_files import ADAPTER
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.families import LANGUAGE_HEAD
 from flexrlhf.weights.lora import BASE, START
+from flexrlhf.weights.model_files import LANGUAGE_HEAD
 from flexrlhf.weights.shards import EMBEDDING
 
 

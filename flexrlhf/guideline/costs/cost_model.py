@@ -13,7 +13,7 @@ from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import GPUS_PER_NODE, PORT_GB_S, DeviceClass
 from flexrlhf.placement.routes import Primitive
 from flexrlhf.weights.decoder_sizes import DecoderSizes
-from flexrlhf.weights.families import LANGUAGE_HEAD
+from flexrlhf.weights.model_files import LANGUAGE_HEAD
 from flexrlhf.weights.shapes import ModelShape, count_elements
 
 

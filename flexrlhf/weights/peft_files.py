@@ -1,6 +1,7 @@
 """Adapters in a directory, compared tensor by tensor with the ones that peft makes of their config.
 
-peft fills in tensors that a file lacks with random numbers, and leaves others out.
+peft fills in tensors that a file lacks with random numbers, and leaves others out. Libraries are loaded in functions, so
+that planning starts at once.
 """
 
 from __future__ import annotations
@@ -9,11 +10,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
-from transformers import PreTrainedModel
 
 from flexrlhf.errors import UserError, some_of
 from flexrlhf.weights.adapter_files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
@@ -24,16 +20,19 @@ BY_WEIGHTS = ("pissa", "olora", "orthogonal")
 """Beginnings of ``init_lora_weights`` with which peft begins from the weights, and changes them."""
 
 
-def check_adapters(key: str, model: PreTrainedModel, directory: str) -> None:
+def check_adapters(key: str, model: Any, directory: str) -> None:
     """Raise UserError for adapters that peft does not load whole, or with values that are not finite.
 
     ``model``: the one that they change, on the meta device; it is changed, too.
     """
+    import torch
+    from peft import PeftConfig, get_peft_model
+
     with one_sentence_errors(key, "peft"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = PeftConfig.from_pretrained(directory)
         if str(getattr(config, "init_lora_weights", "")).startswith(BY_WEIGHTS):
-            config.init_lora_weights = True  # type: ignore[attr-defined]
+            config.init_lora_weights = True
         with torch.device("meta"):
             adapted: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
             check_loaded(key, adapted, directory)
@@ -41,11 +40,13 @@ def check_adapters(key: str, model: PreTrainedModel, directory: str) -> None:
     _check_finite(key, Path(directory) / ADAPTER_WEIGHTS)
 
 
-def load_adapters(key: str, model: PreTrainedModel, directory: str) -> PeftModel:
+def load_adapters(key: str, model: Any, directory: str) -> Any:
     """Return ``model`` with the adapters in ``directory``. Raises UserError where peft has not loaded all of them."""
+    from peft import PeftModel
+
     with one_sentence_errors(key, "peft"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted: PeftModel = PeftModel.from_pretrained(model, directory)
+        adapted = PeftModel.from_pretrained(model, directory)
         check_loaded(key, adapted, directory)
     return adapted
 
@@ -55,6 +56,8 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
 
     Other weights of the model, such as embeddings that peft saves with adapters, replace the ones of the base model.
     """
+    from peft import get_peft_model_state_dict
+
     stored = read_header(key, Path(directory) / ADAPTER_WEIGHTS)
     own = _shapes(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if not own.keys() & stored.keys():
@@ -71,12 +74,14 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
         )
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _check_finite(key: str, file: Path) -> None:
     """Raise UserError for a tensor with a value that is not finite."""
+    from safetensors import safe_open
+
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
             if not tensors.get_tensor(name).isfinite().all():
