@@ -1,7 +1,7 @@
 """Adapters in a directory, compared tensor by tensor with the ones that peft makes of their config.
 
-peft fills in tensors that a file lacks with random numbers, and leaves others out. Libraries are loaded in functions, so
-that planning starts at once.
+peft fills in tensors that a file lacks with random numbers, and leaves others out. Libraries are loaded in functions:
+planning starts at once.
 """
 
 from __future__ import annotations
