@@ -128,7 +128,7 @@ if last is not None:
 
 It watches the memory of all processes that it starts, and ends them.
 """
-ADDRESS = re.compile(r"(<[^<>]{1,200} at) 0x[0-9a-fA-F]+")
+ADDRESS = re.compile(r"(<\w(?:[^<>\n]|<\w+>){0,300}? at) 0x[0-9a-fA-F]+")
 
 
 def python(code: str) -> str:

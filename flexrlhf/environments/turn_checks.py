@@ -19,7 +19,7 @@ MAX_MESSAGES = 4096
 """Messages of one reply."""
 MAX_OF_EPISODE = 1 << 23
 """Characters of all replies of an episode."""
-ADDRESS = re.compile(r"<[^<>]{1,200} at 0x[0-9a-fA-F]+")
+ADDRESS = re.compile(r"<\w(?:[^<>\n]|<\w+>){0,300}? at 0x[0-9a-fA-F]+")
 """Beginning of an object's representation with its address, which differs in every process."""
 
 

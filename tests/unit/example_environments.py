@@ -179,7 +179,7 @@ def an_object() -> object:
 
 def objects_inside() -> object:
     """Return objects in a list."""
-    return {"found": [an_object]}
+    return {"found": [lambda: None]}
 
 
 def some_bytes() -> object:

@@ -355,7 +355,7 @@ def test_verifiers(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
 
 ODD_RESULTS = [
     ("an_object", r"an_object returned <object object at 0x\w+>, an object, instead of a text or what JSON has"),
-    ("objects_inside", "objects_inside returned <function an_object at"),
+    ("objects_inside", "objects_inside returned <function objects_inside.<locals>.<lambda> at"),
     ("some_bytes", r"some_bytes returned b'x' \(bytes\), which is no text and no JSON: it has bytes"),
     ("a_set", "a_set returned .*, which is no text and no JSON: it has set"),
     ("keys_that_are_none", "which is no text and no JSON: keys must be str"),
