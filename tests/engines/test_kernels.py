@@ -64,7 +64,7 @@ def test_attention_with_sinks_equals_the_eager_one() -> None:
 
 @pytest.mark.parametrize("window", [40, 7])
 def test_attention_with_sinks_rounds_16_bits_twice_at_most(window: int) -> None:
-    """Against float32 of the same values, by itself: a model's routers and norms magnify what a CPU's kernels round."""
+    """Against float32 of the same values, by itself: a model's routers and norms magnify the rounding of a CPU."""
     found = []
     for function, dtype in ((attention_with_sinks, torch.bfloat16), (eager_attention_forward, torch.float32)):
         torch.manual_seed(3)

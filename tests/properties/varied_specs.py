@@ -113,6 +113,7 @@ EXAMPLES: Examples = {
     **dict.fromkeys([f"{name}.system" for name in READ_BY], TEXTS),
     "DataSpec.tokenizer": TEXTS,
     "DataSpec.chat_template": TEXTS,
+    "DataSpec.end_token": ("eos", "<|user|>"),
     "DataSpec.max_response_tokens": (4, 8, 256),
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
