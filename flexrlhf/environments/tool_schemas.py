@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from flexrlhf.config.code_checks import check_function
-from flexrlhf.config.code_loading import load_function, python_command
+from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.chat import Tool
 from flexrlhf.environments.class_checks import class_facts
@@ -26,8 +23,7 @@ from flexrlhf.environments.sources import PACKAGES, package_of
 from flexrlhf.environments.tool_runs import has_steps, tool_names
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.user_code.call_failures import Caught
-from flexrlhf.user_code.processes import is_killed_with_parent, kill_group
-from flexrlhf.user_code.worker_process import LOAD_SECONDS
+from flexrlhf.user_code.planning_calls import run_apart, serve_call
 
 Made = list[Tool] | str
 """Schemas of the tools of one setting, or why there are none."""
@@ -112,26 +108,8 @@ def _in_process(*work: str) -> Any:
 
     ``work``: its kind, and its arguments.
     """
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
-        # no worker: it would run the main script of this process again, which may plan runs
-        process = subprocess.Popen(
-            python_command(__name__, str(file), *work),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LOAD_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"environment: its code was not loaded within {LOAD_SECONDS:g} s") from None
-        finally:
-            kill_group(process.pid)
-            process.wait()
-        if not file.exists():
-            raise UserError(f"environment: its code ended the process that loads it, exit code {code}")
-        return json.loads(file.read_text())
+    # no worker: it would run the main script of this process again, which may plan runs
+    return run_apart(__name__, work, "environment: its code")[0]
 
 
 def make_schemas(references: Sequence[str]) -> list[Made]:
@@ -169,8 +147,12 @@ def _tools(found: Any) -> Iterator[Callable[..., Any]]:
         yield from (getattr(found, name) for name in tool_names(found))
 
 
+def _work(task: Sequence[str]) -> Any:
+    kind, *arguments = task
+    if kind == _SCHEMAS:
+        return make_schemas(arguments)
+    return class_facts(arguments[0], json.loads(arguments[1]))
+
+
 if __name__ == "__main__":
-    is_killed_with_parent()
-    output, kind, *arguments = sys.argv[1:]
-    result = make_schemas(arguments) if kind == _SCHEMAS else class_facts(arguments[0], json.loads(arguments[1]))
-    Path(output).write_text(json.dumps(result))
+    serve_call(_work)

@@ -116,7 +116,7 @@ def test_wrong_tools_are_named(tmp_path: Path) -> None:
         "could not be loaded: SystemExit: stop here (broken.py, line 3)"
     ]
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\ndef add(a: int): ...\n")
-    assert refused("ends.py:add") == "environment: its code ended the process that loads it, exit code 3"
+    assert refused("ends.py:add") == "environment: its code ended the process that called it, exit code 3"
     again = f"{tmp_path}/tools.py:now: there is another tool named 'now'"
     assert refused("tools.py:now", "tools.py:now").startswith(f"environment.tools.1: {again}")
 
