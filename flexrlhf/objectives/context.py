@@ -38,7 +38,7 @@ class EarlierScores:
 
     def completed(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return all scores (g, s) with the ``scores`` (n,) of the batch's rows that count, bool (n,)."""
-        whole = self.scores.flatten().index_copy(0, self.places, scores.masked_fill(~counts, torch.nan))
+        whole = self.scores.flatten().index_copy(0, self.places, scores.float().masked_fill(~counts, torch.nan))
         return whole.view(self.scores.shape)
 
 

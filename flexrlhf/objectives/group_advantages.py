@@ -128,8 +128,8 @@ def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str
     grouped, weights = scores.double().view(-1, samples), counts.double().view(-1, samples)
     number = weights.sum(1, keepdim=True)
     centred = (grouped - (grouped * weights).sum(1, keepdim=True) / number.clamp(min=1)) * weights
-    # equal scores have a deviation of exactly 0, not a rounding error
-    centred = torch.where(_score_alike(grouped, weights), 0.0, centred)
+    # equal scores have a deviation of exactly 0, and one at the mean has no sign, by which a ratio would be clipped
+    centred = torch.where(centred.abs() <= _rounding(grouped, weights), 0.0, centred)
     deviation = ((centred**2).sum(1, keepdim=True) / (number - 1).clamp(min=1)).sqrt()
     if baseline == "others":
         # score - mean of the others = (score - mean of all) * n / (n - 1)
@@ -145,9 +145,12 @@ def _score_alike(grouped: Tensor, weights: Tensor) -> Tensor:
     counted = weights.bool()
     highest = grouped.masked_fill(~counted, -torch.inf).amax(1, keepdim=True)
     lowest = grouped.masked_fill(~counted, torch.inf).amin(1, keepdim=True)
-    # none counts where the lowest is infinite
-    size = torch.maximum(highest.abs(), lowest.abs()).nan_to_num(posinf=0.0)
-    return highest - lowest <= ROUNDING * size
+    return highest - lowest <= _rounding(grouped, weights)
+
+
+def _rounding(grouped: Tensor, weights: Tensor) -> Tensor:
+    """Return the difference (g, 1) that rounding may make between scores of a group, as ``_score_alike`` has them."""
+    return ROUNDING * grouped.abs().masked_fill(~weights.bool(), 0.0).amax(1, keepdim=True)
 
 
 def useful_groups(spec: GroupSpec, batch: Batch, context: CombineContext) -> Tensor:
@@ -222,8 +225,7 @@ def _normalised(rewards: Tensor, ends: Tensor, samples: int, by_deviation: bool)
     rewards, ends = rewards.double().view(-1, samples * shape[1]), ends.view(-1, samples * shape[1])
     number = ends.sum(1, keepdim=True)
     centred = (rewards - rewards.sum(1, keepdim=True) / number.clamp(min=1)) * ends
-    # equal rewards have a deviation of exactly 0, not a rounding error
-    centred = torch.where(_score_alike(rewards, ends), 0.0, centred)
+    centred = torch.where(centred.abs() <= _rounding(rewards, ends), 0.0, centred)
     if by_deviation:
         centred = centred / (((centred**2).sum(1, keepdim=True) / (number - 1).clamp(min=1)).sqrt() + EPSILON)
     return centred.view(shape)

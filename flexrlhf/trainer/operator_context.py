@@ -102,8 +102,9 @@ def sampled_ids(rank: RankContext) -> int | None:
     None: all of the actor's. A vocabulary may be padded, by rows that nothing trains.
     """
     plan, found = rank.plan, rank.data.num_ids
-    sizes = None if plan.graph.generated is None else plan.shapes[plan.graph.generated].sizes
-    if sizes is None or found >= sizes.vocabulary:
+    # a model with code of its own has no shape
+    shape = plan.shapes.get(plan.graph.generated or "")
+    if shape is None or shape.sizes is None or found >= shape.sizes.vocabulary:
         return plan.sampled_ids
     return min(found, plan.sampled_ids or found)
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import host_accelerator
 import pytest
-from assets import WORDS
+from assets import SIZES, WORDS
 from cases import DEFAULT, LONG, SIX, SWITCHED, Assets, Case, make_assets
 from comparison import deviations
 from forked import run_ranks
 from launcher import Outcome, params
 
 from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -79,7 +80,7 @@ def raw_spec(assets: Assets, name: str, micro_batch_tokens: int) -> dict[str, An
         "schedule": {"lag": 1},
         "data": {
             "path": str(assets.directory / "long.jsonl"),
-            "tokenizer": str(assets.directory / "tokenizer"),
+            "tokenizer": str(assets.directory / "long-tokenizer"),
             "max_prompt_tokens": PROMPT,
             "max_response_tokens": RESPONSE,
         },
@@ -133,6 +134,9 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     assets = make_assets(directory)
     # with the token that begins a text
     prompt = json.dumps({"prompt": " ".join(WORDS[: PROMPT - 1])})
+    # with all ids of the models, of which one ends a response
+    words = [*WORDS, *(f"word{number}" for number in range(INIT["vocab_size"] - SIZES["vocab_size"]))]
+    build_tokenizer([" ".join(words)], directory / "long-tokenizer")
     (directory / "long.jsonl").write_text("\n".join([prompt] * 48))
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     selected = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]

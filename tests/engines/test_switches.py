@@ -73,8 +73,9 @@ class Context:
     """Parts of a rank's context that its sampling depends on."""
 
     plan: Plan
-    data: Any = field(default_factory=lambda: SimpleNamespace(eos_token_ids=(0,), pad_token_id=0))
+    data: Any = field(default_factory=lambda: SimpleNamespace(eos_token_ids=(0,), pad_token_id=0, num_ids=32))
     decode: Any = str
+    text: Any = str
 
 
 def world_of(switches: Switches) -> World:

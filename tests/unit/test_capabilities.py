@@ -850,7 +850,7 @@ def test_heads_of_other_models_do_not_concern_vllm() -> None:
         ("rollout.config={max_num_seqs: 4}",),
         ("rollout.dtype=bfloat16", "rollout.noise=engine"),
         ("models.actor.lora={}", "rollout.tp=2"),
-        ("models.actor.lora={rank: 512}", "rollout.adapters=separate", "rollout.tp=2"),
+        (f"models.actor.init={WIDE}", f"{HEADS}=10", "models.actor.lora={rank: 512}", "rollout.adapters=separate"),
         ("models.actor.lora={targets: [k_proj]}", "rollout.adapters=separate"),
         ("models.actor.tp=2",),
         (DEEPSPEED, "models.actor.zero=3", "rollout.tp=2"),

@@ -468,7 +468,7 @@ def test_a_later_run_starts_from_adapters_and_from_the_best_model(invoke: Invoke
 
 def test_adapters_without_a_base_model_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     message = refused(invoke("plan", "a.yaml", "--set", "models.actor={path: adapters}"))
     assert message == (
         "models.actor.path adapters: contains adapters, and their base model None is no directory here; correct "

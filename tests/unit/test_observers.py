@@ -20,7 +20,7 @@ def observed(*overrides: str) -> list[str]:
     """Return the observers of a run by name, in order."""
     parts: dict[str, Any] = {name: type(name, (Observer,), {})() for name in NAMED}
     rank = SimpleNamespace(
-        **{"plan": plan_of(None, 1, *overrides), "rank": 0, "decode": str, "models": {}},
+        **{"plan": plan_of(None, 1, *overrides), "rank": 0, "decode": str, "text": str, "models": {}},
         **dict.fromkeys(("read_reply", "send", "meter", "report_memory")),
     )
     rank.flight = parts["flight"]
