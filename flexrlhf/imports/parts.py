@@ -210,6 +210,10 @@ def put_micro_batch(
     size = most.value if most is not None else None if rows is None else rows.value * whole
     if size is not None and size != out.value("models.all.micro_batch_tokens"):
         out.put(f"models.{role}.micro_batch_tokens", size, most or rows, None if most else f"times {whole} tokens")
+    elif size is not None:
+        out.drop(most or rows, "micro-batches have the size of the actor's", matters=False)
+    if most is not None:
+        out.drop(rows, f"{most.key} is the size", matters=False)
 
 
 def put_overlong(out: Translation, length: Setting | None, penalty: Setting | None) -> None:
@@ -228,7 +232,9 @@ def put_reals(out: Translation, job: JobSettings, keys: Mapping[str, str | tuple
 def drop_cuts(out: Translation, top_p: Setting | None, top_k: Setting | None) -> None:
     """List settings that cut the distribution that tokens are sampled from."""
     for setting, plain in ((top_p, (1,)), (top_k, (0, -1))):
-        if setting is not None and setting.value not in plain:
+        if setting is not None and setting.value in plain:
+            out.drop(setting, "nothing is cut", matters=False)
+        else:
             out.drop(setting, CUT)
 
 

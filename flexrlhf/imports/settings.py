@@ -69,13 +69,17 @@ class JobSettings:
     found:       settings of the file by key.
     defaults:    values of the system where the file has none, by key.
     read:        keys that have been read.
-    unresolved:  settings that were read and whose values the file does not have.
+    unresolved:  settings that were read and whose values the file does not have, or that cannot be used.
+    why:         why not, by key; missing parts of a value need no reason.
+    passed:      keys that need no counterpart of their own → reason, and whether they change a run.
     """
 
     found: Mapping[str, Setting]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     unresolved: dict[str, Setting] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    passed: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> JobSettings:
@@ -95,8 +99,11 @@ class JobSettings:
             return None if key is None else Setting(key, self.defaults[key], default=True)
         self.read.add(key)
         setting = self.found[key]
-        if setting.missing or isinstance(setting.value, list | dict):
+        if setting.missing:
             self.unresolved[key] = setting
+            return None
+        if isinstance(setting.value, list | dict):
+            self.turn_down(setting, "one value")
             return None
         return None if setting.value is None else setting
 
@@ -127,21 +134,32 @@ class JobSettings:
         setting = self.get(*keys)
         return None if setting is None else setting.value
 
+    def turn_down(self, setting: Setting, expected: str) -> None:
+        """List a setting whose value cannot be used; a default of the system is not listed."""
+        if not setting.default:
+            self.unresolved[setting.key] = setting
+            self.why[setting.key] = f"expected {expected}: it is as if the file did not have it"
+
     def real(self, *keys: str) -> Setting | None:
-        """Return a setting with a finite number; None for another, which is listed if it is no number."""
+        """Return a setting with a finite number; None for another value, which is listed."""
         setting = self.get(*keys)
-        if setting is None or isinstance(setting.value, bool):
+        if setting is None or setting.value is False:
             return None
         value = read_scalar(setting.value) if isinstance(setting.value, str) else setting.value
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < LARGEST:
-            self.unresolved[setting.key] = setting
+            self.turn_down(setting, "a number")
             return None
         return Setting(setting.key, value, setting.default)
 
     def number(self, *keys: str) -> Setting | None:
-        """Return a setting with a number above 0."""
+        """Return a setting with a number above 0; None for another value, which is listed if it does not say that there
+        is nothing (``ZERO_IS_OFF``, ``NO_LIMIT``)."""
         setting = self.real(*keys)
-        return setting if setting is not None and setting.value > 0 else None
+        if setting is None or setting.value > 0:
+            return setting
+        if not is_off(setting.key, setting.value):
+            self.turn_down(setting, "a number above 0")
+        return None
 
     def is_zero(self, *keys: str) -> Setting | None:
         """Return the first of several settings that the file has, if it is 0 or null."""
@@ -149,41 +167,65 @@ class JobSettings:
         return setting if setting is not None and not setting.value else None
 
     def count(self, *keys: str) -> Setting | None:
-        """Return a setting with a whole number above 0."""
+        """Return a setting with a whole number above 0; None for another value, which is listed as in ``number``."""
         setting = self.number(*keys)
-        if setting is None or int(setting.value) < 1:
+        if setting is None:
+            return None
+        if int(setting.value) != setting.value:
+            self.turn_down(setting, "a whole number")
             return None
         return Setting(setting.key, int(setting.value), setting.default)
 
     def truth(self, *keys: str) -> Setting | None:
-        """Return a setting that is true; None for one that is not."""
+        """Return a setting that is true; None for one that is not, which is listed if it is not false either."""
         setting = self.get(*keys)
-        return setting if setting is not None and is_true(setting.value) else None
+        if setting is None or is_true(setting.value):
+            return setting
+        if not is_false(setting.value):
+            self.turn_down(setting, "true or false")
+        return None
 
     def starts(self, *prefixes: str) -> bool:
         """Whether the file has settings that begin so."""
         return any(key.startswith(prefixes) for key in self.found)
 
-    def pass_over(self, *prefixes: str) -> None:
-        """Count settings that begin so as read."""
-        self.read |= {key for key in self.found if key.startswith(prefixes)}
+    def pass_over(self, why: str, *prefixes: str, matters: bool = False) -> None:
+        """Give the reason why settings that begin so need no counterpart; those with one keep it."""
+        for key in self.found:
+            if key.startswith(prefixes):
+                self.passed.setdefault(key, (why, matters))
 
-    def unread(self) -> Iterator[tuple[str, Setting]]:
-        """Yield the settings of the file that nothing has read, and that are on, with their keys."""
-        off = tuple(
-            f"{key.rpartition('.')[0]}."
-            for key, setting in self.found.items()
-            if key.rpartition(".")[2] in ("enabled", "enable") and not is_true(setting.value) and "." in key
-        )
-        for key, setting in self.found.items():
-            if key not in self.read and not _is_off(key, setting.value) and not (off and key.startswith(off)):
-                yield key, setting
+    def in_section_that_is_off(self, key: str) -> str | None:
+        """Return the switch of a setting's section, or of one around it, if it is off."""
+        parents = key.split(".")[:-1]
+        names = (".".join([*parents[:end], name]) for end in range(len(parents), 0, -1) for name in _SWITCHES)
+        return next((each for each in names if each in self.found and is_false(self.found[each].value)), None)
 
 
-def _is_off(key: str, value: Any) -> bool:
-    """Whether a value says that there is nothing: null, false, 0, an empty list, one rank or turn."""
-    one = value == 1 and re.search(r"(size|turns|stages)$", key) is not None
-    return value is None or value is False or value in (0, "", "false", "False", [], "none", "disabled", "auto") or one
+_SWITCHES = ("enabled", "enable")
+ZERO_IS_OFF = re.compile(
+    r"len|dim|lag|bias|\w*(coeff?|coefficient|rank|lora_dim|lora_r|warmup\w*|dropout\w*|penalty|penalty_factor|decay|"
+    r"freez\w*|smoothing|buffer_len\w*|age_steps|staleness\w*|kl_ctl|min_lr\w*|start_step)"
+)
+"""Keys of settings that are off where they are 0."""
+NO_LIMIT = re.compile(r"\w*(steps|top_k|limit|fsdp_size|max_samples|max_\w*batches|epochs)")
+"""Keys of settings without a limit where they are -1."""
+
+
+def is_off(key: str, value: Any) -> bool:
+    """Whether a value says that there is nothing: null, false, an empty list, one rank or turn, 0 of a penalty."""
+    name = key.rpartition(".")[2]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_one = value == 1 and re.search(r"(size|turns|stages)$", name) is not None
+        is_none = value == 0 and ZERO_IS_OFF.fullmatch(name) is not None
+        return is_one or is_none or (value == -1 and NO_LIMIT.fullmatch(name) is not None)
+    return value is None or value in ([], {}) or is_false(value)
+
+
+def is_false(value: Any) -> bool:
+    """Whether a value of a file or a command line is false, or names nothing."""
+    words = ("", "false", "no", "off", "0", "none", "null", "disabled")
+    return value is None or value is False or value == 0 or (isinstance(value, str) and value.lower() in words)
 
 
 def is_true(value: Any) -> bool:

@@ -25,7 +25,7 @@ from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl import job as trl
 from flexrlhf.imports.trl.algorithm import ALGORITHMS, MISSING
 from flexrlhf.imports.verl import job as verl
-from flexrlhf.imports.yaml_trees import Tree, read_tree, resolved, with_overrides
+from flexrlhf.imports.yaml_trees import Tree, read_tree, referenced, resolved, with_overrides
 
 Class = tuple[str, str] | None
 SYSTEMS = ("verl", "OpenRLHF", "TRL", "NeMo-RL", "AReaL", "DeepSpeed-Chat")
@@ -180,7 +180,9 @@ class JobFile:
         for is_of, system, translate in _TREES:
             if is_of(tree):
                 out = self._start(system)
-                translate(out, JobSettings.of(leaves))
+                job = JobSettings.of(leaves)
+                job.passed |= {key: ("other settings name it", False) for key in referenced(tree)}
+                translate(out, job)
                 return out
         if {"model_name_or_path"} & set(tree):
             return self._trl_tree(leaves)

@@ -11,14 +11,14 @@ from textwrap import TextWrapper
 from typing import Any
 
 from flexrlhf.config.setting_list import yaml_text
-from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
+from flexrlhf.imports.settings import JobSettings, Setting, is_off, read_scalar
 
 WIDTH = 118
-MOST_LISTED = 6
-"""Settings without an effect that are listed for one reason."""
 DOT = "\0"
 """In the place of a dot inside one key, such as ``actor.rollout`` of a placement."""
 HEAD = "by `flexrlhf import`: behind each line the setting that it is from"
+OFF = "off there, or without a value"
+"""Why a setting needs no counterpart."""
 SECTIONS = ("name", "algorithm", "models", "data", "reward", "steps", "seed", "cluster", "placement", "schedule")
 """Sections in the order of the YAML; others follow."""
 
@@ -42,6 +42,7 @@ class Translation:
     lines:     dotted key → value and comment.
     left_out:  settings without a counterpart.
     notes:     sentences on assumptions.
+    sources:   keys of the settings that lines follow from.
     """
 
     system: str
@@ -50,11 +51,13 @@ class Translation:
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
 
     def put(self, key: str, value: Any, *sources: Setting | str | None) -> None:
         """Write a setting of the YAML, with the settings that its value follows from in its comment."""
         parts = [self._source(source, value) for source in sources if source is not None]
         self.lines[key] = (value, ", ".join(dict.fromkeys(parts)))
+        self.sources |= {_bare(each.key) for each in sources if isinstance(each, Setting)}
 
     def has_model(self, role: str) -> bool:
         """Whether a model of a role is written."""
@@ -93,7 +96,7 @@ class Translation:
             self.notes.append(sentence)
 
     def finish(self, job: JobSettings, without_effect: Mapping[str, str], with_effect: Mapping[str, str]) -> None:
-        """List the settings that nothing has read, each by the first reason that fits, and the ones without a value.
+        """List each setting of the file that no line follows from and that is not listed yet, with its reason.
 
         Before, it writes the one that systems have in many places.
 
@@ -109,13 +112,11 @@ class Translation:
             for table in (without_effect, with_effect)
             for why, keys in table.items()
         ]
-        for key, setting in job.unread():
-            found = (reason for pattern, *reason in reasons if pattern.fullmatch(key))
-            self.drop(setting, *next(found, ("no counterpart is known", True)))
-        for setting in job.unresolved.values():
-            names = ", ".join(setting.missing)
-            why = f"its value is not in the file: {names}" if names else "its value cannot be read"
-            self.left_out.append(LeftOut(setting, why, True))
+        listed = self.sources | {_bare(each.setting.key) for each in self.left_out}
+        for key, setting in job.found.items():
+            if _bare(setting.key) not in listed:
+                found = next(((why, matters) for keys, why, matters in reasons if keys.fullmatch(key)), None)
+                self.drop(setting, *_reason(job, key, setting, found))
 
     @property
     def is_whole(self) -> bool:
@@ -168,11 +169,32 @@ class Translation:
             if by_reason:
                 yield from ("", indent + head[matters])
             for why, listed in by_reason.items():
-                more = 0 if matters else max(0, len(listed) - MOST_LISTED)
-                settings = [*listed[: len(listed) - more], *([f"and {more} more"] if more else [])]
-                yield f"{indent}  {why}:" if matters or len(settings) > 1 else f"{indent}  {why}: {settings[0]}"
-                if matters or len(settings) > 1:
-                    yield from _listed(settings, f"{indent}    ", one_a_line=matters)
+                is_short = not matters and len(listed) == 1
+                yield f"{indent}  {why}: {listed[0]}" if is_short else f"{indent}  {why}:"
+                yield from () if is_short else _listed(listed, f"{indent}    ", one_a_line=matters)
+
+
+def _bare(key: str) -> str:
+    """Return a setting's key without the dashes of an option, and without a value behind it."""
+    return key.lstrip("-").partition("=")[0]
+
+
+def _reason(job: JobSettings, key: str, setting: Setting, found: tuple[str, bool] | None) -> tuple[str, bool]:
+    """Return why a setting has no line, and whether it changes a run. ``found``: the reason by its key."""
+    for each in (key, setting.key):
+        if each in job.unresolved:
+            names = ", ".join(setting.missing)
+            return (f"its value is not in the file: {names}" if names else job.why.get(each, "cannot be read")), True
+    if (switch := job.in_section_that_is_off(key)) is not None:
+        return f"{switch} is off", False
+    if key in job.passed:
+        return job.passed[key]
+    is_known, off = found is not None or key in job.read, is_off(key, setting.value)
+    if off and (is_known or setting.value in (None, "", [], {})):
+        return found if found is not None and not found[1] else (OFF, False)
+    if found is not None:
+        return found
+    return ("nothing here follows from its value" if key in job.read else "no counterpart is known"), True
 
 
 def is_imported(text: str) -> bool:

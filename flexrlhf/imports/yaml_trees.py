@@ -106,6 +106,14 @@ def resolved(tree: Tree, given: Mapping[str, str]) -> dict[str, Any]:
     return leaves
 
 
+def referenced(tree: Any) -> set[str]:
+    """Return the keys that interpolations name."""
+    if isinstance(tree, dict | list):
+        parts = tree.values() if isinstance(tree, dict) else tree
+        return {key for part in parts for key in referenced(part)}
+    return set(re.findall(r"\$\{([\w.]+)\}", tree)) if isinstance(tree, str) else set()
+
+
 def _without_environment(value: Any, given: Mapping[str, str]) -> Any:
     """Return a tree with variables of the environment replaced by given values, defaults or marks."""
     if isinstance(value, dict):

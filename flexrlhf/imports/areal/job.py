@@ -127,6 +127,7 @@ def translate(out: Translation, job: JobSettings) -> None:
         put_micro_batch(out, None, tokens, job.count("critic.mb_spec.max_tokens_per_mb"), "critic")
     if generating is not None and generator is not None:
         _rollout(out, job, generating, generator, tokens)
+    job.pass_over("machines follow from the ranks of the engines", "cluster.n_nodes", "cluster.n_gpus_per_node")
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -172,7 +173,6 @@ def _sampled(out: Translation, job: JobSettings) -> str:
         put_reals(out, job, {"gae_lambda": "actor.gae_lambda", "value_clip": "critic.eps_clip"})
     elif (decay := job.real("actor.gae_lambda")) is not None and decay.value != 1:
         out.drop(decay, "without a critic advantages are the same at all tokens here")
-    job.pass_over("actor.reward_norm.", "actor.adv_norm.")
     out.put_same("algorithm.num_mini_batches", job.count("actor.ppo_n_minibatches"))
     penalty, estimator = job.number("actor.kl_ctl"), job.get("actor.kl_estimator")
     if penalty is None:
@@ -188,7 +188,7 @@ def _sampled(out: Translation, job: JobSettings) -> str:
     put_reals(out, job, own)
     if (decoupled := job.truth("actor.use_decoupled_loss")) is not None:
         out.put("algorithm.importance.level", "token", decoupled)
-        job.read.add("actor.recompute_logprob")
+        job.pass_over("log-probs of the policy that trains are computed", "actor.recompute_logprob")
     return name
 
 

@@ -125,6 +125,7 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
     critic = job.get("critic_zero_stage")
     if critic is not None and not critic.default and critic.value in {1, 2, 3} - {out.value("models.all.zero")}:
         out.put_same("models.critic.zero", critic)
+    job.pass_over("as of all models", "critic_zero_stage")
     name = "bfloat16" if dtype is not None and dtype.value == "bf16" else "float16"
     out.put("models.all.dtype", name, dtype or "fp16 (its default)")
     recomputes = f"{prefix}gradient_checkpointing"

@@ -20,7 +20,9 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
         out.put_real("algorithm.beta", job.number("dpo.reference_policy_kl_penalty"))
         if (average := job.truth("dpo.preference_average_log_probs")) is not None:
             out.put("algorithm.length_normalised", True, average)
-        job.pass_over("dpo.preference_loss_weight", "dpo.sft_average_log_probs")
+        job.pass_over("of a loss in addition, which is listed", "dpo.sft_average_log_probs")
+        if (weight := job.number("dpo.preference_loss_weight")) is not None:
+            out.drop(weight, "the loss of preferences has the weight 1", matters=weight.value != 1)
         out.drop(job.number("dpo.sft_loss_weight"), "a loss of chosen responses in addition is not here")
         return name
     if (of_sequence := job.truth("loss_fn.sequence_level_importance_ratios")) is not None:
@@ -49,7 +51,8 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
     _loss(out, job)
     _sampling(out, job, section, name)
     for prefix in (f"{section}.", f"{section}.adv_estimator."):
-        job.pass_over(f"{prefix}normalize_rewards", f"{prefix}use_leave_one_out_baseline")
+        own = (f"{prefix}normalize_rewards", f"{prefix}use_leave_one_out_baseline")
+        job.pass_over("of advantages in groups, or the estimator has its own", *own)
     return name
 
 
@@ -59,7 +62,7 @@ def _loss(out: Translation, job: JobSettings) -> None:
     clamps = {"kl.value_clamp": "loss_fn.kl_output_clamp_value", "kl.clamp": "loss_fn.kl_input_clamp_value"}
     if penalty is None:
         out.put("algorithm.kl", None, job.get("loss_fn.reference_policy_kl_penalty") or "no penalty")
-        job.pass_over(*clamps.values())
+        job.pass_over("there is no penalty", *clamps.values())
     else:
         in_reward = job.truth("loss_fn.use_kl_in_reward")
         out.put("algorithm.kl.place", "reward" if in_reward else "loss", in_reward or "use_kl_in_reward: false")
@@ -105,6 +108,6 @@ def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> No
     if filters is not None and name in ("grpo", "gspo"):
         out.put("algorithm.dynamic_sampling.rounds", max(2, rounds.value if rounds else 2), filters, rounds)
     prefix = f"{section}.reward_shaping."
-    job.pass_over(f"{section}.batch_multiplier", f"{prefix}max_response_length")
+    job.pass_over("the longest response is data.max_response_tokens", f"{prefix}max_response_length")
     if job.truth(f"{prefix}enabled") is not None:
         put_overlong(out, job.count(f"{prefix}overlong_buffer_length"), job.number(f"{prefix}overlong_buffer_penalty"))

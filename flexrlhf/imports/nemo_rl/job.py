@@ -76,7 +76,7 @@ def translate(out: Translation, job: JobSettings) -> None:
         _critic(out, job, is_megatron)
     if samples:
         _rollout(out, job, rows, tokens)
-    job.pass_over(f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}.")
+    job.pass_over("of the engine that does not train", f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}.")
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -108,6 +108,7 @@ def _lengths(out: Translation, job: JobSettings, name: str) -> int:
         return split_length(out, whole or response, 8)
     if prompt is None or prompt.value + response.value > whole.value:
         prompt = Setting(whole.key, whole.value - response.value)
+    job.pass_over("of prompt and response, whose lengths are in the file", whole.key)
     return sum(put_lengths(out, prompt, response))
 
 
@@ -129,9 +130,14 @@ def _optimizer(out: Translation, job: JobSettings, role: str, is_megatron: bool)
         keys |= {"schedule": (f"{scheduler}lr_decay_style",), "warmup_steps": (f"{scheduler}lr_warmup_iters",)}
         _decay(out, job, role, prefix, scheduler)
     put_optimizer(out, job, role, keys)
-    job.pass_over(f"{section}optimizer.", f"{section}scheduler")
-    if not is_megatron:
-        _stages(out, job.found.get(f"{section}scheduler"), role)
+    if is_megatron:
+        job.pass_over("Megatron has its own: megatron_cfg.optimizer", f"{section}optimizer.", f"{section}scheduler")
+        return
+    kind = job.get(f"{section}optimizer.name")
+    out.drop(kind, "optimizers are adamw, adam and sgd", matters="Adam" not in str(kind.value if kind else ""))
+    job.pass_over("kernels", *(f"{section}optimizer.kwargs.{key}" for key in ("foreach", "fused")))
+    _stages(out, job.found.get(f"{section}scheduler"), role)
+    job.pass_over("its stages are read", f"{section}scheduler")
 
 
 def _decay(out: Translation, job: JobSettings, role: str, prefix: str, scheduler: str) -> None:
@@ -173,8 +179,15 @@ def _critic(out: Translation, job: JobSettings, is_megatron: bool) -> None:
         size = job.count(*(prefix + name for name in names))
         if size is not None and size.value != (out.value(f"models.all.{key}") or 1):
             out.put(f"models.critic.{key}", size.value, size)
-    job.pass_over("value.")
+    same = [key for key, each in job.found.items() if _is_as_of_policy(job, key, each)]
+    job.pass_over("the critic is as the actor is", *same)
     out.note("of value. the model, the optimizer and the split are read; else the critic is as the actor is")
+
+
+def _is_as_of_policy(job: JobSettings, key: str, setting: Setting) -> bool:
+    """Whether a setting of the critic has the value that the actor's has."""
+    own = job.found.get(f"{_P}{key.removeprefix('value.')}")
+    return key.startswith("value.") and own is not None and own.value == setting.value
 
 
 def _scores(out: Translation, job: JobSettings) -> None:
@@ -252,9 +265,11 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
     if reduced is not None and reduced.value is False:
         out.drop(reduced, "gradients are added up in 32 bits: 2 bytes more of each parameter")
     if job.truth(f"{lora}enabled") is not None:
-        targets = None if job.truth(f"{lora}match_all_linear") else job.listed(f"{lora}target_modules")
+        of_all = job.truth(f"{lora}match_all_linear")
+        targets = None if of_all else job.listed(f"{lora}target_modules")
         put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets)
-        job.pass_over(lora)
+        out.drop(of_all, "adapters are on all linear layers", matters=False)
+        job.pass_over("kernels", f"{lora}use_triton")
     packs, dynamic = (f"{_P}{key}." for key in ("sequence_packing", "dynamic_batching"))
     used = next((key for key in (packs, dynamic) if job.truth(f"{key}enabled")), None)
     most = None if used is None else job.count(f"{used}train_mb_tokens")

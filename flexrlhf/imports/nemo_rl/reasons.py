@@ -42,6 +42,7 @@ WITHOUT_EFFECT = {
     "profiling": r".*profil.* .*nsys.*",
 }
 WITH_EFFECT = {
+    "adapters have rank, alpha and targets": r".*(lora_cfg|peft)\..*",
     "a sequence is on one device, or with engine torch on context-parallel ranks (cp)": r".*context_parallel_size",
     "experts are split over ranks by models.actor.ep alone": r".*expert\w*_parallel_size",
     "settings of Megatron's experts and routers": r".*\bmoe_\w+",

@@ -184,6 +184,7 @@ def _placement(out: Translation, job: JobSettings) -> Setting | None:
     put_gpus(out, end + generating, *(each for role in roles for each in sizes[role]), engines, tp)
     for role in roles:
         out.put(f"placement.{role}.ranks", span(ranks[role]), *sizes[role])
+    job.pass_over("models without devices of their own", "train.colocate_actor_ref", "train.colocate_critic_reward")
     if engines is not None:
         put_generating(out, range(end, end + generating), engines, tp)
         if is_async is not None:

@@ -96,7 +96,9 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
         out.put("algorithm.truncation", "mask-loss", masked)
     else:
         out.put_real("algorithm.truncation.penalty", penalty)
-    job.pass_over("stop_token")
+    job.pass_over(
+        "responses end at the tokenizer's end, or at stop sequences of rollout.config", "stop_token", matters=True
+    )
 
 
 def put_supervised(out: Translation, job: JobSettings, name: str) -> None:
@@ -117,5 +119,5 @@ def put_supervised(out: Translation, job: JobSettings, name: str) -> None:
             out.put("algorithm.length_normalised", True, loss)
     elif values and not (name in ("sft", "simpo") and values[0] in ("nll", "simpo")):
         out.drop(loss, "this loss is not here")
-    elif name == "sft" and loss is not None:
-        job.read.add("loss_type")
+    elif loss is not None:
+        out.drop(loss, f"the loss of {name}", matters=False)

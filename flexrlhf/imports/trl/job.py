@@ -132,6 +132,8 @@ def translate(
     elif name == "ppo":
         out.put("rollout.engine", "transformers", "its trainer")
         put_decoded(out, _known(job, "local_rollout_forward_batch_size"))
+    job.pass_over("what it says is written", "use_peft", "vllm_mode", "use_vllm", "importance_sampling_level")
+    job.pass_over("the file's settings are read", *(["accelerate_config", "deepspeed"] if accelerate else []))
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 

@@ -123,7 +123,7 @@ def _groups(out: Translation, job: JobSettings, name: str, estimator: Setting | 
         out.put("algorithm.baseline", "group", estimator)
     prefix = "algorithm.filter_groups."
     filters, rounds = job.truth(f"{prefix}enable"), job.count(f"{prefix}max_num_gen_batches")
-    job.pass_over(f"{prefix}metric")
+    job.pass_over("groups whose scores are all the same are left out", f"{prefix}metric")
     if filters is not None and name in ("grpo", "gspo", "rloo"):
         out.put("algorithm.dynamic_sampling.rounds", 2 if rounds is None else max(2, rounds.value), filters, rounds)
     prefixes = [
@@ -134,8 +134,9 @@ def _groups(out: Translation, job: JobSettings, name: str, estimator: Setting | 
     length, penalty = (job.number(*(prefix + key for prefix in prefixes)) for key in ("len", "penalty_factor"))
     if job.truth(*(f"{prefix}enable" for prefix in prefixes)) is not None:
         put_overlong(out, length, penalty)
-    job.pass_over("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len")
-    job.pass_over(*(f"{prefix}log" for prefix in prefixes))
+    lengths = ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len")
+    job.pass_over("the longest response is data.max_response_tokens", *lengths)
+    job.pass_over("logs", *(f"{prefix}log" for prefix in prefixes))
 
 
 def put_scores(out: Translation, job: JobSettings) -> None:

@@ -89,6 +89,7 @@ def translate(out: Translation, job: JobSettings, program: str) -> None:
         _supervised(out, job)
     else:
         _reinforced(out, job, program)
+    job.pass_over("what it names is the trainer's own", "config-name")
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -144,7 +145,9 @@ def _batch(out: Translation, job: JobSettings, program: str) -> int:
         whole = job.count("rollout.total_rollout_steps")
         if whole is not None and "steps" not in out.lines:
             out.put("steps", max(1, whole.value // (size.value * number)), whole, "over the prompts of a step")
-        job.pass_over("data.train_batch_size", "data.gen_batch_size")
+        job.pass_over(
+            "a trainer without steps of its own takes mini-batches", "data.train_batch_size", "data.gen_batch_size"
+        )
         return int(size.value * number)
     if prompts is None:
         return int(DEFAULTS["data.train_batch_size"])
@@ -172,6 +175,7 @@ def _stored_adapters(out: Translation, base: Setting, adapters: Setting) -> None
         out.put("models.actor.lora.new", False, adapters)
     else:
         out.put("models.actor.init", sizes, base, "by its sizes", f"to train the adapters: path: {path}")
+        out.drop(adapters, "models.actor.path has them", matters=False)
     out.note(
         f"training goes on with the adapters in {path}, whose adapter_config.json names their base model; the "
         f"reference is the policy with them, verl's the base model: models.ref.path: {base.value}"
@@ -234,7 +238,8 @@ def _experts(out: Translation, job: JobSettings, prefix: str) -> None:
     sections = [f"{prefix}{each}" for each in ("megatron.", "veomni.", "", "fsdp_config.")]
     sizes = ("expert_model_parallel_size", "expert_parallel_size", "ep_size")
     put_expert_ranks(out, job.count(*(section + size for section in sections for size in sizes)))
-    job.pass_over(*(f"actor_rollout_ref.ref.{section}expert_" for section in ("megatron.", "veomni.", "")))
+    references = (f"actor_rollout_ref.ref.{section}expert_" for section in ("megatron.", "veomni.", ""))
+    job.pass_over("the reference is split as the actor is", *references)
     for section in sections[::2]:
         put_megatron_losses(out, job, f"{section}override_transformer_config.")
         for own in _SPLITS.values() if has_experts(out) else ():
@@ -263,7 +268,7 @@ def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
     if size > 1:
         out.put("models.all.cp", size, setting)
         out.put("models.all.context_parallel", "ulysses", setting)
-        job.pass_over(f"actor_rollout_ref.ref.{key}", f"critic.{key}")
+        job.pass_over("other roles are split as the actor is", f"actor_rollout_ref.ref.{key}", f"critic.{key}")
     elif setting.value > 1:
         job.read.discard(setting.key)
 
@@ -280,7 +285,7 @@ def _other_roles(out: Translation, job: JobSettings, engine: str) -> None:
             if size is not None and size.value != out.value(f"models.all.{key}"):
                 out.put(f"models.{role}.{key}", size.value, size)
         if not is_there:
-            job.pass_over(prefix)
+            job.pass_over(f"there is no {role}", prefix)
 
 
 def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> None:
@@ -299,6 +304,7 @@ def _micro_batch(out: Translation, job: JobSettings, tokens: int, role: str, pre
     most, rows = job.count(f"{prefix}ppo_max_token_len_per_gpu"), job.count(f"{prefix}ppo_micro_batch_size_per_gpu")
     is_dynamic = job.truth(f"{prefix}use_dynamic_bsz", f"{_A}use_dynamic_bsz") is not None
     put_micro_batch(out, rows, tokens, most if is_dynamic else None, role)
+    job.pass_over("micro-batches are of tokens", f"{prefix}use_dynamic_bsz")
 
 
 def _devices(out: Translation, job: JobSettings, program: str) -> None:
@@ -324,7 +330,8 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
     name = job.get(f"{_R}name")
     out.put("rollout.special_tokens", "skip", "its reward managers' texts have none")
     if put_router_replay(out, _router_replay(out, job)):
-        job.pass_over(*(f"{_R}{each}" for each in (*_SPLITS.values(), "gpu_memory_utilization", "expert_parallel")))
+        of_vllm = (f"{_R}{each}" for each in (*_SPLITS.values(), "gpu_memory_utilization", "expert_parallel"))
+        job.pass_over("of vLLM, where transformers generates", *of_vllm)
         return
     if name is not None and name.value == "hf":
         out.put("rollout.engine", "transformers", name)
@@ -349,6 +356,7 @@ def _router_replay(out: Translation, job: JobSettings) -> Setting | None:
         out.drop(mode, "training takes the experts of generation (R3), of the pass of log-probs (R2) it does not")
         return None
     recorded = job.truth(f"{_R}enable_rollout_routing_replay")
+    job.pass_over("router_replay.mode has it", f"{_R}enable_rollout_routing_replay")
     return recorded if mode is None or mode.value != "R3" else mode
 
 
@@ -367,6 +375,5 @@ def _supervised(out: Translation, job: JobSettings) -> None:
     rows, most = job.count("data.micro_batch_size_per_gpu"), job.count("data.max_token_len_per_gpu")
     most = most if job.truth("data.use_dynamic_bsz") else None
     put_micro_batch(out, rows, tokens, most)
-    if most is not None:
-        out.drop(rows, f"with use_dynamic_bsz {most.key} is the size", matters=False)
     out.put("placement", None, "the model on all devices")
+    job.pass_over("micro-batches are of tokens", "data.use_dynamic_bsz")
