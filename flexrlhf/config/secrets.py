@@ -1,6 +1,7 @@
-"""Secrets of reward services: a YAML names environment variables, whose values are read where a request is sent.
+"""Secrets: a YAML names environment variables, whose values are read where a request is sent.
 
-So no secret is in the spec, and in nothing that is written or printed from it.
+So no secret is in the spec, and in nothing that is written or printed from it. Of texts that others have written, such
+as job files of other systems, secrets are recognised by the names of their settings and by their own form.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NAMED = rf"[\w.+-]*:?(?:{_REFERENCE.pattern.replace('(', '(?:')})+@"
 _IN_TEXT = (
     # user and password of an address, with few slashes or none before them, and with blanks and slashes in them
     (re.compile(rf"(?<!\w)(\w++:/++)(?!{_NAMED})(?:\S*|[^\s/@:}}'\"]*:(?:(?!://)[^\n@])*)@"), r"\1***@"),
-    (re.compile(rf"(?<!\w)(?!{_NAMED})[\w.+-]+:(?!/)[^\s@:]+@(?=[\w\[])"), "***@"),
+    (re.compile(rf"(?<![\w.+-])(?!{_NAMED})[\w.+-]++:(?!/)[^\s@:]+@(?=[\w\[])"), "***@"),
     # keys in the query of an address
     (re.compile(rf"([?&][\w-]*(?:{_SECRET_NAME.pattern})[\w-]*=)[^&\s'\"]+", re.IGNORECASE), r"\1***"),
     # headers as an option or a mapping of one line has them
@@ -31,6 +32,38 @@ _IN_TEXT = (
     (re.compile(r"(\bheaders\.[\w-]+=)[^\n]*?(?=: |$)"), r"\1***"),
 )
 """Places of secrets in a text, and what is shown in their stead."""
+HIDDEN = "***"
+"""In the place of a secret."""
+_ALONE = re.compile(
+    r"pass(w|phrase)\w*|pwd|secrets?|credentials?|authorization|auth|cookie|bearer|webhook|dsn|pat|"
+    r"(api|wandb|access|private|openai)key|(hf|hub|api|auth|access|wandb|git\w*)token"
+)
+"""Last words of names whose values are secrets."""
+_OWNER = re.compile(
+    r"access|account|anthropic|api|auth|aws|azure|bot|client|comet|dashscope|deepseek|encryption|gemini|git\w*|google|hf|"
+    r"hub|huggingface|judge|license|login|master|mistral|modelscope|neptune|ngc|nvidia|open(ai|router)|personal|private|"
+    r"push|refresh|registry|secret|service|session|signing|ssh|storage|subscription|swanlab|together|user|wandb|write"
+)
+"""Words in front of ``key`` and ``token`` that make them secrets."""
+_OF_TEXTS = re.compile(
+    r"act|add|begin|bos|call|cls|end|eo[st]|first|generation|image|last|loss|mask|max|min|new|next|num|pad|per|prompt|"
+    r"response|reward|sep|special|start|step|stop|text|think|tool|unk|video|audio|vocab"
+)
+"""Words in front of ``token`` that make it one of a vocabulary."""
+_TOKEN = re.compile(
+    r"(?<![\w-])(?:sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[a-z]-[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|nvapi-[\w-]{16,}|gsk_\w{16,}|r8_\w{16,}|wandb_v1_\w{16,}"
+    r"|eyJ[\w-]{10,}\.[\w.-]+)"
+)
+"""Keys of services by their form."""
+_HEX = re.compile(r"(?<![\w/])[0-9a-f]{40}(?![\w/])")
+"""A key of Weights & Biases, which has the form of a commit; parts of paths are no keys."""
+_AUTHORIZED = re.compile(r"\b(Bearer|bearer|Basic)\s+[\w.~+/=-]{6,}")
+_PAIR = re.compile(
+    r"(?<![\w.-])(?:([A-Za-z][\w.-]*+)(\\?[\"']?\s*[:=]\s*\\?[\"']?)([^\s\"'\\,;&}\]]+)"
+    r"|(--?[A-Za-z][\w.-]*+)(\s+)([^\s\"'-]\S*))"
+)
+"""A name with its value, as assignments, mappings, queries and options have them."""
 
 
 def check_header(name: str, value: str) -> None:
@@ -101,6 +134,62 @@ def without_secrets(setting: Any) -> Any:
         pairs = setting.items()
         return {without_secrets(key): "***" if key == "headers" else without_secrets(each) for key, each in pairs}
     return setting
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a setting, an option or a variable of this name is a secret."""
+    words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    words = [word for word in words if word and word != "id"]
+    before, last = ([""] * 2 + words)[-2:]
+    if last == "wandb" and before == "use":  # OpenRLHF's option takes the key
+        return True
+    if last == "key":
+        return not before or _OWNER.fullmatch(before) is not None
+    if last in ("token", "tokens"):
+        is_owned = _OWNER.fullmatch(before) is not None
+        return is_owned or (last == "token" and _OF_TEXTS.fullmatch(before) is None)
+    return _ALONE.fullmatch(last) is not None
+
+
+def hidden(value: Any, name: str = "") -> Any:
+    """Return a value that others have written as it may be shown: without what is a secret by its name or its form.
+
+    name:  its setting's, if it has one.
+    """
+    if isinstance(value, list | tuple):
+        return [hidden(each, name) for each in value]
+    if isinstance(value, dict):
+        return {hidden(key): hidden(each, str(key)) for key, each in value.items()}
+    if is_secret_name(name) and not _names_nothing(value):
+        return HIDDEN
+    if not isinstance(value, str):
+        return value
+    is_commit = re.search(r"revision|commit|sha|hash", name, re.IGNORECASE) is not None
+    text = _AUTHORIZED.sub(rf"\1 {HIDDEN}", _TOKEN.sub(HIDDEN, value))
+    text = text if is_commit else _HEX.sub(HIDDEN, text)
+    return without_secrets(_without_pairs(text))
+
+
+def _names_nothing(value: Any) -> bool:
+    """Whether a value is no secret under any name: a number that counts, a switch, a variable."""
+    if not isinstance(value, str):
+        return True
+    is_variable = re.fullmatch(r"\$\{?\w+\}?|\0[^\0]*\0", value) is not None
+    return is_variable or value.lower() in ("", "true", "false", "yes", "no", "none", "null", "on", "off", "0", "1")
+
+
+def _without_pairs(text: str) -> str:
+    """Return a text without the values of names of secrets."""
+    parts, place = [], 0
+    while (match := _PAIR.search(text, place)) is not None:
+        name, sign, value = match.groups()[:3] if match[1] else match.groups()[3:]
+        is_prose = name in ("key", "token", "secret") and sign == ": "
+        shows = is_prose or not is_secret_name(name) or _names_nothing(value)
+        # a value that is shown may itself be a name with a value
+        end = match.end() - len(value) if shows else match.end()
+        parts.append(text[place:end] if shows else text[place : match.start()] + name + sign + HIDDEN)
+        place = end
+    return "".join([*parts, text[place:]])
 
 
 def _value(match: re.Match[str], key: str) -> str:

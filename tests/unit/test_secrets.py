@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli.app import app
 from flexrlhf.config.reward_sources import ServiceSource
-from flexrlhf.config.secrets import without_secrets
+from flexrlhf.config.secrets import hidden, without_secrets
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample
@@ -173,3 +173,43 @@ def test_saved_weights_have_the_permissions_of_any_file(tmp_path: Path) -> None:
     save_tensors({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "a.safetensors")}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hub_token", "s3cr"),
+        ("logger.wandb.key", "s3cr"),
+        ("--use_wandb", "s3cr"),
+        ("env_vars.OPENAI_API_KEY", "s3cr"),
+        ("aws_secret_access_key", "s3cr"),
+        ("db.password", "s3cr"),
+        ("notes", "hf_S3cr0123456789abcdef and sk-S3cr0123456789abcdef"),
+        ("notes", "0123456789abcdef0123456789abcdef01234567"),
+        ("notes", '{"env_vars": {"WANDB_API_KEY": "s3cr"}}'),
+        ("notes", "x: HF_TOKEN=s3cr,WANDB_API_KEY=s3cr"),
+        ("notes", "curl -H 'Authorization: Bearer s3cr0123' --password s3cr"),
+        ("notes", "https://user:s3cr@host/x?api_key=s3cr"),
+    ],
+)
+def test_what_others_have_written_is_shown_without_secrets(name: str, value: str) -> None:
+    shown = hidden(value, name)
+    assert "***" in shown and "s3cr" not in shown.lower() and "0123456789" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eos_token", "<|im_end|>"),
+        ("prompt_key", "prompt"),
+        ("reward_fn_key", "data_source"),
+        ("max_tokens_per_gpu", "16384"),
+        ("hub_token", "$HF_TOKEN"),
+        ("use_wandb", "true"),
+        ("path", "/hub/snapshots/0123456789abcdef0123456789abcdef01234567/model"),
+        ("model_revision", "0123456789abcdef0123456789abcdef01234567"),
+        ("why", "model_name_or_path: a job needs a model, and the key: value"),
+    ],
+)
+def test_words_that_only_look_like_secrets_are_shown(name: str, value: str) -> None:
+    assert hidden(value, name) == value

@@ -51,8 +51,8 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
     _loss(out, job)
     _sampling(out, job, section, name)
     for prefix in (f"{section}.", f"{section}.adv_estimator."):
-        own = (f"{prefix}normalize_rewards", f"{prefix}use_leave_one_out_baseline")
-        job.pass_over("of advantages in groups, or the estimator has its own", *own)
+        groups = (f"{prefix}normalize_rewards", f"{prefix}use_leave_one_out_baseline")
+        job.pass_over("of advantages in groups, or the estimator has its own", *groups)
     return name
 
 
