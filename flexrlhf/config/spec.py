@@ -382,15 +382,34 @@ class Spec(StrictModel):
             raise ValueError(
                 f"schedule.num_chunks {chunks} on {devices} devices are more than a plan takes: use at most {most}"
             )
-        samples = getattr(self.algorithm, "samples_per_prompt", 1)
-        rows = getattr(self.algorithm, "num_prompts", self.algorithm.prompts_per_step) * samples
-        if rows * self.num_segments > MAX_ROWS:
-            several = f" in {self.num_segments} segments each" if self.num_segments > 1 else ""
+        algorithm, segments = self.algorithm, self.num_segments
+        rows = algorithm.num_prompts * getattr(algorithm, "samples_per_prompt", 1)
+        if rows * segments > MAX_ROWS:
+            several = f" in {segments} segments each" if segments > 1 else ""
             raise ValueError(
-                f"algorithm: {self.algorithm.prompts_per_step} prompts_per_step are {rows} rows a step{several}, more "
-                f"than a plan takes: use at most {MAX_ROWS // self.num_segments}"
+                f"algorithm: {algorithm.prompts_per_step} prompts_per_step are {rows} rows a step{several}, more than "
+                f"a plan takes: {self._fewer_rows(rows * segments)}"
             )
         return self
+
+    def _fewer_rows(self, rows: int) -> str:
+        """Return the nearest value that can be planned of the setting that multiplies ``rows`` the most."""
+        algorithm, rollout = self.algorithm, self.rollout
+        of_segments = "max_segments" if rollout.max_segments is not None else "segment_tokens"
+        factors = {
+            "algorithm.prompts_per_step": algorithm.prompts_per_step,
+            "algorithm.samples_per_prompt": getattr(algorithm, "samples_per_prompt", 1),
+            "algorithm.rollouts_per_step": getattr(algorithm, "rollouts_per_step", 1),
+            "algorithm.dynamic_sampling.rounds": algorithm.attempts,
+            f"rollout.{of_segments}": self.num_segments,
+        }
+        key, number = max(factors.items(), key=lambda item: item[1])
+        most = MAX_ROWS * number // rows
+        if most < 2:
+            return f"lower {' and '.join(name for name, each in factors.items() if each > 1)}"
+        if of_segments in key and rollout.max_segments is None:
+            return f"use at least {-(-self.data.max_response_tokens // most)} {key}"
+        return f"use at most {most} {key}"
 
     @model_validator(mode="after")
     def _responses_can_end(self) -> Self:

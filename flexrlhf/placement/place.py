@@ -23,7 +23,8 @@ from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Placement:
     """Place every model of ``roles``. Raises UserError with the nearest placement that works."""
     request, reason = on_classes(_entries(spec, roles, can_shadow), roles, cluster)
-    ranks, warnings = assign_ranks(request, roles, cluster)
+    is_vector = not isinstance(spec.placement, PlacementMap)
+    ranks, warnings = assign_ranks(request, roles, cluster, is_vector)
     models = tuple(
         _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
     )
@@ -31,7 +32,7 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
         models += (_rollout_on_trained_ranks(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
     if roles.rollout is not None:
         warnings = warnings + rollout_warnings(spec, roles.rollout)
-    check_classes(models, request, cluster, is_vector=not isinstance(spec.placement, PlacementMap))
+    check_classes(models, request, cluster, is_vector)
     return Placement(models, len(cluster.devices), tuple(warnings), reason=reason)
 
 

@@ -60,14 +60,20 @@ def has_shadows(names: Iterable[str]) -> bool:
     return any(ModelName(name).copy for name in names)
 
 
-def assign_ranks(request: PlacementMap, roles: Roles, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return ranks by placed model: explicit ones as written, the others pool by pool; and warnings."""
+def assign_ranks(
+    request: PlacementMap, roles: Roles, cluster: Cluster, is_vector: bool = False
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Return ranks by placed model: explicit ones as written, the others pool by pool; and warnings.
+
+    ``is_vector``: whether a vector was written, whose entries errors then name.
+    """
     ranks = {name: _explicit(name, e.ranks, cluster) for name, e in request.models.items() if e.ranks is not None}
     warnings: list[str] = []
     for pool, names in _pools(request, cluster).items():
-        packing = _place_in_pool(
-            {n: ratio for n in names if (ratio := request.models[n].ratio) is not None}, pool, roles, request, cluster
-        )
+        ratios = {n: ratio for n in names if (ratio := request.models[n].ratio) is not None}
+        packing = _place_in_pool(ratios, pool, roles, request, cluster)
+        if packing is None:
+            raise UserError(_no_split(ratios, len(pool), roles, request, is_vector))
         ranks |= packing.ranks
         warnings += packing.warnings
     _check_sides(ranks, roles)
@@ -129,7 +135,8 @@ def _pools(request: PlacementMap, cluster: Cluster) -> dict[tuple[int, ...], lis
 
 def _place_in_pool(
     ratios: dict[str, Fraction], pool: tuple[int, ...], roles: Roles, request: PlacementMap, cluster: Cluster
-) -> Packing:
+) -> Packing | None:
+    """Return the ranks of a pool; None if shadows are in it and no split into two sides fits."""
     counts = {name: whole_devices(name, ratio, len(pool)) for name, ratio in ratios.items()}
     training = [name for name in counts if name in roles.trained]
     inference = [name for name in counts if name not in roles.trained]
@@ -141,9 +148,7 @@ def _place_in_pool(
             left = pack([DeviceRequest(name, counts[name]) for name in training], pool[:side], cluster)
             right = pack([DeviceRequest(name, counts[name]) for name in inference], pool[side:], cluster)
             fitting.append(Packing(left.ranks | right.ranks, left.warnings + right.warnings))
-    if not fitting:
-        raise UserError(_no_reading(ratios, counts, training, request, len(pool)))
-    return min(fitting, key=_num_shared_pairs)
+    return min(fitting, key=_num_shared_pairs, default=None)
 
 
 def _num_shared_pairs(packing: Packing) -> int:
@@ -173,14 +178,12 @@ def _side_readings(counts: dict[str, int], training: list[str], size: int, train
     return list(dict.fromkeys((sum(sizes), max(sizes))))
 
 
-def _no_reading(
-    ratios: dict[str, Fraction],
-    counts: dict[str, int],
-    training: list[str],
-    request: PlacementMap,
-    size: int,
-) -> str:
-    """Return the error sentence with the nearest ratios that fit: those that remove the fewest devices."""
+def _no_split(ratios: dict[str, Fraction], size: int, roles: Roles, request: PlacementMap, is_vector: bool) -> str:
+    """Return the error sentence with the nearest ratios that fit: those that remove the fewest devices.
+
+    For a vector it names the models, and the ones of a vector without shadows: its writer may have meant that one, with
+    a model that the algorithm does not have.
+    """
     train_share = request.train_share
 
     def text(shown: Iterable[Fraction]) -> str:
@@ -189,19 +192,33 @@ def _no_reading(
             return vector_text(shown)
         return ", ".join(f"{name}: {ratio_text(ratio)}" for name, ratio in zip(ratios, shown, strict=True))
 
-    found = f"placement: {text(ratios.values())} fits no split of {size} devices into a training and an inference side"
+    read, shorter = ("", "") if not is_vector else (f"is read as [{', '.join(request.models)}] and ", _shorter(roles))
+    found = (
+        f"placement: {text(ratios.values())} {read}fits no split of {size} devices into a training and an inference "
+        f"side"
+    )
     if size < 2:
-        return f"{found}: shadows need at least 2 devices"
+        return f"{found}: shadows need at least 2 devices{shorter}"
+    counts = {name: whole_devices(name, ratio, size) for name, ratio in ratios.items()}
+    if shorter and len(roles.shadows) == 1 and size in counts.values():
+        # its one entry too many is more likely a model's that is gone than a shadow's
+        return found + shorter
     sides = [whole_devices("train_share", train_share, size)] if train_share is not None else range(1, size)
     shrunk = [
-        {name: min(count, side if name in training else size - side) for name, count in counts.items()}
+        {name: min(count, side if name in roles.trained else size - side) for name, count in counts.items()}
         for side in sides
         if 0 < side < size
     ]
     best = max(shrunk, key=lambda new: sum(new.values()), default=None)
     if best is None:
         return f"{found}: train_share must leave devices on both sides"
-    return f"{found}; the nearest that does is {text(Fraction(best[name], size) for name in ratios)}"
+    return f"{found}; the nearest that does is {text(Fraction(best[name], size) for name in ratios)}{shorter}"
+
+
+def _shorter(roles: Roles) -> str:
+    """Return the clause about a vector without shadows."""
+    number = len(roles.all)
+    return f"; without shadows {number} {'entry is' if number == 1 else 'entries are'} enough, [{', '.join(roles.all)}]"
 
 
 def ratio_text(value: Fraction) -> str:

@@ -86,7 +86,8 @@ def _check(graph: Graph, spec: Spec) -> None:
         )
     if spec.num_segments == 1:
         longest = spec.data.max_response_tokens
-        raise UserError(f"{key} cuts nothing, since data.max_response_tokens is {longest}; use less, or null")
+        use = "use less, or null" if longest > 1 else "use null"
+        raise UserError(f"{key} cuts nothing, since data.max_response_tokens is {longest}; {use}")
 
 
 def _needs_whole_groups(graph: Graph, spec: Spec) -> str:

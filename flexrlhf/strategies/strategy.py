@@ -92,9 +92,10 @@ def choose_strategy(spec: Spec, placement: Placement) -> str:
             f"use lag 0"
         )
     if spec.schedule.lag and spec.schedule.lag >= spec.steps:
+        most = f"at most {spec.steps - 1}" if spec.steps > 1 else "0"
         raise UserError(
             f"schedule.lag: {spec.schedule.lag} in a run of {counted(spec.steps, 'step')}, so every batch would be "
-            f"generated with the first weights; use at most {spec.steps - 1}, or more steps"
+            f"generated with the first weights; use {most}, or more steps"
         )
     if name != DISAGGREGATED and spec.sync.every != 1:
         raise UserError(

@@ -29,7 +29,16 @@ SIZES = [
     (("cluster={nodes: [{count: 1000000000, devices: 8}]}",), "cluster: 8000000000 devices"),
     (("algorithm.prompts_per_step=1e9",), f"1000000000 rows a step, more than a plan takes: use at most {MAX_ROWS}"),
     (("algorithm.prompts_per_step=1000", "algorithm.samples_per_prompt=1001"), "1001000 rows a step"),
-    (("algorithm.rollouts_per_step=1000000",), "8000000 rows a step"),
+    (("algorithm.rollouts_per_step=1000000",), "use at most 125000 algorithm.rollouts_per_step"),
+    (("rollout={segment_tokens: 16, max_segments: 1000000000}",), "use at most 125000 rollout.max_segments"),
+    (
+        ("rollout={segment_tokens: 1}", "data.max_response_tokens=1000000"),
+        "use at least 8 rollout.segment_tokens",
+    ),
+    (
+        ("rollout={segment_tokens: 16, max_segments: 1000000000}", "algorithm.prompts_per_step=1e9"),
+        "lower algorithm.prompts_per_step and rollout.max_segments",
+    ),
     (
         ("algorithm={name: ppo, prompts_per_step: 1000, num_mini_batches: 1000}", "schedule.num_chunks=1000"),
         f"schedule.num_chunks 1000 on 2 devices are more than a plan takes: use at most {MAX_CHUNKS}",

@@ -166,6 +166,29 @@ def test_a_vector_that_fits_no_reading_is_refused_with_the_nearest(vector: list[
     assert not set(accepted["actor"].ranks) & set(accepted["actor.shadow"].ranks)
 
 
+@pytest.mark.parametrize(
+    ("vector", "roles", "ending"),
+    [
+        ([1, 1, 1], ("actor", "ref"), "inference side; without shadows 2 entries are enough, [actor, ref]"),
+        ([1, 1], ("actor",), "inference side; without shadows 1 entry is enough, [actor]"),
+        (
+            [0.75, 0.75, 0.5],
+            ("actor", "reward"),
+            "the nearest that does is [0.75,0.25,0.5]; without shadows 2 entries are enough, [actor, reward]",
+        ),
+    ],
+)
+def test_a_vector_with_an_entry_too_many_names_its_models(
+    vector: list[float], roles: tuple[str, ...], ending: str
+) -> None:
+    """As after a reward model is replaced by a rule: the advice is not to split the devices."""
+    spec = spec_of(vector, 8)
+    with pytest.raises(UserError) as caught:
+        place(spec, Roles(roles, ("actor",), HEADS, "actor", "actor"), True, make_cluster(spec.cluster))
+    assert f" is read as [actor.rollout, {', '.join(roles)}] and " in str(caught.value)
+    assert str(caught.value).endswith(ending)
+
+
 def test_shadows_need_two_devices() -> None:
     assert "at least 2 devices" in refused([1] * 6, 1)
 

@@ -176,7 +176,7 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
         (
             ("algorithm.prompts_per_step=500000", THREE),
             "config: algorithm: 500000 prompts_per_step are 500000 rows a step in 3 segments each, more than a plan "
-            "takes: use at most 333333",
+            "takes: use at most 333333 algorithm.prompts_per_step",
         ),
     ],
 )
