@@ -71,7 +71,11 @@ class ClusterSpec(StrictModel):
     memory_gb: float | None = Field(
         None, gt=0, description="GB of one device that models and calls may fill, where its node has no memory_gb"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where each rank has a GPU, else cpu")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="auto: cuda where each rank has a GPU, else cpu, unless its node's class is a GPU; cpu: classes "
+        "are labels",
+    )
 
     @property
     def num_devices(self) -> int:

@@ -3,6 +3,7 @@ reported at once."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from flexrlhf.errors import Preempted, UserError
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.terms import Terms, terms_of
 from flexrlhf.loggers.base import check_loggers
-from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, under_torchrun, with_device
+from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, planned_gpu, under_torchrun, with_device
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
@@ -177,7 +178,8 @@ def _device_of_this_node(plan: Plan, hosts: Hosts) -> str:
 
     is_rank, planned = under_torchrun(), plan.placement.num_ranks
     num_local = num_torchrun_ranks(planned) if is_rank else hosts.num_local_ranks(plan.cluster)
-    return choose_device(plan.spec.cluster.device, num_local)
+    ranks = (int(os.environ["RANK"]),) if is_rank else hosts.local_ranks(plan.cluster)
+    return choose_device(plan.spec.cluster.device, num_local, planned_gpu(plan.cluster, ranks))
 
 
 def _device_in_ray(plan: Plan) -> str:
@@ -185,7 +187,8 @@ def _device_in_ray(plan: Plan) -> str:
     from flexrlhf.launch.ray_cluster import ray_device, require_ray
 
     require_ray()
-    return ray_device(plan.spec.cluster.device, plan.placement.num_ranks)
+    ranks = range(plan.placement.num_ranks)
+    return ray_device(plan.spec.cluster.device, len(ranks), planned_gpu(plan.cluster, ranks))
 
 
 def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:

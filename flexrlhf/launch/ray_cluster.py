@@ -21,7 +21,7 @@ from flexrlhf.comm.store import Notice
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.start import signal_handlers_restored
 from flexrlhf.placement.cluster import ANY_CLASS, Cluster
-from flexrlhf.placement.hosts import split_endpoint
+from flexrlhf.placement.hosts import ON_CPUS, split_endpoint
 
 CONNECT_SECONDS = 10.0
 WAIT_SECONDS = 900.0
@@ -85,10 +85,11 @@ def check_address(address: str) -> None:
         raise UserError(f"RAY_ADDRESS {address}: no Ray cluster responds ({reason})") from None
 
 
-def ray_device(setting: str, num_ranks: int) -> str:
+def ray_device(setting: str, num_ranks: int, planned: str = "") -> str:
     """Return ``cpu`` or ``cuda`` for all ranks, given ``cluster.device``.
 
-    ``auto`` is CUDA if the Ray cluster has a GPU for every rank. Raises UserError for ``cuda`` with fewer.
+    ``auto`` is CUDA if the Ray cluster has a GPU for every rank. Raises UserError for ``cuda`` with fewer, and for
+    ``auto`` if ``planned`` is a GPU of the plan (``planned_gpu``).
     """
     if setting == "cpu":
         return setting
@@ -96,6 +97,8 @@ def ray_device(setting: str, num_ranks: int) -> str:
         gpus = int(sum(node.get("GPU", 0) for node in _resources_of_nodes()))
     if setting == "cuda" and gpus < num_ranks:
         raise UserError(f"cluster.device: cuda needs a GPU of Ray for each of {num_ranks} ranks, found {gpus}; use cpu")
+    if planned and gpus < num_ranks:
+        raise UserError(f"{planned}, and the Ray cluster has {gpus or 'none'} for {num_ranks} ranks; write {ON_CPUS}")
     return "cuda" if gpus >= num_ranks else "cpu"
 
 

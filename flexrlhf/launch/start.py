@@ -30,7 +30,7 @@ from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rank_watch import silence_limit
 from flexrlhf.launch.rendezvous import NodeRendezvous
-from flexrlhf.placement.hosts import NVIDIA_DRIVER, Hosts
+from flexrlhf.placement.hosts import NVIDIA_DRIVER, ON_CPUS, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
 from flexrlhf.runs.run_directory import read_status
@@ -65,14 +65,24 @@ def why_no_gpu(driver: Path = NVIDIA_DRIVER, cuda: str | None = torch.version.cu
     return "NVIDIA's driver is loaded, but no GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
-def choose_device(setting: str, num_local: int) -> str:
+def _no_driver() -> str:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "NVIDIA's driver is not loaded" if hidden is None else f"CUDA_VISIBLE_DEVICES is {hidden!r}"
+
+
+def choose_device(setting: str, num_local: int, planned: str = "") -> str:
     """Return ``cpu`` or ``cuda`` for all ranks, given ``cluster.device`` and the number of ranks on this node.
 
     ``auto`` is CUDA when every rank of this node has a device of its own; with ``cuda`` several ranks may share one,
-    over gloo. Raises UserError for ``cuda`` without any.
+    over gloo. ``planned``: the GPU that the plan has on this node (``planned_gpu``); empty if its classes are labels.
+    Raises UserError for ``cuda`` without any device, and for ``auto`` with a planned GPU and too few devices.
     """
     count = torch.cuda.device_count()
     reason = "" if count else why_no_gpu()
+    if setting == "auto" and planned and count < num_local:
+        found = f"{count} for {num_local} ranks" if count else f"none ({reason or _no_driver()})"
+        sharing = ", or cuda for ranks that share a GPU" if count else ""
+        raise UserError(f"{planned}, and this machine has {found}; write {ON_CPUS}{sharing}")
     if setting == "cuda" and count == 0:
         found = reason or "found 0; use cpu"
         raise UserError(f"cluster.device: cuda needs a CUDA device on this node, {found}")

@@ -25,7 +25,7 @@ from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.terms import terms_of
 from flexrlhf.measure.facts import HOST_FACTS, JOB_FACTS, UNLIMITED, Check, HostFacts, JobFacts, united
 from flexrlhf.measure.job_checks import check_disk, judge
-from flexrlhf.placement.hosts import Hosts, under_torchrun
+from flexrlhf.placement.hosts import Hosts, planned_gpu, under_torchrun
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
@@ -165,9 +165,10 @@ def _open_files() -> int:
 def _device(plan: Plan, hosts: Hosts) -> tuple[str, int, str]:
     """Return the device of the ranks of this machine, its number of CUDA devices, and why it cannot be that of the
     cluster."""
-    count = torch.cuda.device_count()
+    count, ranks = torch.cuda.device_count(), hosts.local_ranks(plan.cluster)
     try:
-        return launch.choose_device(plan.spec.cluster.device, hosts.num_local_ranks(plan.cluster)), count, ""
+        planned = planned_gpu(plan.cluster, ranks)
+        return launch.choose_device(plan.spec.cluster.device, len(ranks), planned), count, ""
     except UserError as error:
         return "cpu", count, str(error)
 

@@ -34,12 +34,9 @@ def _host_devices(plan: Plan, host: HostFacts, job: JobFacts) -> Iterator[Check]
         yield Check("devices", "FAILS", f"{host.name}: {host.problem}")
     elif host.device == "cuda":
         yield _gpus(host, job)
-    elif host.devices:
+    elif host.devices and plan.spec.cluster.device == "auto":
         seen = f"{host.name}: {counted(count, 'rank')} and {counted(host.devices, 'CUDA device')}, so on CPUs"
         yield Check("devices", "warning", seen, f"use --devices {host.devices}, or cluster.device: cpu")
-    elif named := _named_classes(plan, host):
-        seen = f"{host.name}: planned with {named}, has no CUDA device"
-        yield Check("devices", "warning", seen, "run on the devices that cluster.nodes names, or remove the class")
     elif host.cores < count:
         seen = f"{host.name}: {count} ranks share {host.cores} cores"
         yield Check("devices", "warning", seen, "use fewer devices, or expect slow steps")
@@ -59,12 +56,6 @@ def _gpus(host: HostFacts, job: JobFacts) -> Check:
         advice = "give each rank a GPU of its own, unless it is a test"
         return Check("devices", "warning", f"{seen}; the job has two ranks on one, so over gloo", advice)
     return Check("devices", "ok", seen)
-
-
-def _named_classes(plan: Plan, host: HostFacts) -> str:
-    """Return the known device classes that the cluster has on a host."""
-    classes = [plan.cluster.devices[rank].device_class for rank in host.ranks if rank < len(plan.cluster.devices)]
-    return ", ".join(dict.fromkeys(name for name in classes if name in DEVICE_CLASSES))
 
 
 def _rank_device(plan: Plan, rank: RankFacts) -> Iterator[Check]:

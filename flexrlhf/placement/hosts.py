@@ -12,10 +12,13 @@ from pathlib import Path
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster, has_known_gpus, make_cluster
+from flexrlhf.placement.devices import DEVICE_CLASSES
 
 MOST_PORT = 65535
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Exists if NVIDIA's driver is loaded."""
+ON_CPUS = "cluster.device: cpu to train on CPUs"
+"""Setting that makes a device class a label."""
 SLURM_STEP = "SLURM_STEP_ID"
 """Variable of a process that ``srun`` started as one of the tasks of a step."""
 FIRST_PORT, NUM_PORTS = 20000, 20000
@@ -145,6 +148,13 @@ def check_restarts(max_restarts: int) -> None:
 def has_nvidia_driver() -> bool:
     """Whether this machine has NVIDIA's driver."""
     return NVIDIA_DRIVER.is_file()
+
+
+def planned_gpu(cluster: Cluster, ranks: Iterable[int]) -> str:
+    """Return node and class of the first of ``ranks`` that is planned on a GPU, as a sentence; empty if none is."""
+    planned = (cluster.devices[rank] for rank in ranks if rank < len(cluster.devices))
+    found = next((device for device in planned if device.device_class in DEVICE_CLASSES), None)
+    return "" if found is None else f"node {found.node}: its class {found.device_class} is a GPU"
 
 
 def check_single_planner(specs: Iterable[Spec], hosts: Hosts) -> None:

@@ -24,7 +24,7 @@ from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rendezvous import NodeRendezvous, endpoint_at
 from flexrlhf.launch.start import choose_device, why_no_gpu
 from flexrlhf.launch.worker import device_queues
-from flexrlhf.placement.hosts import Hosts, check_restarts, rank_notice
+from flexrlhf.placement.hosts import Hosts, check_restarts, planned_gpu, rank_notice
 from flexrlhf.runs.resume import RunOrder
 
 NAMES = ("node 0 (host a; ranks 0)", "node 1 (host b; ranks 1)")
@@ -99,6 +99,30 @@ def test_the_device_of_two_ranks(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
     assert choose_device(setting, 2) == device
     assert capsys.readouterr().err.strip() == (f"flexrlhf: {printed}" if printed else "")
+
+
+@pytest.mark.parametrize(
+    ("found", "hidden", "sentence"),
+    [
+        (0, None, "none (NVIDIA's driver is not loaded); write cluster.device: cpu to train on CPUs"),
+        (0, "", "none (CUDA_VISIBLE_DEVICES is ''); write cluster.device: cpu to train on CPUs"),
+        (1, None, "1 for 2 ranks; write cluster.device: cpu to train on CPUs, or cuda for ranks that share a GPU"),
+    ],
+)
+def test_ranks_that_are_planned_on_gpus_do_not_run_on_cpus(
+    found: int, hidden: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr("flexrlhf.launch.start.why_no_gpu", lambda: "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    cluster = plan_of(None, 2, "cluster={nodes: [{count: 2, devices: 1, class: A100-80G}]}").cluster
+    planned = planned_gpu(cluster, Hosts(2, 1, "a:1").local_ranks(cluster))
+    with pytest.raises(UserError) as caught:
+        choose_device("auto", 2, planned)
+    assert str(caught.value) == f"node 1: its class A100-80G is a GPU, and this machine has {sentence}"
+    assert choose_device("cpu", 2, planned) == "cpu" and choose_device("auto", found, planned) == "cuda"
 
 
 def test_cuda_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_facts_survive_json(plan: Plan) -> None:
     ("changes", "name", "result", "words"),
     [
         ({"problem": "cluster.device: cuda needs 1, found 0"}, "devices", "FAILS", "node 1 (host b): cluster.device"),
-        ({"devices": 0}, "devices", "warning", "planned with A100-80G, has no CUDA device"),
+        ({"devices": 1}, "devices", "warning", "1 rank and 1 CUDA device, so on CPUs"),
         ({"memory": 1000}, "free memory", "FAILS", "node 1 (host b): "),
         ({"input_problem": "data.path x: no such file"}, "inputs", "FAILS", "node 1 (host b): data.path x"),
         ({"shared": 10**6}, "shared memory", "warning", "--shm-size"),

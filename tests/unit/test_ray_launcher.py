@@ -108,7 +108,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_device_that_is_set_needs_no_cluster() -> None:
-    assert ray_device("cpu", 4) == "cpu"
+    assert ray_device("cpu", 4, "node 0: its class A100-80G is a GPU") == "cpu"
 
 
 def test_the_line_of_an_error_of_ray_that_says_most() -> None:
