@@ -137,7 +137,9 @@ def _without_checkpoint(path: Path) -> str:
     return f"the run has no checkpoint: checkpoint.every {why}; begin it anew without --resume"
 
 
-def _checked(plan: Plan, found: list[Path], continues: bool, accepts: bool) -> Resumption:
+def _checked(plan: Plan, every: list[Path], continues: bool, accepts: bool) -> Resumption:
+    """Return how a run goes on from the first of ``every`` that has the rows of the steps that follow."""
+    found = _with_rows(plan, every)
     manifest, notes = _first_readable(found), list[str]()
     if manifest is not None:
         before = parse_spec(read_yaml(manifest.spec))
@@ -153,7 +155,24 @@ def _checked(plan: Plan, found: list[Path], continues: bool, accepts: bool) -> R
                 f"--resume {found[0]}: {notes[0]}, which would change the numbers of the run{more}; put it back, start "
                 f"a new run under another name, or accept it with --accept-changes"
             )
+    if len(found) < len(every):
+        notes.append(
+            f"{plan.spec.name}: goes on from {found[0]}, the latest checkpoint with rows for the steps that follow: "
+            f"the run that wrote {every[0].name} ended with it and generated none for more"
+        )
     return Resumption(plan, tuple(found), continues=continues, notes=tuple(notes))
+
+
+def _with_rows(plan: Plan, every: list[Path]) -> list[Path]:
+    """Return the checkpoints without the newest ones that ``_lacks_rows`` names; all if no other can be read."""
+    unread = []
+    for number, path in enumerate(every):
+        manifest = _first_readable([path])
+        if manifest is None:
+            unread.append(path)
+        elif not _lacks_rows(plan, parse_spec(read_yaml(manifest.spec)), manifest.progress.next_step):
+            return [*unread, *every[number:]]
+    return every
 
 
 def _changes(plan: Plan, before: Spec, inputs: Mapping[str, str] | None) -> list[str]:
@@ -240,20 +259,34 @@ def _max_staleness(spec: Spec) -> int | None:
     return None if importance is None else importance.max_staleness
 
 
+def _lacks_rows(plan: Plan, before: Spec, next_step: int) -> bool:
+    """Return whether the run that wrote a checkpoint ended without generating rows that this one trains on."""
+    return min(next_step + before.schedule.lag, plan.spec.steps) > before.steps
+
+
 def _check_steps(plan: Plan, before: Spec, next_step: int, where: Path) -> None:
     """Raise UserError for fewer steps than there are, and for more where none generated their rows. ``before``:
     settings of the run that wrote the checkpoint."""
-    if min(next_step + before.schedule.lag, plan.spec.steps) > before.steps:
+    if _lacks_rows(plan, before, next_step):
         raise UserError(
             f"--resume {where}: schedule.lag {before.schedule.lag} trains on rows that are generated steps before, and "
             f"the run of {before.steps} steps generated none for a later one; go on from the checkpoint of an earlier "
-            f"step"
+            f"step, {_earlier(plan, where)}"
         )
     if next_step > plan.spec.steps:
         raise UserError(
             f"--resume {where}: it comes after {next_step} steps, and this run has {plan.spec.steps}; "
             f"use steps: {next_step} or more"
         )
+
+
+def _earlier(plan: Plan, where: Path) -> str:
+    """Return the clause with the checkpoint in the same folder that a run of more steps can go on from."""
+    every = checkpoints_of(where.parent.parent)
+    found = _with_rows(plan, every)
+    if len(found) < len(every):
+        return f"such as {found[0]}"
+    return "of which there is none here, or begin it anew without --resume"
 
 
 def _check_settings(plan: Plan, before: Spec, where: Path, free: tuple[str, ...]) -> None:

@@ -32,7 +32,7 @@ from flexrlhf.metrics import TIMES
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.export import find_trained_model
 from flexrlhf.runs.manifest import checkpoint_directory, read_manifest
-from flexrlhf.runs.resume import RunOrder
+from flexrlhf.runs.resume import AUTO, RunOrder, resume_runs
 from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.strategies.instructions import Checkpoint, Offload, Reload, Run
 from flexrlhf.trainer.results_writer import ROWS
@@ -47,14 +47,17 @@ class Pair:
     """A run is interrupted under ``first`` and resumed under ``second``, which have the same setting.
 
     With a rollout engine transformers generates until the interruption.
+
+    ends:  whether the first run is not interrupted, but ends after ``NEXT_STEP`` steps, and then gets more.
     """
 
     first: Case
     second: Case
+    ends: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.first.name}-then-{self.second.name}"
+        return f"{self.first.name}-then-{'more' if self.ends else self.second.name}"
 
 
 def same(*arguments: object, **further: object) -> Pair:
@@ -85,6 +88,8 @@ ALIKE = [
 """The same placement: equal to the last bit."""
 RANDOM = same("episodes-random", "co-located", 2)
 """An environment that never replies alike, so that there is no reference: its replies are in a log."""
+ENDED = Pair(Case("two", "lag", 2), Case("two", "lag", 2), ends=True)
+"""The last checkpoint has no rows for further steps, so that the one before is taken."""
 FILTERED = Pair(Case("grpo-dynamic", "lag", 2), Case("grpo-dynamic", "lag", 4))
 """With dynamic sampling, responses without a score, and a batch in flight."""
 CHANGED = [
@@ -156,6 +161,7 @@ DEFAULT = [
         or pair.second.rollout == "torch-tp"
     ),
     RANDOM,
+    ENDED,
 ]
 
 
@@ -173,7 +179,10 @@ class Resumptions:
             firsts = list(dict.fromkeys([*(pair.first for pair in self._pairs), case]))
             alike = [each for each in firsts if each.ranks == case.ranks]
             self._whole |= {each: self._outcome(each, f"{each.name}-whole", is_whole=True) for each in alike}
-            run_orders([RunOrder(self._whole[each].plan.spec) for each in alike])
+            short = [
+                self._outcome(p.first, p.name, steps=NEXT_STEP) for p in self._pairs if p.ends and p.first in alike
+            ]
+            run_orders([RunOrder(each.plan.spec) for each in [*map(self._whole.__getitem__, alike), *short]])
         return self._whole[case]
 
     def resumed(self, pair: Pair) -> Outcome:
@@ -184,17 +193,22 @@ class Resumptions:
             for each in alike:
                 outcome = self._outcome(each.second, each.name)
                 self._resumed[each] = outcome
-                orders.append(RunOrder(outcome.plan.spec, (self._copied(self.whole(each.first), outcome),)))
+                whole = self.whole(each.first)
+                if each.ends:
+                    (found,) = resume_runs((outcome.plan,), AUTO)
+                    orders.append(RunOrder(outcome.plan.spec, found.candidates, found.continues))
+                else:
+                    orders.append(RunOrder(outcome.plan.spec, (self._copied(whole, outcome),)))
             run_orders(orders)
         return self._resumed[pair]
 
-    def _outcome(self, case: Case, name: str, is_whole: bool = False) -> Outcome:
+    def _outcome(self, case: Case, name: str, is_whole: bool = False, steps: int | None = None) -> Outcome:
         spec = self._assets.spec(case)
         segments = {name: getattr(spec.rollout, name) for name in ("segment_tokens", "max_segments", "groups")}
         further = {
             "name": name,
             "checkpoint": CheckpointSpec(every=1, keep_last=9),
-            "steps": max(spec.steps, NEXT_STEP + 1),
+            "steps": steps or max(spec.steps, NEXT_STEP + 1),
             "rollout": RolloutSpec(**segments) if is_whole else spec.rollout,
         }
         return Outcome(case, make_plan(spec.model_copy(update=further)))
@@ -238,7 +252,7 @@ def cases(*pairs: Pair) -> list[object]:
     return [pytest.param(p, id=p.name, marks=() if p in DEFAULT else pytest.mark.full) for p in pairs]
 
 
-@pytest.mark.parametrize("pair", cases(*ALIKE, RANDOM))
+@pytest.mark.parametrize("pair", cases(*ALIKE, RANDOM, ENDED))
 def test_the_same_placement_goes_on_to_the_last_bit(resumptions: Resumptions, pair: Pair) -> None:
     whole, resumed = resumptions.whole(pair.first), resumptions.resumed(pair)
     assert [_without_times(row) for row in resumed.metrics] == [_without_times(row) for row in whole.metrics]

@@ -332,8 +332,19 @@ def test_more_steps_need_the_rows_that_a_lag_generates_before(tmp_path: Path, mo
     written_checkpoint(lagged(9), 9)
     with pytest.raises(UserError, match="the run of 9 steps generated none for a later one; go on from the checkpoint"):
         resume_runs((lagged(12),), "auto")
-    earlier = written_checkpoint(lagged(9), 8)
+    with pytest.raises(UserError, match="of which there is none here"):
+        resume_runs((lagged(12),), "auto")
+    earlier, last = written_checkpoint(lagged(9), 8), checkpoint_directory(lagged(9).spec.directory, 9)
     assert resume_runs((lagged(12),), str(earlier))[0].candidates == (earlier,)
+    for given in ("auto", str(lagged(9).spec.directory)):
+        (found,) = resume_runs((lagged(12),), given)
+        assert found.candidates == (earlier,) and f"goes on from {earlier}, the latest" in found.notes[0]
+    with pytest.raises(UserError, match=f"an earlier step, such as {earlier}"):
+        resume_runs((lagged(12),), str(last))
+    assert resume_runs((lagged(9),), str(last))[0].candidates == (last,)
+    (earlier / "manifest.json").write_text("")
+    with pytest.raises(UserError, match="generated none for a later one"):
+        resume_runs((lagged(12),), "auto")
 
 
 def test_an_engine_behind_its_actor_keeps_the_form_of_its_adapters(
