@@ -12,13 +12,26 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+from flexrlhf.errors import UserError
 from flexrlhf.imports.libraries import bash_parser
 from flexrlhf.imports.settings import MARK
 
 if TYPE_CHECKING:
-    from tree_sitter import Node
+    from tree_sitter import Node, Tree
+
+MAX_NESTING = 150
+"""Depth of statements and expressions inside one another."""
+MAX_CUTS = 50
+"""Names in one word that are read without braces."""
+MAX_TEXT = 131_072
+"""Longest word, in characters, as Linux has it for an argument."""
+MAX_EXPANDED = 20_000_000
+"""Characters of all words of a script."""
+LONGEST_CUT = 2_000
+"""Characters of a value that patterns (``${NAME%PATTERN}``) are tried on."""
 
 KNOWN = {"HOME": "~", "PWD": ".", "OLDPWD": ".", "@": "", "*": "", "#": "0", "?": "0", "$": "0", "0": "script"}
 """Variables that every script has."""
@@ -46,6 +59,46 @@ _ARITHMETIC = COMPARISONS | {
 _MARKED = re.compile(f"{MARK}[^{MARK}]*{MARK}")
 
 
+def parsed(text: str) -> Tree:
+    """Return the syntax of a script. Raises UserError for one that is nested more deeply than is read."""
+    data = text.encode("utf-8", "replace")
+    tree = bash_parser().parse(data)
+    _check_nesting(tree)
+    for _ in range(MAX_CUTS):
+        # the grammar ends a word at the second $NAME in it, which it reads with braces
+        if not (places := _cut_names(tree, data)):
+            break
+        data = re.sub(rb"\$(\w+)", partial(_with_braces, places), data)
+        tree = bash_parser().parse(data)
+    return tree
+
+
+def _cut_names(tree: Tree, data: bytes) -> set[int]:
+    """Return the places of dollar signs at which a word ends though a name follows."""
+    places = [found.start() for found in re.finditer(rb"(?<=[^\s\\])\$(?=[A-Za-z_])", data)]
+    nodes = ((place, tree.root_node.descendant_for_byte_range(place, place + 1)) for place in places)
+    ends = {"concatenation", "word", "command_name", "variable_assignment"}
+    return {place for place, node in nodes if node is not None and node.parent and node.parent.type in ends}
+
+
+def _with_braces(places: set[int], found: re.Match[bytes]) -> bytes:
+    return b"${%b}" % found[1] if found.start() in places else found[0]
+
+
+def _check_nesting(tree: Tree) -> None:
+    cursor, depth = tree.walk(), 0
+    while True:
+        if depth > MAX_NESTING:
+            raise UserError(f"import: a script that is nested more than {MAX_NESTING} levels deep (MAX_NESTING)")
+        if cursor.goto_first_child():
+            depth += 1
+            continue
+        while not cursor.goto_next_sibling():
+            if not cursor.goto_parent():
+                return
+            depth -= 1
+
+
 def marked(name: str) -> str:
     """Return the mark of a part whose value is not known."""
     return MARK + re.sub(r"\s+", " ", name) + MARK
@@ -68,11 +121,22 @@ class Words:
     variables:  values by name; a list is an array.
     given:      names that the user gives values, which replace the script's own.
     assumed:    sentences on commands that are not run.
+    expanded:   characters of words so far.
     """
 
     variables: dict[str, str | list[str]]
     given: frozenset[str] = frozenset()
     assumed: dict[str, None] = field(default_factory=dict)
+    expanded: int = 0
+
+    def count(self, value: str | list[str]) -> None:
+        """Count the characters of a value. Raises UserError for one, or a script, with more than are read."""
+        texts = [value] if isinstance(value, str) else value
+        self.expanded += sum(map(len, texts)) + len(texts)
+        if max(map(len, texts), default=0) > MAX_TEXT:
+            raise UserError(f"import: a script with a word of more than {MAX_TEXT} characters (MAX_TEXT)")
+        if self.expanded > MAX_EXPANDED:
+            raise UserError(f"import: a script whose words have more than {MAX_EXPANDED} characters (MAX_EXPANDED)")
 
     def lookup(self, name: str) -> str | None:
         """Return the value of a variable, an array's first; None if the script has none."""
@@ -137,7 +201,9 @@ class Words:
             if start >= first:
                 parts += [_unquoted(whole[place:start]), self.text(child)]
                 place = child.end_byte - node.start_byte
-        return "".join([*parts, _unquoted(whole[place : len(whole) + last])])
+        text = "".join([*parts, _unquoted(whole[place : len(whole) + last])])
+        self.count(text)
+        return text
 
     def _variable(self, name: str) -> str:
         value = self.lookup(name)
@@ -163,6 +229,8 @@ class Words:
             case "+":
                 return rest if is_set else ""
             case "#" | "##" | "%" | "%%" if element is not None:
+                if len(element) > LONGEST_CUT:
+                    return marked(inside[:80])
                 return _cut(element, rest, sign)
         return self._variable(name) if element is None else element
 
@@ -180,7 +248,7 @@ class Words:
         if "$((" not in raw or '"' in raw:
             return self._joined(node, first, -1)
         # inside of ${...} the parser takes an arithmetic expression for a command
-        tree = bash_parser().parse(f'x="{raw}"'.encode())
+        tree = parsed(f'x="{raw}"')
         value = tree.root_node.named_children[0].child_by_field_name("value")
         return marked(raw) if value is None else self.text(value)
 
@@ -205,14 +273,15 @@ class Words:
             case "number" | "word" | "variable_name" | "simple_expansion" | "expansion" | "string" | "subscript":
                 is_name = node.type in ("variable_name", "word") and not source(node)[:1].isdigit()
                 text = (self._variable(source(node)) if is_name else self.text(node)).strip()
-                return int(text) if re.fullmatch(r"[-+]?\d+", text) else None
+                return int(text) if re.fullmatch(r"[-+]?\d{1,19}", text) else None
             case "parenthesized_expression":
                 return self.number(node.named_children[0])
             case "binary_expression":
                 left, right = (self.number(each) for each in (node.named_children[0], node.named_children[-1]))
                 sign = source(node.children[1])
                 if left is not None and right is not None and sign in _ARITHMETIC and (right or sign not in "/%"):
-                    return int(_ARITHMETIC[sign](left, right))
+                    whole = int(_ARITHMETIC[sign](left, right))
+                    return (whole + 2**63) % 2**64 - 2**63  # as bash, in 64 bits
         return None
 
 

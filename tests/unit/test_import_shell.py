@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from flexrlhf.errors import UserError
 from flexrlhf.imports.launches import flags, overrides
 from flexrlhf.imports.shell_script import ShellScript
+
+
+def commands(text: str) -> list[tuple[str, ...]]:
+    """Commands that a script would start."""
+    return [command.words for command in ShellScript(text).commands]
+
 
 SCRIPTS = {
     "a=1; b=${a}2; run $b": ["run 12"],
@@ -79,3 +86,81 @@ def test_options_and_overrides() -> None:
     }
     read = overrides(("a.b=1e-6", "+c=None", "++d='[1,2]'", "--e=f", "g@h=x", "i=True"))
     assert read == {"a.b": 1e-6, "c": None, "d": [1, 2], "g@h": "x", "i": True}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "run k=$A/$B/t",
+        "run k=${A}/$B/t",
+        "X=$A/$B/t; run k=$X",
+        "export X=$A/$B/t Y=$A-$B/u; run k=$X",
+        "X=(k=$A/$B/t); run ${X[@]}",
+        "for x in $A/$B/t; do run k=$x; done",
+        "read X <<< $A/$B/t; run k=$X",
+    ],
+)
+def test_a_name_inside_an_unquoted_word_does_not_end_it(statement: str) -> None:
+    assert commands(f"A=/r\nB=b\n{statement}\n") == [("run", "k=/r/b/t")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat <<EOF > run.sh\nrun $A\nEOF\nbash run.sh\n",
+        "cat > run.sh <<'EOF'\nrun $1\nEOF\nchmod +x run.sh\n./run.sh /r\n",
+        "cat <<EOF | bash\nrun $A\nEOF\n",
+        "sbatch <<EOF\nrun $A\nEOF\n",
+        "ssh host <<'EOF'\nrun \\\n  /r\nEOF\n",
+        "ssh -p 22 host 'run /r'",
+        "srun bash <<EOF\nbash -c 'run $A'\nEOF\n",
+        'CMD="run $A"\neval "$CMD"',
+        "kubectl apply -f - <<EOF\napiVersion: v1\nspec: {containers: [{command: [run], args: [$A]}]}\nEOF\n",
+        "kubectl apply -f - <<EOF\napiVersion: v1\nspec: {containers: [{command: [sh, -c], args: ['run $A']}]}\nEOF\n",
+    ],
+)
+def test_commands_in_texts_are_followed(text: str) -> None:
+    found = commands(f"A=/r\n{text}")
+    assert ("run", "/r") in found and {words[0] for words in found} <= {
+        "run",
+        "bash",
+        "chmod",
+        "sbatch",
+        "kubectl",
+        "ssh",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--nodes=2\n#SBATCH --gres=gpu:8", ("2", "8")),
+        ("-N 2 --gpus-per-node=a100:8", ("2", "8")),
+        ("-N2\n#SBATCH --gpus=16", ("2", "8")),
+        ("--nodes 2 --ntasks-per-node=8 --gpus-per-task 1", ("2", "8")),
+    ],
+)
+def test_options_of_slurm_are_variables(options: str, expected: tuple[str, str]) -> None:
+    text = f"#!/bin/bash\n##SBATCH --nodes=9\n#SBATCH {options}\nrun $SLURM_NNODES $SLURM_GPUS_ON_NODE\n"
+    assert commands(text) == [("run", *expected)]
+
+
+def test_a_script_that_grows_without_an_end_is_refused_with_the_bound() -> None:
+    for text, bound in (
+        ("A=aaaaaaaa\n" + 'A="$A$A$A$A"\n' * 20, "MAX_TEXT"),
+        ("A=(a a a a)\n" + 'A+=("${A[@]}" "${A[@]}" "${A[@]}")\n' * 20, "MAX_EXPANDED"),
+        ("if true; then\n" * 400 + ":\n" + "fi\n" * 400, "MAX_NESTING"),
+        (f"X=$(({'(' * 3000}1{')' * 3000}))", "MAX_NESTING"),
+    ):
+        with pytest.raises(UserError, match=bound):
+            ShellScript(text)
+
+
+def test_statements_behind_a_long_loop_are_followed() -> None:
+    script = ShellScript("f() { f; f; }\nf\n" + "x=1\n" * 300 + "run")
+    assert script.commands[-1].words == ("run",) and "MAX_STEPS" in script.assumed[0]
+
+
+def test_numbers_have_64_bits_and_secrets_no_value() -> None:
+    assert commands("X=9223372036854775807\nrun $((X + 1))") == [("run", "-9223372036854775808")]
+    assert "s3cr" not in str(commands("export WANDB_API_KEY=s3cr\nHF_TOKEN=s3cr\nrun $WANDB_API_KEY-$HF_TOKEN"))
