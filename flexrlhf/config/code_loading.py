@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -23,10 +24,62 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """Load ``path/to/file.py:name`` or ``module:name``."""
+    """Load ``path/to/file.py:name`` or ``module:name``.
+
+    Of a script that makes a trainer, as TRL's have them, what the function needs is run and nothing else: it would
+    train.
+    """
     place, _, name = reference.rpartition(":")
-    function: Callable[..., Any] = getattr(load_module(place), name)
+    needed = _needed_of_script(Path(place), name) if place.endswith(".py") else None
+    module = load_module(place) if needed is None else _part_of_script(Path(place).resolve(), needed)
+    function: Callable[..., Any] = getattr(module, name)
     return function
+
+
+def _needed_of_script(file: Path, name: str) -> list[ast.stmt] | None:
+    """Return the statements of a script that define ``name`` and what it refers to; None for another file."""
+    tree = ast.parse(file.read_bytes())
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    if not any(getattr(each, "id", getattr(each, "attr", "")).endswith("Trainer") for each in calls):
+        return None
+    needed: list[ast.stmt] = []
+    pending = [name]
+    while pending:
+        wanted = pending.pop()
+        for statement in tree.body:
+            if statement not in needed and wanted in _names_defined(statement):
+                needed.append(statement)
+                pending += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return [each for each in tree.body if each in needed or _is_future(each)]
+
+
+def _is_future(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+
+
+def _names_defined(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement at the top of a file defines; none of one that may do anything."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {alias.asname or alias.name.partition(".")[0] for alias in names}
+        case ast.Assign() | ast.AnnAssign():
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        case ast.Try() | ast.If():
+            return {name for inner in statement.body for name in _names_defined(inner)}
+    return set()
+
+
+def _part_of_script(file: Path, statements: list[ast.stmt]) -> ModuleType:
+    """Run statements of a file as a module; modules in its folder are found."""
+    _find_modules_in(os.getcwd())
+    _find_modules_in(str(file.parent))
+    module = ModuleType(f"flexrlhf_user_{file.stem}")
+    module.__file__ = str(file)
+    exec(compile(ast.Module(statements, []), str(file), "exec"), module.__dict__)
+    return module
 
 
 def load_module(place: str) -> ModuleType:

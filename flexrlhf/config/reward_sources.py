@@ -63,7 +63,8 @@ class FunctionSource(_LevelledSource, _CalledSource):
     ``num_tokens`` of the responses too, and with a separator their ``steps``, a list of texts each. It receives the
     columns that it has a parameter for, or all where it takes ``**columns``. With level: step it returns for each
     response one number a step, or without a separator pairs (end of the step in characters, score). A function with a
-    parameter ``completions``, as TRL has them, is called by names alone: docs/rewards.md.
+    parameter ``completions``, as TRL has them, is called by names alone, and ones of verl and OpenRLHF as there:
+    docs/rewards.md.
     """
 
     function: UserPath = Field(description="path/to/file.py:name, or module:name")

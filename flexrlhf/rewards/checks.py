@@ -204,7 +204,7 @@ def _check_service(source: ServiceSource, section: str) -> None:
 
 
 def _check_form(reference: str, key: str) -> None:
-    """Raise UserError for a function that is called in neither of the two forms, where its ``def`` can be read."""
+    """Raise UserError for a function that is called in none of the forms, where its ``def`` can be read."""
     place, _, name = reference.rpartition(":")
     file = python_file(place, key)
     signature = _signature(ast.parse(file.read_bytes()), name) if file else None

@@ -1,15 +1,18 @@
 """Calls that run in a worker process: here alone a user's code is loaded and run.
 
-The standard library alone, and the package of a rule: math-verify, reasoning-gym. A reward function has one of two
+The standard library alone, and the package of a rule: math-verify, reasoning-gym. A reward function has one of four
 forms:
 
-| form        | signature                            | called with                                             |
-|-------------|--------------------------------------|---------------------------------------------------------|
-| ``texts``   | ``f(prompts, responses, **columns)`` | two lists of texts by place, columns by name            |
-| ``by_name`` | ``f(completions, **kwargs)`` (TRL)   | prompts, completions, completion_ids, columns: by name  |
+| form        | signature                                   | called with                                             |
+|-------------|---------------------------------------------|---------------------------------------------------------|
+| ``texts``   | ``f(prompts, responses, **columns)``        | two lists of texts by place, columns by name            |
+| ``by_name`` | ``f(completions, **kwargs)`` (TRL)          | prompts, completions, completion_ids, columns: by name  |
+| ``single``  | ``f(solution_str, ground_truth)`` (verl)    | each response by itself, with columns of its row        |
+| ``queries`` | ``f(queries, prompts, labels)`` (OpenRLHF)  | prompts with responses, prompts, a column: by name      |
 
-A parameter named ``completions`` or ``completion_ids`` makes it TRL's; else two parameters by place make it ours. A
-function of neither that takes ``**kwargs``, and nothing else or ``prompts``, is TRL's, too.
+The parameters that these are named after make a function verl's or OpenRLHF's, one named ``completions`` or
+``completion_ids`` TRL's; else two parameters by place make it ours. A function of neither that takes ``**kwargs``, and
+nothing else or ``prompts``, is TRL's, too.
 """
 
 from __future__ import annotations
@@ -30,11 +33,15 @@ from flexrlhf.rewards.replies import read_applicable, read_reply
 from flexrlhf.rewards.solutions import missing_solution, parsed_response, parsed_solution, unread_solution
 from flexrlhf.user_code.call_failures import CallFailure, Caught
 
-Form = Literal["texts", "by_name"]
+Form = Literal["texts", "by_name", "single", "queries"]
 BY_NAME = ("completions", "completion_ids", "prompts")
 """Arguments of a function in TRL's form in addition to columns."""
 LEFT_OUT = ("prompt", "completion")
 """Columns that a function in TRL's form does not receive: ``prompts`` has them as they are used."""
+SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Arguments of a function in verl's form."""
+QUERIES = ("queries", "prompts", "labels")
+"""Arguments of a function in OpenRLHF's form."""
 FORMS = "f(prompts, responses, **columns) nor, as in TRL, f(completions, **kwargs)"
 _PLACES = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NAMES = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -43,6 +50,10 @@ _NAMES = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 def form_of(signature: Signature) -> Form | None:
     """Return the form of a function with ``signature``; None for neither."""
     names = {one.name for one in signature.parameters.values() if one.kind in _NAMES}
+    if {"solution_str", "ground_truth"} <= names:
+        return "single"
+    if names.issuperset(QUERIES):
+        return "queries"
     if not names.isdisjoint(("completions", "completion_ids")):
         return "by_name"
     kinds = {one.kind for one in signature.parameters.values()}
@@ -59,7 +70,8 @@ def by_place(signature: Signature) -> list[str]:
 
 def required_columns(signature: Signature, form: Form) -> list[str]:
     """Return the parameters without a default that are not texts."""
-    texts = by_place(signature)[:2] if form == "texts" else BY_NAME
+    given = {"by_name": BY_NAME, "single": ("solution_str", "extra_info"), "queries": QUERIES}
+    texts = given.get(form) or by_place(signature)[:2]
     kinds = (*_PLACES, Parameter.KEYWORD_ONLY)
     required = [one.name for one in signature.parameters.values() if one.kind in kinds and one.default is one.empty]
     return [name for name in required if name not in texts]
@@ -81,8 +93,15 @@ def call(reference: str, level: str, batch: ScoreBatch) -> Reply:
         signature = signature_of(function)
         # the function may change its arguments
         given = deepcopy(batch)
-        if form_of(signature) == "by_name":
-            return read_applicable(function(**_accepted(signature, _named(given))), batch, level)
+        match form_of(signature):
+            case "by_name":
+                return read_applicable(function(**_accepted(signature, _named(given))), batch, level)
+            case "single":
+                replies = [function(**_accepted(signature, row)) for row in _rows(given)]
+                return read_reply([_part(reply, "score") for reply in replies], batch, level)
+            case "queries":
+                reply = function(**_accepted(signature, _queries(given)))
+                return read_reply(_part(reply, "rewards"), batch, level)
         texts = by_place(signature)[:2]
         columns = {name: values for name, values in _columns(given).items() if name not in texts}
         return read_reply(function(given.prompts, given.responses, **_accepted(signature, columns)), batch, level)
@@ -163,6 +182,25 @@ def _named(batch: ScoreBatch) -> dict[str, list[Any]]:
     ]
     columns = {name: values for name, values in _columns(batch).items() if name not in LEFT_OUT}
     return {**columns, "prompts": prompts, "completions": completions, "completion_ids": batch.token_ids}
+
+
+def _rows(batch: ScoreBatch) -> list[dict[str, Any]]:
+    """Return for each response what a function in verl's form may take."""
+    columns = {name: batch.columns.get(name, [None] * len(batch)) for name in SINGLE}
+    columns |= {"solution_str": batch.responses, "extra_info": [each or {} for each in columns["extra_info"]]}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _queries(batch: ScoreBatch) -> dict[str, list[Any]]:
+    """Return what a function in OpenRLHF's form may take; labels are a column of this name, or empty."""
+    queries = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
+    labels = batch.columns.get("labels", [""] * len(batch))
+    return {"queries": queries, "prompts": list(batch.prompts), "labels": list(labels)}
+
+
+def _part(reply: Any, name: str) -> Any:
+    """Return the scores of a reply that has other values next to them, or the reply."""
+    return reply[name] if isinstance(reply, dict) and name in reply else reply
 
 
 def _accepted(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:

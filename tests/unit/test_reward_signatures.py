@@ -1,4 +1,5 @@
-"""Reward functions in TRL's form, next to ours, in real worker processes; and functions of neither form."""
+"""Reward functions in the forms of TRL, verl and OpenRLHF, next to ours, in real worker processes; and functions of no
+form."""
 
 from __future__ import annotations
 
@@ -93,6 +94,9 @@ def test_numbers_of_tokens_and_none_for_a_response() -> None:
         (lambda prompts, completion_ids, **kwargs: None, "by_name"),
         (lambda **kwargs: None, "by_name"),
         (lambda prompts, **kwargs: None, "by_name"),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: None, "single"),
+        (lambda queries, prompts, labels, **kwargs: None, "queries"),
+        (lambda queries, responses: None, "texts"),
         (lambda prompts, responses: None, "texts"),
         (lambda p, r=None, **columns: None, "texts"),
         (lambda prompts, completions, /: None, "texts"),
@@ -135,3 +139,49 @@ def test_columns_of_trls_form_are_looked_up(name: str) -> None:
 def test_a_column_of_trls_form_that_is_not_there_is_refused(name: str, column: str) -> None:
     with pytest.raises(UserError, match=f"{name} takes '{column}', no column of data.jsonl"):
         check_columns([trl(name)], "reward", ["prompt"], "data.jsonl")
+
+
+PEERS = """
+def single(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(solution_str == ground_truth) + 10 * extra_info["level"], "accuracy": 0}
+
+def plain(solution_str, ground_truth, data_source=None):
+    return float(solution_str == ground_truth) + 2 * (data_source == "sums")
+
+def queries(queries, prompts, labels):
+    return {"rewards": [float(whole == prompt + label) for whole, prompt, label in zip(queries, prompts, labels)]}
+
+def unlabelled(queries, prompts, labels, **kwargs):
+    return [float(len(query) - len(prompt) - len(label)) for query, prompt, label in zip(queries, prompts, labels)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("single", [11, 20]), ("plain", [3, 0]), ("queries", [1, 0]), ("unlabelled", [0, 1])]
+)
+def test_functions_of_verl_and_openrlhf_are_called_as_there(tmp_path: Path, name: str, expected: list[float]) -> None:
+    file = tmp_path / "peers.py"
+    file.write_text(PEERS)
+    right = {"ground_truth": "4", "labels": "4", "data_source": "sums", "extra_info": {"level": 1}}
+    wrong = {"ground_truth": "4", "labels": "4" * (name != "unlabelled"), "extra_info": {"level": 2}}
+    source = FunctionSource(function=f"{file}:{name}", timeout_seconds=20.0)
+    check_sources([source])
+    assert scores([source], [sample("4", **right), sample("5", **wrong)]) == Scores(expected, None, 0)
+    needed = [column for column in ("data_source", "ground_truth") if name == "single" or column == "ground_truth"]
+    if name in ("single", "plain"):
+        check_columns([source], "reward", needed, "data.jsonl")
+        with pytest.raises(UserError, match="takes 'ground_truth', no column of data.jsonl"):
+            check_columns([source], "reward", ["data_source"], "data.jsonl")
+
+
+def test_a_function_of_a_script_is_loaded_without_its_training(tmp_path: Path) -> None:
+    """What it refers to is there: imports, also of a file next to it, constants and functions."""
+    (tmp_path / "helpers.py").write_text("def half(number): return number / 2\n")
+    (tmp_path / "train.py").write_text(
+        "from __future__ import annotations\nimport re\nfrom helpers import half\nfrom nowhere import GRPOTrainer\n"
+        "PATTERN: Pattern = re.compile('a')\ndef count(text): return half(len(PATTERN.findall(text)))\n"
+        "def score(completions: list[str], **kwargs): return [count(each) for each in completions]\n"
+        "trainer = GRPOTrainer(reward_funcs=score)\ntrainer.train()\n"
+    )
+    source = FunctionSource(function=f"{tmp_path}/train.py:score", timeout_seconds=20.0)
+    assert scores([source], [sample("banana")]) == Scores([1.5], None, 0)
