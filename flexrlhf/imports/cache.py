@@ -9,6 +9,8 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import tightest_rank
 
 KEY = "rollout.kv_tokens"
+MANY_STEPS = 10**6
+"""Steps of a plan in the place of epochs, whose rows may not be here; memory does not depend on them."""
 TRIALS = 6
 """Plans that are made, each with a smaller cache."""
 
@@ -37,7 +39,10 @@ def fit_cache(out: Translation) -> None:
 def _lacking(out: Translation) -> int | None:
     """Return the bytes that the plan's tightest rank lacks for generation or a sync; None if something else lacks."""
     try:
-        plan = make_plan(parse_spec(out.tree(), out.file))
+        tree = out.tree()
+        if tree.pop("epochs", None) is not None:
+            tree["steps"] = MANY_STEPS
+        plan = make_plan(parse_spec(tree, out.file))
     except UserError:
         return None
     rank = tightest_rank(plan)

@@ -9,18 +9,18 @@ from typing import Any
 
 from flexrlhf.config.model_names import SERVED, STAGED, named_sizes
 from flexrlhf.config.presets.filling import PEERS, trainer_of
-from flexrlhf.config.presets.table import MiniBatchesOf
+from flexrlhf.config.presets.table import MiniBatchesOf, WarmUp
 from flexrlhf.errors import UserError
-from flexrlhf.imports.settings import JobSettings, Setting
+from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _READS_IMAGES = re.compile(
     r"[-_]vl|vision|omni|vlm|minicpm-[ov]|llava|glm-?4[._]\dv|internvl|kimi-vl|geo3k|clevr", re.I
 )
+_TEMPLATE_VALUES = re.compile(r"chat_template_kwargs|(enable|disable)_thinking(?!_)")
 SCHEDULES = ("constant", "linear", "cosine")
 PAIRS = ("dpo", "reward", "orpo", "simpo")
 """Algorithms whose rows are two sequences."""
-FOLLOWS_FROM_EPOCHS = "epochs over data whose size is not in the file: write steps or epochs"
 CUT = "a cut distribution needs importance weights here: algorithm.importance"
 
 
@@ -121,8 +121,11 @@ def put_optimizer(
         elif name == "max_grad_norm" and (off := job.is_zero(*keys.get(name, ()))) is not None:
             out.put(prefix + name, None, off)
     betas = job.listed(*keys.get("betas", ()))
-    if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
-        out.put(prefix + "betas", list(betas.value), betas)
+    two = [] if betas is None else [read_scalar(each) for each in names_of(betas.value)]
+    if len(two) == 2 and all(isinstance(each, int | float) for each in two):
+        out.put(prefix + "betas", two, betas)
+    else:
+        out.drop(betas, "betas are two numbers")
     ends = [end for name in ("beta1", "beta2") if (end := job.number(*keys.get(name, ()))) is not None]
     if len(ends) == 2:
         out.put(prefix + "betas", [end.value for end in ends], *ends)
@@ -138,8 +141,18 @@ def put_optimizer(
         out.put(prefix + "warmup_steps", int(warmup.value) * warmup_updates, warmup, times)
     elif share is not None and "steps" in out.lines:
         out.put(prefix + "warmup_steps", math.ceil(share.value * out.value("steps") * updates_of(out)), share)
+    elif share is not None and share.value == _preset_share(out, role):
+        out.drop(share, "the preset's share of the steps that plan counts", matters=False)
     else:
-        out.drop(share, "a share of a run whose number of steps is not in the file")
+        out.drop(share, "a share of a run whose steps are not in the file: write warmup_steps")
+
+
+def _preset_share(out: Translation, role: str) -> float | None:
+    """Return the share of a run that is the warm-up of a role in the preset that is written."""
+    like, name = out.value("algorithm.like"), out.value("algorithm.name")
+    cells = PEERS[like].trainers[name].cells if like in PEERS and name in PEERS[like].trainers else ()
+    found = (cell.value for cell in cells if cell.key == f"models.{role}.optimizer.warmup_steps")
+    return next((each.share for each in found if isinstance(each, WarmUp)), None)
 
 
 def updates_of(out: Translation) -> int:
@@ -148,7 +161,10 @@ def updates_of(out: Translation) -> int:
 
 
 def check_warmup(out: Translation) -> None:
-    """Leave out warm-ups that are longer than the run, whose learning rate would never reach its value."""
+    """Leave out warm-ups that are longer than the run, whose learning rate would never reach its value; a run whose
+    steps follow from its data has none to compare with."""
+    if "epochs" in out.lines:
+        return
     updates = (out.value("steps") or 100) * updates_of(out)
     for key in [key for key in out.lines if key.endswith(".optimizer.warmup_steps")]:
         warmup, source = out.lines[key]
@@ -160,21 +176,7 @@ def check_warmup(out: Translation) -> None:
             )
 
 
-def put_lora(out: Translation, role: str, rank: Setting | None, alpha: Setting | None, targets: Setting | None) -> None:
-    """Write adapters, if their rank is given."""
-    if rank is None:
-        return
-    out.put(f"models.{role}.lora.rank", rank.value, rank)
-    if alpha is not None:
-        out.put(f"models.{role}.lora.alpha", int(alpha.value), alpha)
-    names = [] if targets is None else _names(targets.value)
-    if names and names != ["all-linear"] and all(re.fullmatch(r"\w+", name) for name in names):
-        out.put(f"models.{role}.lora.targets", names, targets)
-    elif targets is not None and names != ["all-linear"] and names:
-        out.drop(targets, "adapters are on linear layers by the last part of their names; here on all")
-
-
-def _names(value: Any) -> list[str]:
+def names_of(value: Any) -> list[str]:
     """Return the names of a list, or of a text with blanks or commas between them."""
     return (
         [str(each) for each in value] if isinstance(value, list | tuple) else re.findall(r"[^\s,\"'\[\]]+", str(value))
@@ -262,18 +264,6 @@ def put_offloaded_activations(out: Translation, setting: Setting | None, role: s
         out.drop(setting, "inputs of layers that are computed again go to host memory, no others")
 
 
-def rule_for(out: Translation) -> str:
-    """Return the rule that scores responses to the rows that are written."""
-    sources = out.value("data.sources") or [{"path": out.value("data.path") or ""}]
-    return "gsm8k" if all("gsm8k" in str(each["path"]) for each in sources) else "math"
-
-
-def put_scored_by_code(out: Translation, source: Setting | None) -> None:
-    """Write a rule in the place of code that scores responses, which has another form here."""
-    out.put("reward", {"rule": rule_for(out)}, source, "a rule in the place of code")
-    out.drop(source, "code that scores responses is a function with another form here (docs/rewards.md)", matters=False)
-
-
 def put_data(out: Translation, setting: Setting | None, fallback: str) -> None:
     """Write the rows' file or name on the Hub; of several files the sources."""
     if setting is None:
@@ -281,12 +271,21 @@ def put_data(out: Translation, setting: Setting | None, fallback: str) -> None:
         return
     value = setting.value
     if isinstance(value, str) and value.startswith("["):
-        value = _names(value)
+        value = names_of(value)
     paths = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
     if len(paths) == 1:
         out.put("data.path", paths[0], setting)
     else:
         out.put("data.sources", [{"path": path} for path in paths], setting)
+
+
+def drop_template_values(out: Translation, job: JobSettings) -> None:
+    """List variables of a chat template, which change prompts whatever their value is."""
+    why = "variables of a chat template are in the rows' column chat_template_kwargs: docs/data.md"
+    for key, setting in job.found.items():
+        if _TEMPLATE_VALUES.search(key) and setting.value not in (None, "", {}):
+            job.read.add(key)
+            out.drop(setting, why)
 
 
 def mini_batches(out: Translation, prompts: Setting, size: Setting | None, samples: int = 1) -> None:

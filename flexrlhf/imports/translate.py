@@ -19,6 +19,7 @@ from flexrlhf.imports.nemo_rl import job as nemo_rl
 from flexrlhf.imports.openrlhf import job as openrlhf
 from flexrlhf.imports.parts import check_families, check_warmup
 from flexrlhf.imports.python_calls import PythonFile
+from flexrlhf.imports.score_parts import references
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.shell_script import ShellScript
 from flexrlhf.imports.translation import Translation
@@ -164,8 +165,11 @@ class JobFile:
         for _, arguments in list(file.calls("LoraConfig"))[:1]:
             names = {"r": "lora_r", "target_modules": "lora_target_modules"}
             found |= {"use_peft": True, **{names.get(key, key): value for key, value in arguments.items() if key}}
-        for _, arguments in file.calls("load_dataset"):
-            found.setdefault("dataset_name", arguments.get(""))
+        for _, arguments in list(file.calls("load_dataset"))[:1]:
+            own = {"dataset_name": "", "dataset_config": "name", "dataset_train_split": "split"}
+            found = {key: arguments[each] for key, each in own.items() if each in arguments} | found
+        if "reward_funcs" in found:
+            found["reward_funcs"] = references(self.path, self.text, found["reward_funcs"])
         launch = launches[0] if launches else Launch("TRL", trainer, ())
         trainer = launch.program if launch.program in ALGORITHMS else trainer or launch.program
         if trainer == launch.program and not any(re.fullmatch(names, trainer) for names in (*ALGORITHMS, *MISSING)):

@@ -10,22 +10,24 @@ from typing import Any
 
 from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.errors import UserError
+from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
 from flexrlhf.imports.expert_settings import NO_MEGATRON, has_experts, put_expert_ranks
 from flexrlhf.imports.parts import (
+    drop_template_values,
     put_data,
     put_lengths,
-    put_lora,
     put_micro_batch,
     put_model,
     put_needed_model,
     put_optimizer,
     put_reals,
     put_recomputation,
-    put_scored_by_code,
     split_length,
 )
+from flexrlhf.imports.run_parts import put_checkpoints, put_evaluation, put_length, put_loggers, put_run_name, put_seed
+from flexrlhf.imports.score_parts import put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 from flexrlhf.placement.devices import GPUS_PER_NODE
@@ -107,14 +109,14 @@ def translate(out: Translation, job: JobSettings) -> None:
     else:
         tokens = split_length(out, length)
     put_data(out, job.get("train_dataset.path"), "data/train.jsonl")
-    out.put_same("seed", job.count("seed"))
-    out.put_same("steps", job.count("total_train_steps"))
+    put_length(out, job.count("total_train_steps"), job.number("total_train_epochs"), "total_train_epochs=1")
+    _run(out, job)
     put_optimizer(out, job, role, _OPTIMIZER)
     if name == "ppo":
         keys = {key: tuple(each.replace("actor.", "critic.") for each in names) for key, names in _OPTIMIZER.items()}
         put_optimizer(out, job, "critic", keys)
     if generates:
-        put_scored_by_code(out, None)
+        put_scored_by_code(out, job.get("reward_fn_path", "reward_fn"))
     generator, trainer = job.get("rollout.backend"), job.get("actor.backend")
     if (allocation := job.get("allocation_mode")) is not None:
         first, *_, last = str(allocation.value).split("+") * 2
@@ -128,7 +130,25 @@ def translate(out: Translation, job: JobSettings) -> None:
     if generating is not None and generator is not None:
         _rollout(out, job, generating, generator, tokens)
     job.pass_over("machines follow from the ranks of the engines", "cluster.n_nodes", "cluster.n_gpus_per_node")
+    drop_template_values(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
+
+
+def _run(out: Translation, job: JobSettings) -> None:
+    """Write the run's name, seed, loggers, evaluation, saved models and checkpoints."""
+    put_run_name(out, job, "trial_name", "experiment_name")
+    put_seed(out, job, "seed")
+    mode = job.found.get("stats_logger.wandb.mode")
+    switches = {
+        "wandb": mode if mode is not None and mode.value != "disabled" else None,
+        "tensorboard": job.get("stats_logger.tensorboard.path"),
+    }
+    own = {key: f"stats_logger.wandb.{key}" for key in ("project", "entity", "group", "mode")}
+    put_loggers(out, job, switches, {"wandb": own})
+    job.pass_over("it is off", *(["stats_logger.wandb."] if switches["wandb"] is None else []))
+    put_evaluation(out, job.get("valid_dataset.path"), job.count("evaluator.freq_steps"), {})
+    out.put_same("save.every", job.count("saver.freq_steps"))
+    put_checkpoints(out, job.count("recover.freq_steps"), None)
 
 
 def _supervised(out: Translation, job: JobSettings) -> str:
@@ -173,6 +193,8 @@ def _sampled(out: Translation, job: JobSettings) -> str:
         put_reals(out, job, {"gae_lambda": "actor.gae_lambda", "value_clip": "critic.eps_clip"})
     elif (decay := job.real("actor.gae_lambda")) is not None and decay.value != 1:
         out.drop(decay, "without a critic advantages are the same at all tokens here")
+    if job.value("actor.reward_norm.group_size") == number:
+        job.pass_over("of the responses to a prompt", "actor.reward_norm.group_size")
     out.put_same("algorithm.num_mini_batches", job.count("actor.ppo_n_minibatches"))
     penalty, estimator = job.number("actor.kl_ctl"), job.get("actor.kl_estimator")
     if penalty is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flexrlhf.imports.adapter_parts import ADAPTERS
+
 WITHOUT_EFFECT = {
     "the critic is trained as the actor is": r"critic\.ppo_n_minibatches",
     "names, logs, checkpoints and validation are of a run": r"""
@@ -19,23 +21,25 @@ WITHOUT_EFFECT = {
         actor\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
         actor\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*|archon.*)
         actor\.(mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size|backend)
-        actor\.(use_lora|peft_type|lora_\w+|target_modules|tree\w*|weight_sync\w*|engine_\w+|entropy\w*|aent\w*|type)
+        actor\.(use_lora|tree\w*|weight_sync\w*|engine_\w+|entropy\w*|aent\w*|type)
         critic\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
         critic\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*)
         critic\.(archon.*|mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size)
-        critic\.(backend|use_lora|peft_type|lora_\w+|target_modules|tree\w*|weight_sync\w*|engine_\w+|entropy\w*)
+        critic\.(backend|use_lora|tree\w*|weight_sync\w*|engine_\w+|entropy\w*)
         critic\.(aent\w*|type)
         ref\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
         ref\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*|archon.*)
         ref\.(mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size|backend|use_lora)
         ref\.(peft_type|lora_\w+|target_modules|tree\w*|weight_sync\w*|engine_\w+|entropy\w*|aent\w*|type)
     """,
-    "how rows are read and sampled: data; passes over them are epochs or steps here": r"""
-        (train_dataset|tokenizer_path|total_train_epochs|total_train_steps)\b.*
-        gconfig\.(min_new_tokens|stop\w*|greedy|max_tokens|lora_name|\w*penalty)\b.* gconfig\..*
-    """,
+    "how rows are read: data": r"(train_dataset(?!\.shuffle)|tokenizer_path)\b.* gconfig\.(max_tokens|lora_name)",
 }
 WITH_EFFECT = {
+    ADAPTERS: r"(actor|critic)\.(lora_\w+|peft_type|target_modules)",
+    "how tokens are sampled: algorithm.temperature, min_response_tokens and stop; cuts need importance weights": r"""
+        gconfig\..*
+    """,
+    "rows are read in an order of this run's own": r"train_dataset\.shuffle",
     "environments and tools are named in environment here: docs/environments.md": r"""
         econfig\..* .*max_turns tir\..* n_trajs agent\w* judge\w*.* max_llm\w* max_tokens_per_trajectory
         reward_fn_path

@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.deepspeed_chat.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import put_cluster
 from flexrlhf.imports.launches import Launch, flags
 from flexrlhf.imports.parts import (
+    drop_template_values,
     put_data,
     put_decoded,
     put_lengths,
-    put_lora,
     put_micro_batch,
     put_name,
     put_needed_model,
@@ -22,6 +23,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
+from flexrlhf.imports.run_parts import put_length, put_loggers, put_seed
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
@@ -54,12 +56,16 @@ def translate(out: Translation, launch: Launch, folders: Sequence[str]) -> None:
     is_rlhf = job.has("actor_model_name_or_path")
     name = "ppo" if is_rlhf else "dpo" if "dpo" in step else "reward" if "step2" in step or "reward" in step else "sft"
     put_name(out, "deepspeed-chat", name, "its main.py" if is_rlhf or not step else f"the folder {step}")
+    put_length(out, None, job.number("num_train_epochs"), "num_train_epochs=1")
+    put_seed(out, job, "seed")
+    put_loggers(out, job, {"tensorboard": job.truth("enable_tensorboard")}, {})
     tokens = _rlhf(out, job, devices, name) if is_rlhf else _supervised(out, job, devices, name)
     data, count = job.get("data_path"), nodes.value if nodes else 1
     put_data(out, data and Setting(data.key, str(data.value).split()), "data/train.jsonl")
     put_cluster(out, [(count, devices // count)], nodes, per_node or "assumed")
     out.put("placement", None, "every model in every process")
     _engine(out, job, is_rlhf, "reward" if name == "reward" else "actor", tokens)
+    drop_template_values(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 

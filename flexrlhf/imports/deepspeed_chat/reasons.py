@@ -8,14 +8,21 @@ WITHOUT_EFFECT = {
         print_loss per_device_mini\w*
     """,
     "how rows are read, kernels and processes": r"""
-        data_\w+ num_train_epochs num_padding\w* add_eot\w* end_of\w* compute_fp32\w* \w*dropout seed deepspeed
-        local_rank master_port lora_module_name \w*lora_module_name only_optimize_lora \w*lora_learning_rate
-        \w*learning_rate_lora dtype \w*gradient_checkpointing enable_mixed\w* mixed_precision\w* inference_tp_size
+        data_output\w* num_padding\w* compute_fp32\w* deepspeed
+        local_rank master_port only_optimize_lora dtype \w*gradient_checkpointing enable_mixed\w* mixed_precision\w*
+        inference_tp_size
         tp_gather\w* release_inference\w* unpin\w* overlap\w*
     """,
     "frozen models go to host memory where a plan needs it": r"offload\w*",
 }
 WITH_EFFECT = {
+    "models are trained without dropout": r"\w*dropout",
+    "all rows of a file are for one stage; a token that ends turns is data.end_token": r"""
+        data_split data_\w+ add_eot\w* end_of\w*
+    """,
+    "adapters are on all linear layers, at the actor's learning rate": r"""
+        \w*lora_module_name \w*lora_learning_rate \w*learning_rate_lora
+    """,
     "a loss of texts in addition is algorithm.ptx": r"unsup\w*",
     "an average of weights is not here": r"\w*ema",
 }

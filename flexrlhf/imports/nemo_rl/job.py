@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from flexrlhf.errors import UserError
+from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
 from flexrlhf.imports.expert_settings import (
     NO_MEGATRON,
@@ -18,10 +19,10 @@ from flexrlhf.imports.expert_settings import (
 from flexrlhf.imports.nemo_rl.algorithm import KINDS, put_algorithm
 from flexrlhf.imports.nemo_rl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.parts import (
+    drop_template_values,
     mini_batches,
     put_data,
     put_lengths,
-    put_lora,
     put_micro_batch,
     put_model,
     put_needed_model,
@@ -29,6 +30,15 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
+from flexrlhf.imports.run_parts import (
+    put_checkpoints,
+    put_evaluation,
+    put_length,
+    put_loggers,
+    put_run_name,
+    put_seed,
+)
+from flexrlhf.imports.score_parts import put_columns
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -47,15 +57,16 @@ def translate(out: Translation, job: JobSettings) -> None:
     name = put_algorithm(out, job, section)
     role = "reward" if name == "reward" else "actor"
     steps = job.count(f"{section}.max_num_steps")
-    if steps is not None and steps.value < ENDLESS:
-        out.put_same("steps", steps)
-    else:
-        out.drop(steps, "its data ends the run, and its size is not in the file: write steps or epochs", matters=False)
+    epochs = job.number(f"{section}.max_num_epochs")
+    if steps is not None and steps.value >= ENDLESS:
+        out.drop(steps, "epochs end the run", matters=epochs is None)
+        steps = None
+    put_length(out, steps, epochs, "none")
     rows = _batch(out, job, section, name)
     on_policy = job.truth("loss_fn.force_on_policy_ratio")
     if (out.value("algorithm.num_mini_batches") or 1) > 1:
         out.drop(on_policy, "the ratio is to the policy that the step starts from")
-    out.put_same("seed", job.count(f"{section}.seed"))
+    _run(out, job, section)
     model = put_needed_model(out, job, role, f"{_P}model_name")
     if name == "ppo":
         put_model(out, "critic", job.named("value.model_name") or model)
@@ -65,9 +76,10 @@ def translate(out: Translation, job: JobSettings) -> None:
         job.get("data.train.data_path", "data.train_data_path", "data.train.dataset_name", "data.dataset_name"),
         "data/train.jsonl",
     )
+    samples = name in ("grpo", "gspo", "reinforce++", "ppo")
+    _columns(out, job, samples)
     is_megatron = job.truth(f"{_P}megatron_cfg.enabled") is not None
     _optimizer(out, job, role, is_megatron)
-    samples = name in ("grpo", "gspo", "reinforce++", "ppo")
     if samples:
         _scores(out, job)
     _devices(out, job)
@@ -77,7 +89,34 @@ def translate(out: Translation, job: JobSettings) -> None:
     if samples:
         _rollout(out, job, rows, tokens)
     job.pass_over("of the engine that does not train", f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}.")
+    drop_template_values(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
+
+
+def _run(out: Translation, job: JobSettings, section: str) -> None:
+    """Write the run's name, seed, loggers, evaluation and checkpoints."""
+    put_run_name(out, job, "logger.wandb.name")
+    put_seed(out, job, f"{section}.seed", "data.seed")
+    own = {"wandb": {"project": "project", "entity": "entity", "group": "group", "mode": "mode"}}
+    keys = {name: {key: f"logger.{name}.{each}" for key, each in names.items()} for name, names in own.items()}
+    keys["mlflow"] = {"experiment": "logger.mlflow.experiment_name"}
+    names = ("wandb", "tensorboard", "mlflow")
+    put_loggers(out, job, {name: job.truth(f"logger.{name}_enabled") for name in names}, keys)
+    every, first = job.count(f"{section}.val_period"), job.truth(f"{section}.val_at_start")
+    if every is not None:
+        names = ("data.validation.data_path", "data.val_data_path", "data.validation.dataset_name")
+        put_evaluation(out, job.get(*names), every, {"before": first and Setting(first.key, True)})
+    if job.truth("checkpointing.enabled") is not None:
+        put_checkpoints(out, job.count("checkpointing.save_period"), job.count("checkpointing.keep_top_k"))
+
+
+def _columns(out: Translation, job: JobSettings, samples: bool) -> None:
+    """Write the columns of the rows; ``samples``: whether responses are sampled, so that theirs is the solution."""
+    response = "answer" if samples else "response"
+    names = {"prompt": ("input", "prompt"), response: ("output",), "chosen": ("chosen",), "rejected": ("rejected",)}
+    keys = {name: [f"data.{part}{each}_key" for each in own for part in ("train.", "")] for name, own in names.items()}
+    put_columns(out, {name: job.get(*own) for name, own in keys.items()})
+    put_columns(out, {"messages": job.get("data.train.chat_key", "data.chat_key")})
 
 
 def _batch(out: Translation, job: JobSettings, section: str, name: str) -> int:
@@ -267,9 +306,11 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
     if job.truth(f"{lora}enabled") is not None:
         of_all = job.truth(f"{lora}match_all_linear")
         targets = None if of_all else job.listed(f"{lora}target_modules")
-        put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets)
+        excluded = job.listed(f"{lora}exclude_modules")
+        put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets, excluded)
         out.drop(of_all, "adapters are on all linear layers", matters=False)
         job.pass_over("kernels", f"{lora}use_triton")
+        job.pass_over("what it says is written", f"{lora}enabled")
     packs, dynamic = (f"{_P}{key}." for key in ("sequence_packing", "dynamic_batching"))
     used = next((key for key in (packs, dynamic) if job.truth(f"{key}enabled")), None)
     most = None if used is None else job.count(f"{used}train_mb_tokens")
@@ -277,6 +318,7 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
 
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
+    out.put("rollout.special_tokens", "skip", "its environments' texts have none")
     if put_router_replay(out, job.truth(f"{_P}router_replay.enabled")):
         return
     backend = job.get(f"{_G}backend")

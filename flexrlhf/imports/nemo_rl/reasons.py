@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from flexrlhf.imports.adapter_parts import ADAPTERS
+
 WITHOUT_EFFECT = {
     "checkpoints, logs and validation are of a run": r"""
         checkpointing\..* logger\..* .*\.val_\w+ .*max_val_samples .*val_at\w+ data\.validation.*
         .*stop_at_validation\w* eval\..*
     """,
     "how rows are read and scored: data, reward": r"""
-        data\..* policy\.tokenizer\..* env\..* \w+\.max_num_epochs .*(chat_template|prompt_file)\w* .*data_plane.*
+        data\.(?!.*(prompt_file|shuffle|seed|template|num_samples|limit|ratio)).*
+        policy\.tokenizer\.(name|use_\w+|video) env\.(?!.*(nemo_gym|gym)).* .*data_plane.*
     """,
     "kernels and loading, which follow from the engine here": r"""
         policy\.dtensor_cfg\.(_v2|env_vars.*|automodel_kwargs.*|custom_parallel_plan|clear_cache\w*|defer\w*)
@@ -42,7 +45,11 @@ WITHOUT_EFFECT = {
     "profiling": r".*profil.* .*nsys.*",
 }
 WITH_EFFECT = {
-    "adapters have rank, alpha and targets": r".*(lora_cfg|peft)\..*",
+    ADAPTERS: r".*(lora_cfg|peft)\..*",
+    "a chat template is a file: data.chat_template": r".*chat_template\w*",
+    "a prompt is made by data.template or data.system, and all rows are read in an order of this run's own": r"""
+        .*prompt_file\w* data\..*(shuffle|seed|num_samples|limit|ratio)\w*
+    """,
     "a sequence is on one device, or with engine torch on context-parallel ranks (cp)": r".*context_parallel_size",
     "experts are split over ranks by models.actor.ep alone": r".*expert\w*_parallel_size",
     "settings of Megatron's experts and routers": r".*\bmoe_\w+",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.errors import UserError
+from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines, other_roles, put_cluster, put_generating, put_gpus, put_vllm, span
 from flexrlhf.imports.expert_settings import put_router_loss
 from flexrlhf.imports.launches import Launch, flags
@@ -12,21 +13,29 @@ from flexrlhf.imports.openrlhf.algorithm import put_algorithm
 from flexrlhf.imports.openrlhf.names import OLD_NAMES
 from flexrlhf.imports.openrlhf.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.parts import (
-    FOLLOWS_FROM_EPOCHS,
+    drop_template_values,
     mini_batches,
+    names_of,
     put_data,
     put_decoded,
-    put_lora,
     put_micro_batch,
     put_model,
     put_name,
     put_needed_model,
     put_optimizer,
     put_recomputation,
-    put_scored_by_code,
     sizes_of,
     split_length,
 )
+from flexrlhf.imports.run_parts import (
+    put_checkpoints,
+    put_evaluation,
+    put_length,
+    put_loggers,
+    put_run_name,
+    put_seed,
+)
+from flexrlhf.imports.score_parts import put_columns, put_function, put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
@@ -64,6 +73,7 @@ def translate(out: Translation, launch: Launch) -> None:
         _supervised(out, job, _SUPERVISED[kind])
     else:
         raise UserError(f"{out.file}: openrlhf.cli.train_{launch.program} has no counterpart")
+    drop_template_values(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -73,16 +83,20 @@ def _supervised(out: Translation, job: JobSettings, name: str) -> None:
     out.put_same("algorithm.prompts_per_step", job.count("train.batch_size"))
     if name in ("dpo", "kto"):
         out.put_real("algorithm.beta", job.number("model.beta"))
-    if (ipo := job.truth("model.ipo_enable", "ipo")) is not None:
+    if (ipo := job.truth("model.ipo_enable")) is not None:
         out.put("algorithm.loss", "ipo", ipo)
-    out.put_real("algorithm.label_smoothing", job.number("model.label_smoothing", "label_smoothing"))
-    out.drop(job.get("train.max_epochs"), FOLLOWS_FROM_EPOCHS, matters=False)
+    out.put_real("algorithm.label_smoothing", job.number("model.label_smoothing"))
+    put_length(out, None, job.number("train.max_epochs"), f"max_epochs={2 if name == 'sft' else 1}")
+    _run(out, job, {})
     model = put_needed_model(out, job, role, "model.model_name_or_path", "actor.model_name_or_path")
-    reference = job.named("ref.model_name_or_path") or job.named("ref_pretrain")
+    reference = job.named("ref.model_name_or_path")
     if reference is not None and reference.value != model.value and name in ("dpo", "kto"):
         put_model(out, "ref", reference)
     tokens = split_length(out, job.count("data.max_len"))
     put_data(out, job.get("data.dataset"), "data/train.jsonl")
+    pairs = {each: job.get(f"data.{each}_key") for each in ("prompt", "chosen", "rejected")}
+    texts = {each: job.get(f"data.{each}_key") for each in ("input", "output")}
+    _rows(out, job, "data.dataset_split", texts if name in ("sft", "kto") else pairs)
     put_optimizer(out, job, role, _optimizer(""))
     sources = job.count("--nnodes", "--num_nodes"), job.count("--nproc_per_node", "--num_gpus")
     put_cluster(out, [machines(out, job, *sources)], *sources)
@@ -90,10 +104,48 @@ def _supervised(out: Translation, job: JobSettings, name: str) -> None:
     out.put("placement", None, "every model on all devices")
 
 
+def _run(out: Translation, job: JobSettings, settings: dict[str, Setting | None]) -> None:
+    """Write the run's name, seed, loggers, evaluation and checkpoints. ``settings``: further ones of an evaluation."""
+    put_run_name(out, job, "logger.wandb.run_name")
+    put_seed(out, job, "train.seed")
+    names = {"wandb": "logger.wandb.key", "tensorboard": "logger.tensorboard_dir"}
+    switches = {name: job.found.get(key) for name, key in names.items()}
+    job.read |= {key for key in names.values() if job.has(key)}
+    own = {"project": "logger.wandb.project", "entity": "logger.wandb.org", "group": "logger.wandb.group"}
+    put_loggers(out, job, switches, {"wandb": own})
+    rows, split = job.get("eval.dataset"), job.get("eval.split")
+    put_evaluation(out, _split(rows, split), job.count("eval.steps"), settings if rows is not None else {})
+    put_checkpoints(out, job.count("ckpt.save_steps"), job.count("ckpt.max_num"))
+
+
+def _split(rows: Setting | None, split: Setting | None) -> Setting | None:
+    """Return a data set on the Hub with its split."""
+    if rows is None or split is None or str(rows.value).count("/") != 1 or "." in str(rows.value):
+        return rows
+    return Setting(rows.key, f"{rows.value}:{split.value}")
+
+
+def _rows(out: Translation, job: JobSettings, split: str, columns: dict[str, Setting | None]) -> None:
+    """Write the split of the rows, their columns, and how a prompt is made of them."""
+    data, part = job.get("data.dataset", "data.prompt_dataset"), job.get(split)
+    if data is not None and part is not None and "data.path" in out.lines and part.value != "train":
+        named = _split(data, part)
+        out.put("data.path", str(named.value if named else ""), data, part)
+    put_columns(out, columns)
+    if (chats := job.truth("data.apply_chat_template")) is not None:
+        out.put("data.chat", "always", chats)
+    template, column = job.get("data.input_template"), columns.get("input") or columns.get("prompt")
+    text = "" if template is None else str(template.value)
+    if text.count("{}") == 1 and text.count("{") == 1 and chats is None:
+        out.put("data.template", text.replace("{}", f"{{{column.value if column else 'input'}}}"), template)
+
+
 def _optimizer(prefix: str) -> dict[str, tuple[str, ...]]:
     return {
         "learning_rate": (f"{prefix}adam.lr",),
         "weight_decay": (f"{prefix}adam.weight_decay", "adam.weight_decay"),
+        "betas": (f"{prefix}adam.betas", "adam.betas"),
+        "eps": (f"{prefix}adam.eps", "adam.eps"),
         "warmup_ratio": (f"{prefix}lr_warmup_ratio", "lr_warmup_ratio"),
         "schedule": (f"{prefix}lr_scheduler", "lr_scheduler"),
         "final_ratio": (f"{prefix}min_lr_ratio", "min_lr_ratio"),
@@ -109,15 +161,20 @@ def _reinforced(out: Translation, job: JobSettings) -> None:
         out.put_same("algorithm.prompts_per_step", prompts)
         mini_batches(out, prompts, job.count("train.batch_size"), number)
     out.put_same("algorithm.epochs", job.count("train.max_epochs"))
+    put_length(out, None, job.number("train.num_episodes"), "num_episodes=1")
+    own = {"temperature": job.real("eval.temperature"), "samples_per_prompt": job.count("eval.n_samples_per_prompt")}
+    _run(out, job, own)
     tokens = _lengths(out, job)
     actor = put_needed_model(out, job, "actor", "actor.model_name_or_path")
     _scores(out, job)
+    _clip_scores(out, job)
     if name == "ppo":
         critic = job.named("critic.model_name_or_path") or (None if out.has_model("reward") else actor)
         if critic is not None:
             put_model(out, "critic", critic)
         put_optimizer(out, job, "critic", _optimizer("critic."))
     put_data(out, job.get("data.prompt_dataset"), "data/prompts.jsonl")
+    _rows(out, job, "data.prompt_split", {"input": job.get("data.input_key")})
     put_optimizer(out, job, "actor", _optimizer("actor."))
     engines = _placement(out, job)
     _engine(out, job, "actor", tokens)
@@ -146,13 +203,29 @@ def _lengths(out: Translation, job: JobSettings) -> int:
 
 def _scores(out: Translation, job: JobSettings) -> None:
     remote, agent = job.get("reward.remote_url"), job.get("train.agent_func_path")
-    path = job.named("reward.model_name_or_path")
+    path, labels = job.named("reward.model_name_or_path"), job.get("data.label_key")
     if path is not None and remote is None and agent is None:
         put_model(out, "reward", path)
     elif remote is not None and str(remote.value).startswith(("http://", "https://")):
-        out.put("reward", {"url": str(remote.value)}, remote)
+        addresses = str(remote.value).split(",")
+        out.put("reward", {"url": addresses if len(addresses) > 1 else addresses[0]}, remote)
+        put_columns(out, {"label": labels})
+    elif remote is not None and str(remote.value).endswith(".py"):
+        put_function(out, f"{remote.value}:reward_func", remote, needs={})
+        put_columns(out, {"labels": labels})
     else:
-        put_scored_by_code(out, remote or agent)
+        put_scored_by_code(out, remote, agent)
+        put_columns(out, {"answer": labels})
+
+
+def _clip_scores(out: Translation, job: JobSettings) -> None:
+    """Write the bound of scores, which is the same above and below 0 here."""
+    both = job.get("reward.clip_range")
+    ends = [] if both is None else [read_scalar(each) for each in names_of(both.value)]
+    if len(ends) == 2 and all(isinstance(end, int | float) for end in ends) and 0 < ends[1] == -ends[0]:
+        out.put("algorithm.reward_clip", float(ends[1]), both)
+    else:
+        out.drop(both, "scores are clipped to the same bound on both sides of 0: algorithm.reward_clip")
 
 
 def _placement(out: Translation, job: JobSettings) -> Setting | None:

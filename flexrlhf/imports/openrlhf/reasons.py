@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from flexrlhf.imports.adapter_parts import ADAPTERS
+
 WITHOUT_EFFECT = {
     "logs, checkpoints and validation are of a run": r"""
         logger\..* .*wandb.* .*tensorboard.* ckpt\..* eval\..* save_\w+ use_\w*_ckpt critic\.save\w+
     """,
     "how rows are read: data.form, columns and template": r"""
-        data\.(?!image_key|max_images).* \w+_key .*template.* .*_probs .*_split multiturn train\.num_episodes
+        data\.(\w+_key|disable_fast\w*|dataloader\w*|multiturn|\w*split) \w+_key .*_split
     """,
     "kernels and processes, which follow from the engine here": r"""
         vllm\..*
         ds\.(enable_sleep|packing_samples|attn\w*|overlap_comm|use_liger\w*|deepcompile|zpg|grad_accum\w*|experts\w*)
-        ds\.value_head\w* .*reentrant packing_\w+ master_\w+ local_rank use_ms .*seed
+        ds\.value_head\w* .*reentrant packing_\w+ master_\w+ local_rank use_ms
     """,
     "passes without gradients have the micro-batches of models.actor": r"""
         rollout\.(micro_batch_size|max_tokens_per_gpu|vllm_generate_batch_size)
@@ -21,6 +23,12 @@ WITHOUT_EFFECT = {
     "of the launcher": r"--\w+",
 }
 WITH_EFFECT = {
+    "a chat template is a file, data.chat_template, and a template of texts has one field: data.template": r"""
+        data\.(tokenizer_chat_template|input_template) .*template.*
+    """,
+    "all rows are read, mixed by the weights of data.sources": r"data\.(max_samples|\w*probs) .*_probs",
+    ADAPTERS: r"ds\.lora\..*",
+    "scores by code are a function of reward: docs/rewards.md": r"reward\.(?!offload).*",
     "images are not read": r"data\.(image_key|max_images\w*) actor\.freeze_visual\w*",
     "DeepSpeed here has neither ring attention nor tensor parallelism: engine torch has tp": r"""
         ds\.(ring_attn\w*|tensor_parallel_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from flexrlhf.errors import UserError
-from flexrlhf.imports.parts import CUT, drop_cuts, put_model, put_reals, put_scored_by_code
+from flexrlhf.imports.parts import CUT, drop_cuts, put_model, put_reals
+from flexrlhf.imports.score_parts import put_functions, put_scored_by_code
 from flexrlhf.imports.settings import JobSettings
 from flexrlhf.imports.translation import Translation
 
@@ -46,11 +47,7 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
     job.read.add("reward_funcs")
     if reward is not None:
         put_model(out, "reward", reward)
-    elif "accuracy_reward" in str(functions.value if functions else ""):
-        out.put("reward", {"rule": "math"}, functions)
-        if functions is not None and functions.value != "accuracy_reward":
-            out.drop(functions, "of several functions the one for accuracy is a rule here", matters=False)
-    else:
+    elif not put_functions(out, job):
         put_scored_by_code(out, functions)
     beta = job.real("beta", "kl_coef")
     if beta is not None and beta.value == 0:

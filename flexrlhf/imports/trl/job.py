@@ -10,12 +10,12 @@ import yaml
 
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.imports.device_parts import machines_of, put_apart, put_gpus, put_vllm
+from flexrlhf.imports.adapter_parts import put_lora
+from flexrlhf.imports.device_parts import machines_of, put_apart, put_cluster, put_gpus, put_vllm
 from flexrlhf.imports.parts import (
-    put_data,
+    drop_template_values,
     put_decoded,
     put_lengths,
-    put_lora,
     put_micro_batch,
     put_model,
     put_name,
@@ -28,6 +28,7 @@ from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl.algorithm import algorithm_of, put_reinforced, put_supervised
 from flexrlhf.imports.trl.reasons import WITH_EFFECT, WITHOUT_EFFECT
+from flexrlhf.imports.trl.run import all_processes, put_rows, put_run
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -65,6 +66,17 @@ _OF: dict[str, dict[str, Any]] = {
     },
     "": {"max_length": 1024},
 }
+_BEFORE = ("vllm_device", "vllm_dtype", "vllm_max_model_len")
+"""Settings of versions up to 0.15."""
+_DEFAULTS_BEFORE: dict[str, Any] = {
+    "beta": 0.04,
+    "temperature": 0.9,
+    "max_completion_length": 256,
+    "loss_type": "grpo",
+    "gradient_checkpointing": False,
+    "vllm_gpu_memory_utilization": 0.9,
+}
+"""Defaults of these versions, where later ones have others."""
 _TARGETS = Setting("lora_target_modules", ["q_proj", "v_proj"], default=True)
 """Of peft for the models whose sizes are known by their names."""
 _OPTIMIZER = {
@@ -97,14 +109,19 @@ def translate(
     name, is_async = algorithm_of(trainer, out.file), trainer.startswith("async")
     kind = "async" if is_async else {"gspo": "grpo"}.get(name, name)
     job = JobSettings.of(found, DEFAULTS | _OF.get(kind, _OF[""]))
+    sign = next((job.found[key] for key in _BEFORE if job.has(key)), None) if name == "grpo" else None
+    if sign is not None:
+        job.defaults = {**job.defaults, **_DEFAULTS_BEFORE}
+        values = ", ".join(f"{key} {value}" for key, value in _DEFAULTS_BEFORE.items() if not job.has(key))
+        out.note(f"{sign.key} is of TRL up to 0.15, whose defaults are taken: {values}")
     if name == "simpo" and job.value("loss_type") != "simpo":
         raise UserError(f"{out.file}: TRL's trainer cpo has no counterpart without loss_type: simpo")
     if name == "grpo" and (level := job.get("importance_sampling_level")) is not None and level.value == "sequence":
         name = "gspo"
     put_name(out, "trl", name, f"TRL's trainer {trainer}")
-    processes = _processes(out, devices, accelerate)
+    processes, nodes = all_processes(out, job, devices, accelerate)
     rows = _batch(out, job, name, processes)
-    out.put_same("steps", job.count("max_steps"))
+    put_run(out, job)
     role = "reward" if name == "reward" else "actor"
     model = job.named("sft_model_path") if name == "ppo" else None
     model = model or job.named("model_name_or_path") or job.named("model")
@@ -121,11 +138,11 @@ def translate(
         put_reinforced(out, job, name)
     else:
         put_supervised(out, job, name)
-    put_data(out, job.get("dataset_name", "dataset"), "data/train.jsonl")
+    put_rows(out, job)
     put_optimizer(out, job, role, _OPTIMIZER)
     if name == "ppo":
         put_optimizer(out, job, "critic", _OPTIMIZER)
-    tp = _devices(out, job, processes, served)
+    tp = _devices(out, job, processes, nodes, served)
     _engine(out, job, accelerate, role, tokens)
     if name in ("grpo", "gspo", "rloo"):
         _rollout(out, job, rows, tokens, processes.value, tp)
@@ -134,17 +151,8 @@ def translate(
         put_decoded(out, _known(job, "local_rollout_forward_batch_size"))
     job.pass_over("what it says is written", "use_peft", "vllm_mode", "use_vllm", "importance_sampling_level")
     job.pass_over("the file's settings are read", *(["accelerate_config", "deepspeed"] if accelerate else []))
+    drop_template_values(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
-
-
-def _processes(out: Translation, devices: tuple[Setting | None, Setting | None], accelerate: dict[str, Any]) -> Setting:
-    nodes, per_node = devices
-    if per_node is not None:
-        return Setting(per_node.key, per_node.value * (nodes.value if nodes else 1))
-    if isinstance(accelerate.get("num_processes"), int):
-        return Setting("num_processes of accelerate's file", accelerate["num_processes"])
-    out.note("the number of processes is not in the file: eight devices are assumed, by which the batch is computed")
-    return Setting("processes, assumed", 8)
 
 
 def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) -> int:
@@ -214,7 +222,10 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
     put_offloaded_activations(out, job.truth("activation_offloading"))
     if job.truth("use_peft") is not None or job.has("lora_r"):
         targets = job.listed("lora_target_modules") or _TARGETS
-        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), targets)
+        excluded, by_root = job.listed("exclude_modules"), job.truth("use_rslora")
+        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), targets, excluded, by_root)
+        if not job.has("lora_dropout") and not out.file.endswith(".py"):  # a LoraConfig's is 0
+            out.note("TRL's adapters have a dropout of 0.05 if the file names none, here there is none")
     rows, budget = _known(job, "per_device_train_batch_size"), job.count("token_budget")
     if budget is not None or "max_staleness" in job.defaults:
         out.put("models.all.micro_batch_tokens", budget.value if budget else tokens, budget or "the longest sequence")
@@ -223,16 +234,21 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
 
 
 def _devices(
-    out: Translation, job: JobSettings, processes: Setting, served: tuple[Setting, Setting] | None
+    out: Translation, job: JobSettings, processes: Setting, nodes: int, served: tuple[Setting, Setting] | None
 ) -> Setting | None:
     """Write the machines, and how far generation may lag. Return the ranks of an engine of a server, which has devices
-    of its own."""
+    of its own, as the device of ``vllm_device`` is."""
     mode, lag, every = job.get("vllm_mode"), job.count("max_staleness"), job.count("weight_sync_steps")
     if lag is not None and served is None:
         out.note("the vLLM server's devices are not in the file: one is assumed")
         served = (Setting("devices of vllm serve, assumed", 1),) * 2
+    if (device := job.get("vllm_device")) is not None and job.truth("use_vllm") is not None:
+        mode, served = Setting("vllm_device", "server"), (Setting(device.key, 1), Setting(device.key, 1, default=True))
     if served is None or mode is None or mode.value != "server":
-        put_gpus(out, processes.value, processes)
+        if nodes > 1 and processes.value % nodes == 0:
+            put_cluster(out, [(nodes, processes.value // nodes)], processes)
+        else:
+            put_gpus(out, processes.value, processes)
         out.put("placement", None, "every model in every process")
         if mode is not None and mode.value == "server":
             out.drop(mode, "the server's devices are not in the file: vLLM is on the devices that train")

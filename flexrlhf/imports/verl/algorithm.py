@@ -1,9 +1,9 @@
-"""Algorithm and scores of a verl job: advantages, penalties, clips, sampling, corrections, sources of scores."""
+"""Algorithm of a verl job: advantages, penalties, clips, sampling, corrections."""
 
 from __future__ import annotations
 
 from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.imports.parts import drop_cuts, put_estimator, put_model, put_overlong, put_reals, rule_for
+from flexrlhf.imports.parts import drop_cuts, put_estimator, put_overlong, put_reals
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 
@@ -20,6 +20,17 @@ _ESTIMATORS = {
 }
 _LOSSES = {"cispo": "cispo", "clip_cov": "clip-cov", "kl_cov": "kl-cov"}
 _MEANS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_BEFORE = (
+    "trainer.default_hdfs_dir",
+    f"{_A}fsdp_config.grad_offload",
+    f"{_A}ppo_micro_batch_size",
+    f"{_R}log_prob_micro_batch_size",
+    f"{_R}micro_batch_size",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size",
+    "critic.ppo_micro_batch_size",
+    "data.val_batch_size",
+)
+"""Settings of versions until March 2025; later ones have others in their place, or ignore them."""
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
@@ -46,13 +57,17 @@ def _penalty(out: Translation, job: JobSettings) -> None:
     of_loss = job.real(f"{_A}kl_loss_coef"), job.get(f"{_A}kl_loss_type")
     of_reward = job.real("algorithm.kl_ctrl.kl_coef"), job.get("algorithm.kl_penalty")
     kind = job.get("algorithm.kl_ctrl.type")
+    if loss is None and not job.has("algorithm.use_kl_in_reward") and (of_reward[0] is None or of_reward[0].value > 0):
+        reward = _penalty_of_before(out, job, of_reward[0])
     if loss is None and reward is None:
         out.put("algorithm.kl", None, "neither actor.use_kl_loss nor algorithm.use_kl_in_reward")
     places = (reward, (*of_reward, kind), "reward"), (None if reward else loss, of_loss, "loss")
     for used, own, place in places:
         if used is None:
+            listed = {each.setting.key for each in out.left_out}
             for each in own:
-                out.drop(each, f"there is no penalty in the {place}", matters=loss is not None and reward is not None)
+                why, matters = f"there is no penalty in the {place}", loss is not None and reward is not None
+                out.drop(None if each is not None and each.key in listed else each, why, matters)
             continue
         coefficient, estimator, *_ = own
         out.put("algorithm.kl.place", place, used)
@@ -68,6 +83,22 @@ def _penalty(out: Translation, job: JobSettings) -> None:
             out.put_same(f"algorithm.kl.{key}", each)
         else:
             out.drop(each, "the penalty's coefficient is fixed", matters=False)
+
+
+def _penalty_of_before(out: Translation, job: JobSettings, coefficient: Setting | None) -> Setting | None:
+    """Return the sign of a version that subtracts the penalty from the rewards if it is not in the loss, if the job
+    has one and names the coefficient. Without such a sign the coefficient is listed with its effect."""
+    if coefficient is None:
+        return None
+    old = "verl until March 2025 subtracts it from the rewards if use_kl_loss is not set"
+    sign = next((job.found[key] for key in _BEFORE if job.has(key)), None)
+    how = job.found.get(f"{_R}load_format")
+    sign = how if sign is None and how is not None and str(how.value).startswith("dummy_") else sign
+    if sign is None:
+        out.drop(coefficient, f"{old}, later versions if use_kl_in_reward is: algorithm.kl, if the job ran there")
+    else:
+        out.note(f"{sign.key} is of a verl that subtracts KL from the rewards; for a later one algorithm.kl: null")
+    return sign
 
 
 def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -> None:
@@ -137,25 +168,3 @@ def _groups(out: Translation, job: JobSettings, name: str, estimator: Setting | 
     lengths = ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len")
     job.pass_over("the longest response is data.max_response_tokens", *lengths)
     job.pass_over("logs", *(f"{prefix}log" for prefix in prefixes))
-
-
-def put_scores(out: Translation, job: JobSettings) -> None:
-    """Write where scores are from: a reward model, a function of the user, or a rule for the rows."""
-    enabled = job.truth("reward.reward_model.enable", "reward_model.enable")
-    path = job.named("reward.reward_model.model_path") or job.named("reward_model.model.path")
-    function, name = (
-        job.get(f"reward.custom_reward_function.{key}", f"custom_reward_function.{key}") for key in ("path", "name")
-    )
-    manager = job.get("reward.reward_manager.name", "reward_model.reward_manager")
-    if enabled is not None and path is not None:
-        put_model(out, "reward", path)
-        return
-    for each in (function, name) if function is not None else ():
-        out.drop(
-            each, "a function takes prompts and responses here, docs/rewards.md; a rule stands for it", matters=False
-        )
-    rule = rule_for(out)
-    why = "the data's name" if rule == "gsm8k" else "the rows' data_source chooses it in verl"
-    out.put("reward", {"rule": rule}, function, manager, why)
-    if manager is not None and manager.value not in ("naive", "dapo", "batch", "prime"):
-        out.drop(manager, "a manager of scores that is not here")

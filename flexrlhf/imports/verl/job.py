@@ -7,6 +7,7 @@ from typing import Any
 
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.errors import UserError
+from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import (
     machines,
     num_devices,
@@ -23,11 +24,10 @@ from flexrlhf.imports.expert_settings import (
     put_router_replay,
 )
 from flexrlhf.imports.parts import (
-    FOLLOWS_FROM_EPOCHS,
+    drop_template_values,
     mini_batches,
     put_data,
     put_lengths,
-    put_lora,
     put_micro_batch,
     put_model,
     put_name,
@@ -39,10 +39,13 @@ from flexrlhf.imports.parts import (
     split_length,
     updates_of,
 )
+from flexrlhf.imports.score_parts import put_columns
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
-from flexrlhf.imports.verl.algorithm import put_algorithm, put_scores
+from flexrlhf.imports.verl.algorithm import put_algorithm
 from flexrlhf.imports.verl.reasons import WITH_EFFECT, WITHOUT_EFFECT
+from flexrlhf.imports.verl.run import put_run, put_supervised_columns
+from flexrlhf.imports.verl.scores import put_scores
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _SIZES = sizes_of("verl", "ppo")
@@ -90,6 +93,7 @@ def translate(out: Translation, job: JobSettings, program: str) -> None:
     else:
         _reinforced(out, job, program)
     job.pass_over("what it names is the trainer's own", "config-name")
+    drop_template_values(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -97,15 +101,16 @@ def _reinforced(out: Translation, job: JobSettings, program: str) -> None:
     job.defaults = DEFAULTS
     if job.truth("distillation.enabled") is not None:
         raise UserError(f"{out.file}: distillation from a teacher (distillation.enabled) has no counterpart")
-    _steps(out, job)
     samples = put_algorithm(out, job)
     prompts = _batch(out, job, program)
+    put_run(out, job, "trainer.total_epochs=30")
     tokens = sum(put_lengths(out, job.count("data.max_prompt_length"), job.count("data.max_response_length")))
     actor = _model(out, job, f"{_M}path")
     if out.value("algorithm.name") == "ppo":
         put_model(out, "critic", job.named("critic.model.path") or actor)
         put_optimizer(out, job, "critic", _optimizer("critic."), updates_of(out))
     put_data(out, job.listed("data.train_files"), "data/train.parquet")
+    put_columns(out, {"prompt": job.get("data.prompt_key")})
     put_optimizer(out, job, "actor", _optimizer(_A), updates_of(out))
     leaves_out, cut = job.truth("data.filter_overlong_prompts"), job.get("data.truncation")
     if leaves_out is not None:
@@ -125,12 +130,6 @@ def _reinforced(out: Translation, job: JobSettings, program: str) -> None:
 
 def _optimizer(prefix: str) -> dict[str, tuple[str, ...]]:
     return {key: tuple(prefix + each for each in own) for key, own in _OPTIMIZER.items()}
-
-
-def _steps(out: Translation, job: JobSettings) -> None:
-    steps, epochs = job.count("trainer.total_training_steps"), job.get("trainer.total_epochs")
-    out.put_same("steps", steps)
-    out.drop(epochs, f"{steps.key} ends the run" if steps else FOLLOWS_FROM_EPOCHS, matters=False)
 
 
 def _batch(out: Translation, job: JobSettings, program: str) -> int:
@@ -230,7 +229,8 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
     names = [(f"{_M}{key}", f"model.{key}") for key in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha")]
     targets = job.listed(f"{_M}target_modules", "model.target_modules", f"{_M}lora.target_modules")
     rank = job.number(f"{prefix}lora_rank", *names[0]) or job.number(*names[1])
-    put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets)
+    excluded = job.listed(f"{_M}exclude_modules", "model.exclude_modules", f"{_M}lora.exclude_modules")
+    put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets, excluded)
 
 
 def _experts(out: Translation, job: JobSettings, prefix: str) -> None:
@@ -290,7 +290,8 @@ def _other_roles(out: Translation, job: JobSettings, engine: str) -> None:
 
 def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> None:
     rank, alpha = job.number("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
-    put_lora(out, "critic", rank, alpha, job.listed("critic.model.target_modules"))
+    targets, excluded = (job.listed(f"critic.model.{key}_modules") for key in ("target", "exclude"))
+    put_lora(out, "critic", rank, alpha, targets, excluded)
     _micro_batch(out, job, tokens, "critic", "critic.")
     recomputes = None if engine == "megatron" else job.get("critic.model.enable_gradient_checkpointing")
     if recomputes is not None and is_true(recomputes.value) != out.value("models.all.activation_checkpointing"):
@@ -363,11 +364,12 @@ def _router_replay(out: Translation, job: JobSettings) -> Setting | None:
 def _supervised(out: Translation, job: JobSettings) -> None:
     job.defaults = SFT_DEFAULTS
     put_name(out, "verl", "sft", "the SFT trainer")
-    _steps(out, job)
+    put_run(out, job, "trainer.total_epochs=4")
     out.put_same("algorithm.prompts_per_step", job.count("data.train_batch_size"))
     _model(out, job, "model.partial_pretrain", "model.path")
     tokens = split_length(out, job.count("data.max_length"))
     put_data(out, job.listed("data.train_files"), "data/train.parquet")
+    put_supervised_columns(out, job)
     put_optimizer(out, job, "actor", _OPTIMIZER)
     sources = job.count("--nnodes", "trainer.nnodes"), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
     put_cluster(out, [machines(out, job, *sources)], *sources)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from flexrlhf.imports.adapter_parts import ADAPTERS
+
 WITHOUT_EFFECT = {
     "logs": r"""
-        trainer\.(logger|project_name|experiment_name|log_\w+|rollout_data_dir|validation_data_dir)
+        trainer\.(logger|project_name|experiment_name|log_\w+|rollout_data_dir|validation_data_dir|rollout_dump\w*)
         .*(profile|tensorboard|wandb|swanlab)\w*
     """,
-    "checkpoints and validation are of a run; see save, checkpoint and eval": r"""
-        trainer\.(save_freq|test_freq|val_\w+|default_\w+|resume\w*|max_\w+_ckpt\w*|del_local\w*|esi\w*)
-        .*checkpoint\..* .*\.val_kwargs\..* data\.val_\w+ checkpoint\..*
+    "checkpoints and validation are of a run: save, checkpoint, eval, flexrlhf run --resume": r"""
+        trainer\.(save_freq|test_freq|val_\w+|default_\w+|resume\w*|max_\w+_ckpt\w*|del_local\w*|esi\w*|remove_p\w*)
+        .*checkpoint\..* .*\.val_kwargs\..* data\.val_\w+ data\.validation_shuffle checkpoint\..*
     """,
     "profiling": r".*profil.* global_profiler.* .*\.trace\..* .*prometheus.*",
     "Ray and processes": r"""
@@ -20,7 +22,7 @@ WITHOUT_EFFECT = {
         .*(use_remove_padding|use_fused_kernels|use_torch_compile|use_shm|use_liger|fused_kernel\w*)
         .*(entropy_from_logits\w*|entropy_checkpointing|forward_prefetch|use_orig_params|attn_implementation|pad_mode)
         .*(balance_batch|load_format|layered_summon|disable_log_stats|use_mbridge|vanilla_mbridge)
-        .*(use_dist_checkpointing|dist_checkpointing_path|logits_processor|use_fsdp|wrap_policy.*|seed)
+        .*(use_dist_checkpointing|dist_checkpointing_path|logits_processor|use_fsdp|wrap_policy.*)
     """,
     "limits of vLLM's scheduler, which rollout.config takes by vLLM's names": r"""
         .*(max_num_seqs|max_num_batched_tokens|enable_chunked_prefill|max_model_len|cudagraph\w*|engine_kwargs.*)
@@ -29,9 +31,8 @@ WITHOUT_EFFECT = {
         .*agent\.num_workers
     """,
     "how rows are read: data.form, columns and long_prompts": r"""
-        data\.(\w*_key|return_\w+|shuffle|num_workers|dataloader\w*|filter_overlong\w*|trust_remote_code|truncation)
-        data\.(apply_chat\w*|gen_batch_size|seed|custom_cls.*|ignore_input\w*|tool_config_path|max_samples)
-        data\.(train_max_samples|sampler.*|datagen.*|reward_fn_key|enable_thinking\w*|train_multiturn\w*)
+        data\.(\w*_key|return_\w+|num_workers|dataloader\w*|filter_overlong\w*|trust_remote_code|truncation)
+        data\.(gen_batch_size|ignore_input\w*|image_patch\w*|reward_fn_key)
     """,
     "passes without gradients have the micro-batches of models.actor": r"""
         .*(ref|log_prob|forward|infer)\w*(_micro_batch_size|_max_token_len|_use_dynamic_bsz)(_per_gpu)? .*log_prob_\w+
@@ -47,15 +48,25 @@ WITHOUT_EFFECT = {
     "of an engine that is not here": r"""
         optim model actor@.* .*\.model_engine .*\.trust_remote_code .*turbo_config.* .*\.veomni\..*
     """,
-    "the length of the run: write steps": r"rollout\.total_rollout_steps",
     "how scores are computed is the source's": r"""
-        reward\.(num_workers|sandbox\w*.*|custom\w*.*) .*sandbox_fusion.* reward_model\.(launch\w*|num_workers).*
+        reward\.num_workers reward_model\.(launch\w*|num_workers).*
     """,
     "follows from the engine": r"""
         .*rollout\.(mode|name) .*\.strategy .*hybrid_engine model_engine engine actor_rollout_ref\.nccl\w*
     """,
 }
 WITH_EFFECT = {
+    "a chat template is a file: data.chat_template": r".*custom_chat_template",
+    "all rows are read, in an order of this run's own": r"""
+        data\.(max_samples|train_max_samples|shuffle|sampler.*|custom_cls.*|datagen.*|train_multiturn\w*)
+        .*data_loader_seed actor_rollout_ref\.actor\.shuffle critic\.shuffle .*\.seed
+    """,
+    "code that scores responses is a function of reward: docs/rewards.md": r"""
+        .*sandbox_fusion.* reward\.(sandbox|custom)\w*.* reward_model\.(?!.*(micro|model)).* custom_reward_function.*
+        .*reward_kwargs.*
+    """,
+    "the number of prompts of a run follows from its steps": r"rollout\.total_rollout_steps",
+    ADAPTERS: r".*\blora\w*(\..*)? .*(target|exclude)_modules",
     "the critic is trained in the actor's mini-batches and epochs": r"critic\.(ppo_epochs|ppo_mini_batch_size)",
     "a schedule ends at the last step, at a share of the peak: final_ratio": r"""
         .*(lr_decay_steps|\.min_lr|lr_warmup_init)

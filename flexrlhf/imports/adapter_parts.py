@@ -1,0 +1,101 @@
+"""Parts of a YAML on adapters: rank, scale, and the layers that have them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from flexrlhf.config.model_names import LLAMA_LIKE, MODELS
+from flexrlhf.imports.parts import names_of
+from flexrlhf.imports.settings import Setting
+from flexrlhf.imports.translation import Translation
+
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_GROUPS = {
+    "self_attn": _ATTENTION,
+    "mlp": _MLP,
+    "linear_qkv": _ATTENTION[:3],
+    "linear_proj": _ATTENTION[3:],
+    "linear_fc1": _MLP[:2],
+    "linear_fc2": _MLP[2:],
+}
+"""Modules of transformers, and of Megatron, that have several linear layers or other names."""
+_OTHERS = ("embed_tokens", "lm_head", "wte", "embed_out", "output_layer", "word_embeddings")
+"""Layers that have no adapters here."""
+ADAPTERS = "adapters have rank, alpha and targets; there is no dropout, and nothing else is trained"
+
+
+def put_lora(
+    out: Translation,
+    role: str,
+    rank: Setting | None,
+    alpha: Setting | None,
+    targets: Setting | None,
+    excluded: Setting | None = None,
+    by_root: Setting | None = None,
+) -> None:
+    """Write adapters, if their rank is given.
+
+    targets:   layers with adapters; None: all linear ones.
+    excluded:  layers without them.
+    by_root:   that the scale is alpha over the root of the rank.
+    """
+    if rank is None:
+        return
+    out.put(f"models.{role}.lora.rank", rank.value, rank)
+    if alpha is not None:
+        _put_scale(out, role, rank, alpha, by_root)
+    names = [] if targets is None else names_of(targets.value)
+    names = [] if names in (["all-linear"], ["all_linear"]) else names
+    layers = list(dict.fromkeys(_layers(names)))
+    others = [name for name in names if name in _OTHERS or not re.fullmatch(r"\w+", name)]
+    for name in others:
+        key = targets.key if targets is not None else ""
+        out.drop(Setting(key, name), "adapters are on linear layers by the last part of their names, not on this one")
+    without = _without(out, role, layers, excluded)
+    is_of_all = not names or (set(layers) == {*_ATTENTION, *_MLP} and _is_plain(out, role))
+    if without is not None:
+        out.put(f"models.{role}.lora.targets", without, targets, excluded)
+    elif layers and not (is_of_all and any(name.startswith("linear_") for name in names)):
+        out.put(f"models.{role}.lora.targets", layers, targets)
+    elif targets is not None and not others:
+        out.drop(targets, "adapters are on all linear layers", matters=False)
+
+
+def _put_scale(out: Translation, role: str, rank: Setting, alpha: Setting, by_root: Setting | None) -> None:
+    value = float(alpha.value) * (math.sqrt(rank.value) if by_root is not None else 1)
+    if value == int(value) and value >= 1:
+        out.put(f"models.{role}.lora.alpha", int(value), alpha, by_root, "times the root of the rank" * bool(by_root))
+        return
+    out.put(f"models.{role}.lora.alpha", max(1, round(value)), alpha, by_root, "the nearest whole number")
+    out.drop(by_root or alpha, f"alpha is a whole number here: {value:.6g} is rounded")
+
+
+def _layers(names: Iterable[str]) -> Iterable[str]:
+    """Yield the linear layers that names stand for."""
+    for name in names:
+        if name not in _OTHERS and re.fullmatch(r"\w+", name):
+            yield from _GROUPS.get(name, (name,)) if name.startswith("linear_") else (name,)
+
+
+def _is_plain(out: Translation, role: str) -> bool:
+    """Whether a model is known by its name to have the linear layers of Llama."""
+    init = out.value(f"models.{role}.init")
+    return init in MODELS and MODELS[init]["model_type"] in LLAMA_LIKE
+
+
+def _without(out: Translation, role: str, layers: Sequence[str], excluded: Setting | None) -> list[str] | None:
+    """Return the layers less the excluded ones; None if there are none of these, or if they are not known."""
+    patterns = [] if excluded is None else names_of(excluded.value)
+    if not patterns:
+        return None
+    plain = [re.sub(r"^\.?\*?\.?|\.?\*?$", "", pattern) for pattern in patterns]
+    known = [*_ATTENTION, *_MLP, *_GROUPS, *_OTHERS, *layers]
+    base = list(layers) or ([*_ATTENTION, *_MLP] if _is_plain(out, role) else [])
+    found = {layer for name in plain for layer in _GROUPS.get(name, (name,))}
+    left = [layer for layer in base if layer not in found]
+    if not all(name in known for name in plain) or not left:
+        out.drop(excluded, "adapters are on all linear layers, or on the ones in targets")
+        return None
+    return left

@@ -1,0 +1,95 @@
+"""Run of a TRL job: its processes, length, name, seed, loggers, evaluation and checkpoints; and its rows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from flexrlhf.imports.parts import put_data
+from flexrlhf.imports.run_parts import (
+    AT_STEPS,
+    named_loggers,
+    put_checkpoints,
+    put_evaluation,
+    put_length,
+    put_loggers,
+    put_run_name,
+    put_seed,
+)
+from flexrlhf.imports.score_parts import put_columns
+from flexrlhf.imports.settings import JobSettings, Setting
+from flexrlhf.imports.translation import Translation
+
+_MADE = re.compile(r"\.(map|filter|select|shuffle|train_test_split)\(|concatenate|interleave|^\$?\w+$")
+"""In an expression of a data set: what it loads is changed, or it is a name with several values."""
+
+
+def put_run(out: Translation, job: JobSettings) -> None:
+    """Write the length of the run, its name, seed, loggers, evaluation and checkpoints."""
+    _put_length(out, job)
+    put_run_name(out, job, "run_name")
+    put_seed(out, job, "seed", "data_seed")
+    put_loggers(out, job, named_loggers(out, job.listed("report_to")), {"wandb": {"project": "project"}})
+    strategy, file = job.get("eval_strategy", "evaluation_strategy"), job.get("dataset_name", "dataset")
+    if strategy is not None and strategy.value != "no" and file is not None:
+        split = job.get("dataset_test_split") or Setting("dataset_test_split", "test", default=True)
+        path = Setting(split.key, _rows(job, str(file.value), str(split.value)), split.default)
+        put_evaluation(out, path, job.count("eval_steps") if strategy.value == "steps" else None, {})
+        out.drop(strategy if strategy.value != "steps" else None, AT_STEPS, matters=False)
+    saved = job.get("save_strategy")
+    if saved is None or saved.value == "steps":
+        put_checkpoints(out, job.count("save_steps"), job.count("save_total_limit"))
+
+
+def _put_length(out: Translation, job: JobSettings) -> None:
+    steps, epochs = job.found.get("max_steps"), job.number("num_train_epochs")
+    if steps is not None and steps.value == -1:
+        job.pass_over("it is off", "max_steps")
+        steps = None
+    put_length(out, steps and job.count("max_steps"), epochs, "num_train_epochs=3", steps_count_alone=True)
+
+
+def _rows(job: JobSettings, name: str, split: str | None) -> str:
+    """Return the name of a data set on the Hub with its subset and split."""
+    is_on_hub = name.count("/") == 1 and not name.startswith((".", "/", "~")) and "." not in name.rpartition("/")[2]
+    subset = job.get("dataset_config", "dataset_config_name") if is_on_hub else None
+    # a name with a subset has a split, too
+    split = "train" if split is None and subset is not None else split
+    return ":".join([name, *([str(subset.value)] if subset else []), *([split] if split and is_on_hub else [])])
+
+
+def put_rows(out: Translation, job: JobSettings) -> None:
+    """Write the rows, their columns, and what a recipe puts in front of them."""
+    file, split = job.get("dataset_name", "dataset"), job.get("dataset_train_split")
+    if file is not None:
+        sources = [each for each in (job.get("dataset_config"), split) if each is not None]
+        out.put("data.path", _rows(job, str(file.value), str(split.value) if split else None), file, *sources)
+    else:
+        put_data(out, None, "data/train.jsonl")
+    rows = job.found.get("train_dataset")
+    if rows is not None and _MADE.search(rows.text):
+        out.drop(rows, "its code makes other rows of them: data.path is what it loads, write a file with the others")
+    put_columns(out, {"prompt": job.get("dataset_prompt_column"), "text": job.get("dataset_text_field")})
+    if (system := job.get("system_prompt")) is not None:
+        out.put("data.system", str(system.value), system)
+    if (end := job.get("eos_token")) is not None:
+        out.put("data.end_token", str(end.value), end)
+
+
+def all_processes(
+    out: Translation, job: JobSettings, devices: tuple[Setting | None, Setting | None], accelerate: dict[str, Any]
+) -> tuple[Setting, int]:
+    """Return the processes of all machines, and the number of these, if it is known, else 0."""
+    nodes, per_node = devices
+    nodes, whole = nodes or job.count("num_machines"), job.count("num_processes")
+    if per_node is not None:
+        number = nodes.value if nodes else 1
+        return Setting(per_node.key, per_node.value * number), number
+    of_file = {key: each for key in ("num_processes", "num_machines") if isinstance(each := accelerate.get(key), int)}
+    number = nodes.value if nodes else max(0, of_file.get("num_machines", 0))
+    if whole is not None:
+        return whole, number
+    if of_file.get("num_processes", 0) > 0:
+        return Setting("num_processes of accelerate's file", of_file["num_processes"]), number
+    out.note("the number of processes is not in the file: eight devices are assumed, by which the batch is computed")
+    return Setting("processes, assumed", 8), number
