@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -13,6 +14,10 @@ from typing import Any
 
 ABSENT = ("flash_attn", "vllm")
 """Packages of GPU kernels and servers, which OpenRLHF imports and the compared functions never call."""
+
+
+OF_THE_FOLDER = ("antlr4",)
+"""Packages that are imported from the folder even if this environment has them, in another version than Hydra needs."""
 
 
 class _Absent(ModuleType):
@@ -49,5 +54,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def use_packages(directory: Path) -> None:
     """Let imports find the packages in ``directory``, after this environment's. Nothing is compiled."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    sys.path.insert(0, str(directory))
+    for name in OF_THE_FOLDER:
+        if (directory / name).is_dir():
+            importlib.import_module(name)
+    sys.path.remove(str(directory))
     sys.path.append(str(directory))
     sys.meta_path.append(_Finder())
