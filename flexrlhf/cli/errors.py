@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import plain_problem
 from flexrlhf.config.user_paths import in_home
+from flexrlhf.data.hub import check_endpoint
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, is_exhaustion, one_line
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -89,6 +90,7 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             _check_current_directory()
+            check_endpoint()
             command(*args, **{name: _in_home(value) for name, value in kwargs.items()})
         except tuple(EXIT_CODES) as error:
             print_error(str(error))

@@ -33,6 +33,7 @@ from flexrlhf.comm.store import (
     use_job_interface,
 )
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
+from flexrlhf.config.proxies import call_directly
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.hosts import MOST_PORT
@@ -423,6 +424,7 @@ def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store
     await_keys(attempt, keys, timeout_seconds, notice)
     found = [each.decode().split("/", 1) for each in attempt.multi_get(list(keys))]
     use_job_interface([address for address, _ in found if address], endpoint.address)
+    call_directly(dict.fromkeys(name for place in found for name in place))
     if rank == 0 and len(hosts := ranks_by_host(found)) > 1:
         interface = os.environ.get(INTERFACES[0], "an interface that gloo chooses")
         print(f"hosts: {'; '.join(hosts)}; here over {interface}", flush=True)

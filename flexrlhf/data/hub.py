@@ -6,14 +6,21 @@ without a connection; anything else is downloaded once.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
+from flexrlhf.config.proxies import check_proxies, unreachable
+from flexrlhf.config.secrets import has_port, without_secrets
 from flexrlhf.errors import UserError
 
 Kind = Literal["model", "dataset"]
+ENDPOINT = "HF_ENDPOINT"
+"""Variable with the address of the Hub."""
 _NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(?P<parts>(:[\w.-]+)*)", re.ASCII
 )
@@ -59,17 +66,46 @@ def cached_snapshot(name: HubName, kind: Kind) -> Path | None:
 
 def download_snapshot(name: HubName, kind: Kind, key: str) -> Path:
     """Download ``name`` into the cache, and return its directory there. ``key``: the setting, for the message."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    endpoint = _endpoint()
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
+    if not constants.HF_HUB_OFFLINE:
+        check_proxies()
     files = list(MODEL_FILES) if kind == "model" else None
+    # of the library of HTTP, which is another one in other versions
+    http = import_module(HTTPError.__module__.partition(".")[0])
     try:
         return Path(snapshot_download(name.name, repo_type=kind, revision=name.revision, allow_patterns=files))
-    except (OSError, HFValidationError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except (http.HTTPError, http.InvalidURL, http.StreamError, OSError, HFValidationError) as error:
+        reason = without_secrets(str(error).strip().partition("\n")[0])
+        is_reply = isinstance(error, HfHubHTTPError) or constants.HF_HUB_OFFLINE
+        is_lost = isinstance(error, http.TransportError | LocalEntryNotFoundError) and not is_reply
         raise UserError(
-            f"{key} {name}: neither a path here, nor in the Hub's cache, nor a {kind} that can be downloaded ({reason})"
+            f"{key} {name}: neither a path here, nor in the Hub's cache, nor a {kind} that can be downloaded "
+            f"({reason}{unreachable(endpoint) if is_lost else ''})"
         ) from None
+
+
+def check_endpoint() -> None:
+    """Raise UserError for an address of the Hub that its library cannot even be loaded with."""
+    if not has_port(os.environ.get(ENDPOINT, "")):
+        _endpoint()
+
+
+def _endpoint() -> str:
+    """Return the address of the Hub. Raises UserError for a variable that is none."""
+    found = os.environ.get(ENDPOINT, "https://huggingface.co")
+    if not found:
+        raise UserError(f"{ENDPOINT}: empty; unset it, or give an address such as https://huggingface.co")
+    # without a port that can exist an address need not have any parts
+    if not has_port(found) or not found.startswith(("http://", "https://")) or not urlsplit(found).hostname:
+        hint = f"; write https://{found}" if "://" not in found else ""
+        raise UserError(
+            f"{ENDPOINT}: expected an address with https:// in front, such as https://huggingface.co, found "
+            f"{without_secrets(found)!r}{without_secrets(hint)}"
+        )
+    return found
 
 
 def commit_of(snapshot: Path) -> str:

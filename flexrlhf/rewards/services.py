@@ -31,14 +31,17 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from ssl import SSLContext
 from typing import Any
 
 import httpx
 from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from flexrlhf.config.proxies import proxy_of, unreachable
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url, masked
 from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, failed_reply, make_batches
@@ -52,6 +55,10 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 MOST_BYTES = 2**28
 """Longest reply: scores of a batch, also one a token, take some megabytes."""
+HTTP_ERRORS = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError)
+"""Bases of all errors of a request."""
+Clients = Sequence[httpx.AsyncClient]
+"""A client for each URL of a service."""
 
 
 class HttpService:
@@ -59,10 +66,10 @@ class HttpService:
 
     def __init__(self, source: ServiceSource, warn: WarnOnce, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
         self._source, self._warn, self._first_pause = source, warn, first_pause
-        # raises UserError for an environment variable that this rank lacks
+        # raises UserError for an environment variable that this rank lacks, or a proxy that it cannot use
         self._headers()
         for url in source.url:
-            expanded_url(url, "url")
+            proxy_of(expanded_url(url, "url"))
         # counts on from step to step, so that steps of one batch use all URLs, too
         self._turns = itertools.count()
 
@@ -84,27 +91,41 @@ class HttpService:
     async def _replies(self, batches: Sequence[ScoreBatch], deadline: Deadline) -> list[Reply]:
         """Return one reply a batch, each sent once fewer than ``concurrency`` others are under way."""
         concurrency, breaker = asyncio.Semaphore(self._source.concurrency), CircuitBreaker(deadline)
-        limits = httpx.Limits(max_connections=self._source.concurrency)
 
-        async def reply(client: httpx.AsyncClient, batch: ScoreBatch, turn: int) -> Reply:
+        async def reply(clients: Clients, batch: ScoreBatch, turn: int) -> Reply:
             async with concurrency:
                 failure = breaker.failure()
-                found = failed_reply(batch, failure) if failure else await self._send(client, batch, turn, deadline)
+                found = failed_reply(batch, failure) if failure else await self._send(clients, batch, turn, deadline)
                 breaker.record(found)
                 return found
 
-        cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
-        async with httpx.AsyncClient(headers=self._headers(), cookies=cookies, timeout=None, limits=limits) as client:
-            return await asyncio.gather(*(reply(client, batch, next(self._turns)) for batch in batches))
+        # with the certificates that the environment names
+        certificates = httpx.create_ssl_context()
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(self._client(url, certificates)) for url in self._source.url]
+            return await asyncio.gather(*(reply(clients, batch, next(self._turns)) for batch in batches))
 
-    async def _send(self, client: httpx.AsyncClient, batch: ScoreBatch, turn: int, deadline: Deadline) -> Reply:
+    def _client(self, url: str, certificates: SSLContext) -> httpx.AsyncClient:
+        """Return a client for the requests to ``url``, by its proxy if it has one."""
+        proxy = proxy_of(expanded_url(url, "url"))
+        return httpx.AsyncClient(
+            headers=self._headers(),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            timeout=None,
+            limits=httpx.Limits(max_connections=self._source.concurrency),
+            verify=certificates,
+            trust_env=False,
+            proxy=None if proxy is None else proxy.url,
+        )
+
+    async def _send(self, clients: Clients, batch: ScoreBatch, turn: int, deadline: Deadline) -> Reply:
         """Return the reply to one batch, after as many requests as it takes."""
         failures: list[CallFailure] = []
         content = self._content(batch)
         limit = min(self._source.deadline_seconds, deadline.left())
         try:
             async with asyncio.timeout(limit):
-                return await self._retrying()(self._request, client, batch, content, turn, failures)
+                return await self._retrying()(self._request, clients, batch, content, turn, failures)
         except CallFailed as error:
             return failed_reply(batch, error.failure)
         except TimeoutError:
@@ -114,17 +135,18 @@ class HttpService:
             return failed_reply(batch, replace(late, text=late.text + further))
 
     async def _request(
-        self, client: httpx.AsyncClient, batch: ScoreBatch, content: bytes, turn: int, failures: list[CallFailure]
+        self, clients: Clients, batch: ScoreBatch, content: bytes, turn: int, failures: list[CallFailure]
     ) -> Reply:
         """Send one request, to the next URL with every failure of the batch so far. Raises CallFailed."""
-        url = self._source.url[(turn + len(failures)) % len(self._source.url)]
+        place = (turn + len(failures)) % len(clients)
+        url, client = self._source.url[place], clients[place]
         try:
             async with asyncio.timeout(self._source.timeout_seconds):
                 address, headers = expanded_url(url, "url"), {"Content-Type": "application/json"}
                 async with client.stream("POST", address, content=content, headers=headers) as response:
                     reply = await _received(response)
             return read_reply(_scores(reply), batch, self._source.level)
-        except (httpx.HTTPError, OSError, BadReply) as error:
+        except (*HTTP_ERRORS, BadReply) as error:
             failures.append(self._failure(url, error))
             raise CallFailed(failures[-1]) from None
 
@@ -163,7 +185,8 @@ class HttpService:
             return CallFailure("reply", f"{where}{error}")
         if isinstance(error, httpx.HTTPStatusError):
             return CallFailure("status", f"{where}status {error.response.status_code}")
-        return CallFailure("connection", f"{where}{type(error).__name__} {error}".rstrip())
+        through = unreachable(expanded_url(url, "url"))
+        return CallFailure("connection", f"{where}{type(error).__name__} {error}".rstrip() + through)
 
 
 async def _received(response: httpx.Response) -> bytes:

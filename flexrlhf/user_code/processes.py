@@ -20,6 +20,8 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, TextIO
 
+from flexrlhf.config.proxies import call_directly
+
 WATCH_SECONDS = 1.0
 END_SECONDS = 1.0
 """Limit for a worker to end by itself before it is killed."""
@@ -113,6 +115,7 @@ def begin(parent: int) -> None:
     Elsewhere than on Linux: end within WATCH_SECONDS of the process, unless a function has the interpreter's lock.
     """
     keep_output()
+    call_directly()
     if os.environ.get(_SAFE_PATH[0]) == _SAFE_PATH[1]:
         # what a user's function starts finds its modules as elsewhere
         del os.environ[_SAFE_PATH[0]]

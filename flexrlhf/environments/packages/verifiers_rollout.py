@@ -229,7 +229,7 @@ async def _converse(
 
     agent = AGENT.get()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
         servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
         tools, places, connections = await connect_mcp(servers, stack)
         while True:
