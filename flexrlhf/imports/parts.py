@@ -17,7 +17,7 @@ from flexrlhf.imports.translation import Translation
 _READS_IMAGES = re.compile(
     r"[-_]vl|vision|omni|vlm|minicpm-[ov]|llava|glm-?4[._]\dv|internvl|kimi-vl|geo3k|clevr", re.I
 )
-_TEMPLATE_VALUES = re.compile(r"chat_template_kwargs|(enable|disable)_thinking(?!_)")
+_ADAM = re.compile(r"(torch\.optim\.)?adam(w(_torch(_fused|_xla)?|_hf|_apex_fused)?)?")
 SCHEDULES = ("constant", "linear", "cosine")
 PAIRS = ("dpo", "reward", "orpo", "simpo")
 """Algorithms whose rows are two sequences."""
@@ -129,6 +129,11 @@ def put_optimizer(
     ends = [end for name in ("beta1", "beta2") if (end := job.number(*keys.get(name, ()))) is not None]
     if len(ends) == 2:
         out.put(prefix + "betas", [end.value for end in ends], *ends)
+    kind = job.get(*keys.get("name", ()))
+    plain = kind is None or re.fullmatch(
+        r"(torch\.optim\.)?adam(w(_torch(_fused|_xla)?|_hf|_apex_fused)?)?", str(kind.value).lower()
+    )
+    out.drop(kind, "optimizers are adamw, adam and sgd, with states of 32 bits", matters=not plain)
     schedule = job.get(*keys.get("schedule", ()))
     name = "" if schedule is None else re.sub("_with_(warmup|min_lr)$", "", str(schedule.value))
     if name in SCHEDULES:
@@ -277,15 +282,6 @@ def put_data(out: Translation, setting: Setting | None, fallback: str) -> None:
         out.put("data.path", paths[0], setting)
     else:
         out.put("data.sources", [{"path": path} for path in paths], setting)
-
-
-def drop_template_values(out: Translation, job: JobSettings) -> None:
-    """List variables of a chat template, which change prompts whatever their value is."""
-    why = "variables of a chat template are in the rows' column chat_template_kwargs: docs/data.md"
-    for key, setting in job.found.items():
-        if _TEMPLATE_VALUES.search(key) and setting.value not in (None, "", {}):
-            job.read.add(key)
-            out.drop(setting, why)
 
 
 def mini_batches(out: Translation, prompts: Setting, size: Setting | None, samples: int = 1) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.code_checks import definitions
+from flexrlhf.imports.row_parts import put_columns
 from flexrlhf.imports.settings import MARK, JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -37,14 +38,6 @@ def put_scored_by_code(out: Translation, *sources: Setting | None) -> None:
         out.drop(source, CHANGED)
     if not any(sources):
         out.note("the file does not name what scores responses: a rule does here")
-
-
-def put_columns(out: Translation, columns: Mapping[str, Setting | None]) -> None:
-    """Write columns of the rows under the names that forms and scores have here."""
-    found = {name: each for name, each in columns.items() if each is not None}
-    if found:
-        values = {name: str(each.value) for name, each in found.items() if str(each.value) != name}
-        out.put("data.columns", {**(out.value("data.columns") or {}), **values}, *found.values())
 
 
 def put_function(out: Translation, reference: str, *sources: Setting | None, needs: Mapping[str, str]) -> None:

@@ -348,6 +348,33 @@ SCORES: dict[str, Case] = {
     "openrlhf's agent": ("a.sh", f"{OPENRLHF}--agent_func_path s.py", {}, ("--agent_func_path",)),
     "areal": ("a.yaml", f"{AREAL}reward_fn_path: a.b.c\n", {}, ("reward_fn_path",)),
 }
+MODELS: dict[str, Case] = {
+    "trl": (
+        "a_sft.yaml",
+        f"{TRL}fp16: true\noptim: paged_adamw_8bit\nmodel_revision: main\npacking: true\nshuffle_dataset: false\n",
+        {"models.all.dtype": "float16"},
+        ("optim", "packing", "shuffle_dataset"),
+    ),
+    "trl's revision": (
+        "a_sft.yaml",
+        f"{TRL}model_revision: v2\ntrust_remote_code: true\n".replace("Qwen/Qwen2.5-0.5B", "some/model"),
+        {"models.actor.path": "some/model@v2", "models.actor.trust_remote_code": True},
+        (),
+    ),
+    "verl": (
+        "a.sh",
+        f"{VERL}actor_rollout_ref.actor.fsdp_config.dtype=float16 actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"
+        " actor_rollout_ref.rollout.dtype=bfloat16 data.shuffle=False trainer.v1.trainer_mode=separate_async",
+        {"models.all.dtype": "float16", "rollout.dtype": "bfloat16"},
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "data.shuffle", "trainer.v1.trainer_mode"),
+    ),
+    "verl's critic": (
+        "a.sh",
+        f"{VERL}critic.model.path=Qwen/Qwen2.5-1.5B critic.ppo_epochs=2 critic.loss_agg_mode=x".replace("grpo", "gae"),
+        {"algorithm.name": "ppo"},
+        ("critic.ppo_epochs", "critic.loss_agg_mode"),
+    ),
+}
 CASES = {
     f"{kind}, {name}": case
     for kind, cases in {
@@ -355,6 +382,7 @@ CASES = {
         "run": RUNS,
         "penalty": PENALTIES,
         "rows": ROWS,
+        "models": MODELS,
         "adapters": ADAPTERS,
         "scores": SCORES,
     }.items()

@@ -15,7 +15,6 @@ from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
 from flexrlhf.imports.expert_settings import NO_MEGATRON, has_experts, put_expert_ranks
 from flexrlhf.imports.parts import (
-    drop_template_values,
     put_data,
     put_lengths,
     put_micro_batch,
@@ -26,6 +25,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
+from flexrlhf.imports.row_parts import drop_uses_of_rows
 from flexrlhf.imports.run_parts import put_checkpoints, put_evaluation, put_length, put_loggers, put_run_name, put_seed
 from flexrlhf.imports.score_parts import put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting
@@ -130,7 +130,7 @@ def translate(out: Translation, job: JobSettings) -> None:
     if generating is not None and generator is not None:
         _rollout(out, job, generating, generator, tokens)
     job.pass_over("machines follow from the ranks of the engines", "cluster.n_nodes", "cluster.n_gpus_per_node")
-    drop_template_values(out, job)
+    drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 

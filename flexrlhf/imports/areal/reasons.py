@@ -21,7 +21,7 @@ WITHOUT_EFFECT = {
         actor\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
         actor\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*|archon.*)
         actor\.(mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size|backend)
-        actor\.(use_lora|tree\w*|weight_sync\w*|engine_\w+|entropy\w*|aent\w*|type)
+        actor\.(use_lora|tree\w*|weight_sync\w*|engine_\w+|type)
         critic\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
         critic\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*)
         critic\.(archon.*|mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size)
@@ -35,6 +35,7 @@ WITHOUT_EFFECT = {
     "how rows are read: data": r"(train_dataset(?!\.shuffle)|tokenizer_path)\b.* gconfig\.(max_tokens|lora_name)",
 }
 WITH_EFFECT = {
+    "a bonus of entropy is algorithm.entropy_coefficient": r"actor\.(entropy\w*|aent\w*)(\..*)?",
     ADAPTERS: r"(actor|critic)\.(lora_\w+|peft_type|target_modules)",
     "how tokens are sampled: algorithm.temperature, min_response_tokens and stop; cuts need importance weights": r"""
         gconfig\..*

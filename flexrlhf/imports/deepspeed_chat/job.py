@@ -11,7 +11,6 @@ from flexrlhf.imports.deepspeed_chat.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import put_cluster
 from flexrlhf.imports.launches import Launch, flags
 from flexrlhf.imports.parts import (
-    drop_template_values,
     put_data,
     put_decoded,
     put_lengths,
@@ -23,6 +22,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
+from flexrlhf.imports.row_parts import drop_uses_of_rows
 from flexrlhf.imports.run_parts import put_length, put_loggers, put_seed
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
@@ -65,7 +65,7 @@ def translate(out: Translation, launch: Launch, folders: Sequence[str]) -> None:
     put_cluster(out, [(count, devices // count)], nodes, per_node or "assumed")
     out.put("placement", None, "every model in every process")
     _engine(out, job, is_rlhf, "reward" if name == "reward" else "actor", tokens)
-    drop_template_values(out, job)
+    drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 

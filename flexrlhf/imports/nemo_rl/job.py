@@ -19,7 +19,6 @@ from flexrlhf.imports.expert_settings import (
 from flexrlhf.imports.nemo_rl.algorithm import KINDS, put_algorithm
 from flexrlhf.imports.nemo_rl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.parts import (
-    drop_template_values,
     mini_batches,
     put_data,
     put_lengths,
@@ -30,6 +29,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
+from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.run_parts import (
     put_checkpoints,
     put_evaluation,
@@ -38,7 +38,6 @@ from flexrlhf.imports.run_parts import (
     put_run_name,
     put_seed,
 )
-from flexrlhf.imports.score_parts import put_columns
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -89,7 +88,7 @@ def translate(out: Translation, job: JobSettings) -> None:
     if samples:
         _rollout(out, job, rows, tokens)
     job.pass_over("of the engine that does not train", f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}.")
-    drop_template_values(out, job)
+    drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 

@@ -13,7 +13,6 @@ from flexrlhf.imports.openrlhf.algorithm import put_algorithm
 from flexrlhf.imports.openrlhf.names import OLD_NAMES
 from flexrlhf.imports.openrlhf.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.parts import (
-    drop_template_values,
     mini_batches,
     names_of,
     put_data,
@@ -27,6 +26,7 @@ from flexrlhf.imports.parts import (
     sizes_of,
     split_length,
 )
+from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.run_parts import (
     put_checkpoints,
     put_evaluation,
@@ -35,7 +35,7 @@ from flexrlhf.imports.run_parts import (
     put_run_name,
     put_seed,
 )
-from flexrlhf.imports.score_parts import put_columns, put_function, put_scored_by_code
+from flexrlhf.imports.score_parts import put_function, put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
@@ -73,7 +73,7 @@ def translate(out: Translation, launch: Launch) -> None:
         _supervised(out, job, _SUPERVISED[kind])
     else:
         raise UserError(f"{out.file}: openrlhf.cli.train_{launch.program} has no counterpart")
-    drop_template_values(out, job)
+    drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -144,6 +144,7 @@ def _optimizer(prefix: str) -> dict[str, tuple[str, ...]]:
     return {
         "learning_rate": (f"{prefix}adam.lr",),
         "weight_decay": (f"{prefix}adam.weight_decay", "adam.weight_decay"),
+        "name": (f"{prefix}optim", "optim"),
         "betas": (f"{prefix}adam.betas", "adam.betas"),
         "eps": (f"{prefix}adam.eps", "adam.eps"),
         "warmup_ratio": (f"{prefix}lr_warmup_ratio", "lr_warmup_ratio"),

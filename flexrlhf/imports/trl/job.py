@@ -13,7 +13,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines_of, put_apart, put_cluster, put_gpus, put_vllm
 from flexrlhf.imports.parts import (
-    drop_template_values,
     put_decoded,
     put_lengths,
     put_micro_batch,
@@ -24,6 +23,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
+from flexrlhf.imports.row_parts import drop_uses_of_rows
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl.algorithm import algorithm_of, put_reinforced, put_supervised
@@ -89,6 +89,7 @@ _OPTIMIZER = {
     "warmup_steps": ("warmup_steps",),
     "warmup_ratio": ("warmup_ratio",),
     "max_grad_norm": ("max_grad_norm",),
+    "name": ("optim",),
 }
 
 
@@ -132,7 +133,7 @@ def translate(
             f"{out.file}: model_name_or_path: a job needs a model, and {where}: --var model_name_or_path=NAME"
         )
     job.read |= {"model_name_or_path", "model"}
-    put_model(out, role, model)
+    _put_model(out, job, role, model)
     tokens = _lengths(out, job, name)
     if name in ("grpo", "gspo", "rloo", "ppo"):
         put_reinforced(out, job, name)
@@ -151,8 +152,22 @@ def translate(
         put_decoded(out, _known(job, "local_rollout_forward_batch_size"))
     job.pass_over("what it says is written", "use_peft", "vllm_mode", "use_vllm", "importance_sampling_level")
     job.pass_over("the file's settings are read", *(["accelerate_config", "deepspeed"] if accelerate else []))
-    drop_template_values(out, job)
+    drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
+
+
+def _put_model(out: Translation, job: JobSettings, role: str, model: Setting) -> None:
+    """Write the trained model, with its revision, and whether its code is run."""
+    put_model(out, role, model)
+    revision, trust = job.get("model_revision"), job.truth("trust_remote_code")
+    if revision is not None and revision.value != "main":
+        name, sizes = f"{model.value}@{revision.value}", out.value(f"models.{role}.init")
+        if sizes is None:
+            out.put(f"models.{role}.path", name, model, revision)
+        else:
+            out.put(f"models.{role}.init", sizes, model, revision, "by its sizes", f"to train it: path: {name}")
+    if trust is not None and out.value(f"models.{role}.path"):
+        out.put(f"models.{role}.trust_remote_code", True, trust)
 
 
 def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) -> int:
@@ -213,7 +228,9 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
         shards = (3, "FSDP shards parameters") if is_fsdp else (0, "a whole model in every process")
         out.put("models.all.zero", *shards)
     dtype, full = job.get("dtype", "torch_dtype"), job.get("bf16")
-    if full is not None and full.value is False:
+    if (half := job.truth("fp16")) is not None:
+        out.put("models.all.dtype", "float16", half)
+    elif full is not None and full.value is False:
         out.put("models.all.dtype", "float32", full)
     else:
         is_named = dtype is not None and dtype.value == "bfloat16"

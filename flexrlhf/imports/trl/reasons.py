@@ -12,12 +12,12 @@ WITHOUT_EFFECT = {
     """,
     "how rows are read: data.form, columns and template": r"""
         dataset_(num_proc|batch_size|streaming|test_split) dataloader_(?!drop_last).* remove_unused\w* pad_token
-        packing\w* eval_packing label_names preprocessing\w*
+        eval_packing label_names preprocessing\w*
     """,
     "kernels and processes, which follow from the engine here": r"""
-        attn_implementation use_liger\w* gradient_checkpointing_kwargs bf16\w* fp16 tf32 torch_\w+ ddp_\w+ optim
+        attn_implementation use_liger\w* gradient_checkpointing_kwargs bf16\w* fp16 tf32 torch_\w+ ddp_\w+
         config_file main_process_port num_machines num_processes machine_rank trust_remote_code model_revision
-        ds3_gather\w* vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port|guided\w*|structured\w*) deepspeed
+        ds3_gather\w* vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port) deepspeed
         fsdp\w* model_init_kwargs\w* dtype torch_dtype cast_lm\w* use_cache disable_dropout
         padding_free pad_to\w* config
     """,
@@ -27,6 +27,8 @@ WITHOUT_EFFECT = {
     """,
 }
 WITH_EFFECT = {
+    "rows are not packed into longer ones: a step has prompts_per_step rows": r"packing\w*",
+    "tokens are sampled from all that the model gives": r"vllm_(guided|structured)\w*",
     "weights are of 16 or 32 bits": r"load_in_\w*bit bnb_\w+ use_bnb\w* quantization_config",
     ADAPTERS: r"""
         lora_(dropout|task_type|modules\w*|target_\w+|bias) use_rslora use_dora peft_config bias task_type

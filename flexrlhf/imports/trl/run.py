@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from flexrlhf.imports.parts import put_data
+from flexrlhf.imports.row_parts import put_columns
 from flexrlhf.imports.run_parts import (
     AT_STEPS,
     named_loggers,
@@ -16,7 +17,6 @@ from flexrlhf.imports.run_parts import (
     put_run_name,
     put_seed,
 )
-from flexrlhf.imports.score_parts import put_columns
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -34,7 +34,9 @@ def put_run(out: Translation, job: JobSettings) -> None:
     if strategy is not None and strategy.value != "no" and file is not None:
         split = job.get("dataset_test_split") or Setting("dataset_test_split", "test", default=True)
         path = Setting(split.key, _rows(job, str(file.value), str(split.value)), split.default)
-        put_evaluation(out, path, job.count("eval_steps") if strategy.value == "steps" else None, {})
+        first = job.truth("eval_on_start")
+        own = {"before": first and Setting(first.key, True)}
+        put_evaluation(out, path, job.count("eval_steps") if strategy.value == "steps" else None, own)
         out.drop(strategy if strategy.value != "steps" else None, AT_STEPS, matters=False)
     saved = job.get("save_strategy")
     if saved is None or saved.value == "steps":

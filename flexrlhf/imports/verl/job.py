@@ -24,7 +24,6 @@ from flexrlhf.imports.expert_settings import (
     put_router_replay,
 )
 from flexrlhf.imports.parts import (
-    drop_template_values,
     mini_batches,
     put_data,
     put_lengths,
@@ -39,7 +38,7 @@ from flexrlhf.imports.parts import (
     split_length,
     updates_of,
 )
-from flexrlhf.imports.score_parts import put_columns
+from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.verl.algorithm import put_algorithm
@@ -72,6 +71,7 @@ SFT_DEFAULTS: dict[str, Any] = {
     "model.enable_gradient_checkpointing": True,
 }
 _OPTIMIZER = {
+    "name": ("optim.optimizer",),
     "learning_rate": ("optim.lr",),
     "weight_decay": ("optim.weight_decay",),
     "betas": ("optim.betas",),
@@ -80,6 +80,15 @@ _OPTIMIZER = {
     "warmup_ratio": ("optim.lr_warmup_steps_ratio",),
     "final_ratio": ("optim.min_lr_ratio",),
     "max_grad_norm": ("grad_clip", "optim.clip_grad"),
+}
+_TYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float32": "float32",
 }
 _SPLITS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 _OTHER_ENGINES = ("veomni", "torchtitan", "automodel", "mlite", "turbo")
@@ -93,7 +102,11 @@ def translate(out: Translation, job: JobSettings, program: str) -> None:
     else:
         _reinforced(out, job, program)
     job.pass_over("what it names is the trainer's own", "config-name")
-    drop_template_values(out, job)
+    drop_uses_of_rows(out, job)
+    if job.value("trainer.v1.trainer_mode") == "sync":
+        job.pass_over("its steps are one after the other", "trainer.v1.")
+    if job.value("data.gen_batch_size") == (job.value("data.train_batch_size") or 0):
+        job.pass_over("prompts of a step", "data.gen_batch_size")
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -215,7 +228,7 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
         reshards, shard = (job.get(f"{prefix}fsdp_config.{key}") for key in ("reshard_after_forward", "fsdp_size"))
         stays = reshards is not None and not is_true(reshards.value)
         out.put("models.all.zero", 2 if stays else 3, reshards if stays else "FSDP shards parameters")
-        out.put("models.all.dtype", "bfloat16", "FSDP's mixed precision")
+        _types(out, job, prefix)
         if shard is not None and 0 < shard.value < num_devices(out):
             if shard.value == out.value("cluster.nodes")[0]["devices"]:
                 out.put("models.all.shard", "node", shard)
@@ -231,6 +244,18 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
     rank = job.number(f"{prefix}lora_rank", *names[0]) or job.number(*names[1])
     excluded = job.listed(f"{_M}exclude_modules", "model.exclude_modules", f"{_M}lora.exclude_modules")
     put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets, excluded)
+
+
+def _types(out: Translation, job: JobSettings, prefix: str) -> None:
+    """Write the type of passes; weights that are trained have 32 bits."""
+    kept = job.get(f"{prefix}fsdp_config.model_dtype", f"{prefix}model_dtype")
+    used = job.get(f"{prefix}fsdp_config.dtype", f"{prefix}fsdp_config.mixed_precision.param_dtype", f"{prefix}dtype")
+    name = _TYPES.get("bf16" if used is None else str(used.value))
+    if name is None:
+        out.drop(used, "types are bfloat16, float16 and float32")
+    out.put("models.all.dtype", name or "bfloat16", used if name else None, "FSDP's mixed precision")
+    is_same = kept is None or _TYPES.get(str(kept.value)) == "float32"
+    out.drop(kept, "weights that are trained have 32 bits", matters=not is_same)
 
 
 def _experts(out: Translation, job: JobSettings, prefix: str) -> None:
@@ -293,6 +318,12 @@ def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> Non
     targets, excluded = (job.listed(f"critic.model.{key}_modules") for key in ("target", "exclude"))
     put_lora(out, "critic", rank, alpha, targets, excluded)
     _micro_batch(out, job, tokens, "critic", "critic.")
+    of_actor = {
+        "ppo_epochs": out.value("algorithm.epochs") or 1,
+        "ppo_mini_batch_size": job.value(f"{_A}ppo_mini_batch_size"),
+    }
+    same = [f"critic.{key}" for key, each in of_actor.items() if job.value(f"critic.{key}") == each]
+    job.pass_over("as of the actor", *same)
     recomputes = None if engine == "megatron" else job.get("critic.model.enable_gradient_checkpointing")
     if recomputes is not None and is_true(recomputes.value) != out.value("models.all.activation_checkpointing"):
         out.put("models.critic.activation_checkpointing", is_true(recomputes.value), recomputes)
@@ -340,6 +371,9 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
     out.put("rollout.engine", "vllm", name)
     if name is not None and name.value != "vllm":
         out.note(f"{name.value} generates there ({name.key}), vLLM here")
+    kind = job.get(f"{_R}dtype")
+    if kind is not None and _TYPES.get(str(kind.value)) != out.value("models.all.dtype") and str(kind.value) in _TYPES:
+        out.put("rollout.dtype", _TYPES[str(kind.value)], kind)
     tp, pp = (job.count(f"{_R}{own}") for own in _SPLITS.values())
     put_vllm(out, tp, pp, job.number(f"{_R}gpu_memory_utilization"), rows, tokens)
     bypass = job.truth("algorithm.rollout_correction.bypass_mode")

@@ -15,7 +15,7 @@ WITHOUT_EFFECT = {
     """,
     "profiling": r".*profil.* global_profiler.* .*\.trace\..* .*prometheus.*",
     "Ray and processes": r"""
-        ray_kwargs.* ray_init.* .*nccl_timeout trainer\.(device|use_legacy\w*|ray_wait\w*|v1.*) hydra.*
+        ray_kwargs.* ray_init.* .*nccl_timeout trainer\.(device|use_legacy\w*|ray_wait\w*|use_v1) hydra.*
         transfer_queue.*
     """,
     "kernels and loading, which follow from the engine here": r"""
@@ -26,13 +26,14 @@ WITHOUT_EFFECT = {
     """,
     "limits of vLLM's scheduler, which rollout.config takes by vLLM's names": r"""
         .*(max_num_seqs|max_num_batched_tokens|enable_chunked_prefill|max_model_len|cudagraph\w*|engine_kwargs.*)
-        .*(enforce_eager|enable_prefix_caching|free_cache_engine|calculate_log_probs|multi_stage_wake_up|dtype)
-        .*(prompt_length|response_length|update_weights_bucket\w*|logprobs_mode|skip_tokenizer_init)
+        .*(enforce_eager|enable_prefix_caching|free_cache_engine|calculate_log_probs|multi_stage_wake_up)
+        .*\.dtype (?!.*multi_turn).*(prompt_length|response_length)
+        .*(update_weights_bucket\w*|logprobs_mode|skip_tokenizer_init)
         .*agent\.num_workers
     """,
     "how rows are read: data.form, columns and long_prompts": r"""
         data\.(\w*_key|return_\w+|num_workers|dataloader\w*|filter_overlong\w*|trust_remote_code|truncation)
-        data\.(gen_batch_size|ignore_input\w*|image_patch\w*|reward_fn_key)
+        data\.(ignore_input\w*|image_patch\w*|reward_fn_key)
     """,
     "passes without gradients have the micro-batches of models.actor": r"""
         .*(ref|log_prob|forward|infer)\w*(_micro_batch_size|_max_token_len|_use_dynamic_bsz)(_per_gpu)? .*log_prob_\w+
@@ -42,7 +43,10 @@ WITHOUT_EFFECT = {
         .*(optimizer_offload_fraction|overlap_cpu_optimizer\w*)
     """,
     "of another algorithm, or as the actor is trained here": r"""
-        critic\.(?!.*(?:ulysses|expert|context)).* .*ref\..*reshard_after\w* algorithm\.(gamma|lam)
+        critic\.(rollout_n|strategy|enable|ppo_micro_batch_size|forward_\w+|optim\.(total_train\w*|num_cycles|zero_ind\w*))
+        critic\.(megatron|fsdp\w*)\.(?!.*(?:ulysses|expert|context|dtype|seed|moe|router)).*
+        critic\.model\.(trust\w*|use_\w+|tokenizer_path|external_lib|fused\w*.*|tiled\w*.*|hf_config\w*)
+        .*ref\..*reshard_after\w* algorithm\.(gamma|lam)
     """,
     "of transformers' modules, which Megatron has not": r".*\.(enable_activation_offload|tiled_mlp\.\w+)",
     "of an engine that is not here": r"""
@@ -85,7 +89,8 @@ WITH_EFFECT = {
     """,
     "environments and tools are named in environment here: docs/environments.md": r".*(multi_turn|tool|agent)\b.*",
     "there is no teacher of a distillation": r"distillation\..*",
-    "a lag is in whole steps here": r"async_training\.\w+",
+    "a lag is in whole steps here": r"async_training\.\w+ trainer\.v1\..*",
+    "prompts are sampled anew where groups are left out: algorithm.dynamic_sampling": r"data\.gen_batch_size",
     "tokens are generated one by one": r".*(mtp|speculative)\b.*",
     "weights are of 16 or 32 bits": r".*(quantization|fp8|qat)\b.*",
 }

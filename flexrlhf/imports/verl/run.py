@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexrlhf.imports.parts import names_of
+from flexrlhf.imports.row_parts import put_columns
 from flexrlhf.imports.run_parts import (
     named_loggers,
     put_checkpoints,
@@ -12,7 +13,6 @@ from flexrlhf.imports.run_parts import (
     put_run_name,
     put_seed,
 )
-from flexrlhf.imports.score_parts import put_columns
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flexrlhf.imports.parts import put_model
-from flexrlhf.imports.score_parts import CHANGED, IN_PLACE, put_columns, put_function, rule_for
+from flexrlhf.imports.row_parts import put_columns
+from flexrlhf.imports.score_parts import CHANGED, IN_PLACE, put_function, rule_for
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
