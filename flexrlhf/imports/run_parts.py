@@ -38,6 +38,15 @@ def put_length(
     out.drop(epochs, "steps end the run", matters=False)
 
 
+def interval(job: JobSettings, *keys: str) -> Setting | None:
+    """Return the steps between two of something; None where it is off, which systems write as -1 or 0."""
+    setting = next((job.found[key] for key in keys if job.has(key)), None)
+    if setting is not None and setting.value in (-1, 0):
+        job.pass_over("it is off", *keys)
+        return None
+    return job.count(*keys)
+
+
 def put_run_name(out: Translation, job: JobSettings, *keys: str) -> None:
     """Write the name of the run, if the file has all of it."""
     setting = next((job.found[key] for key in keys if _is_text(job.found.get(key))), None)
@@ -88,13 +97,19 @@ def put_loggers(
         if switch is None:
             continue
         own = {key: job.found[each] for key, each in keys.get(name, {}).items() if _is_text(job.found.get(each))}
-        modes = ("online", "offline")
-        own = {key: each for key, each in own.items() if key != "mode" or each.value in modes}
+        own = {key: each for key, each in own.items() if _is_valid(key, each.value)}
         job.read |= {each.key for each in own.values()}
         found.append({"name": name, **{key: each.value for key, each in own.items()}})
         sources += [switch if isinstance(switch.value, list) else Setting(switch.key, name), *own.values()]
     if found:
         out.put("loggers", found, *sources)
+
+
+def _is_valid(key: str, value: str) -> bool:
+    """Whether a logger here takes a value of a setting: no user or password in an address."""
+    if key == "tracking_uri":
+        return "@" not in value
+    return bool(value) and (key != "mode" or value in ("online", "offline"))
 
 
 def put_evaluation(

@@ -10,7 +10,7 @@ from typing import Any
 
 from flexrlhf.config.code_checks import definitions
 from flexrlhf.imports.row_parts import put_columns
-from flexrlhf.imports.settings import MARK, JobSettings, Setting
+from flexrlhf.imports.settings import MARK, JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _THOUGHT = r"<think>(?!.*<think>)(.*?)</think>.*"
@@ -73,6 +73,9 @@ def put_functions(out: Translation, job: JobSettings) -> bool:
 
 
 def _listed(value: Any) -> list[Any]:
+    """Return the values of a list, or of the words of an option."""
+    if isinstance(value, str) and not value.startswith(MARK):
+        return [read_scalar(word) for word in value.split()]
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 

@@ -102,6 +102,12 @@ LENGTHS: dict[str, Case] = {
     ),
 }
 RUNS: dict[str, Case] = {
+    "verl without": (
+        "a.sh",
+        f"{VERL}data.val_files=v.parquet trainer.test_freq=-1 trainer.save_freq=-1",
+        {"eval.path": None, "checkpoint": (None, None)},
+        (),
+    ),
     "trl": (
         "a.yaml",
         f"{GRPO}max_steps: 9\nseed: 3\ndata_seed: 4\nreport_to: [wandb, swanlab]\nrun_name: my run\nsave_steps: 20\n"
@@ -403,6 +409,7 @@ def test_a_setting_is_written_or_listed_with_its_effect(tmp_path: Path, name: st
     assert {key: checkpoints if key == "checkpoint" else out.value(key) for key in expected} == expected
     effects = {each.setting.key for each in out.left_out if each.matters}
     assert set(listed) <= effects
+    assert not {"trainer.save_freq", "trainer.test_freq", "per_device_eval_batch_size"} & effects
     assert "0123abcd" not in out.text()
     parse_spec(out.tree(), file)
 

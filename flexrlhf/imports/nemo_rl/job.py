@@ -31,6 +31,7 @@ from flexrlhf.imports.parts import (
 )
 from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.run_parts import (
+    interval,
     put_checkpoints,
     put_evaluation,
     put_length,
@@ -98,10 +99,10 @@ def _run(out: Translation, job: JobSettings, section: str) -> None:
     put_seed(out, job, f"{section}.seed", "data.seed")
     own = {"wandb": {"project": "project", "entity": "entity", "group": "group", "mode": "mode"}}
     keys = {name: {key: f"logger.{name}.{each}" for key, each in names.items()} for name, names in own.items()}
-    keys["mlflow"] = {"experiment": "logger.mlflow.experiment_name"}
+    keys["mlflow"] = {"experiment": "logger.mlflow.experiment_name", "tracking_uri": "logger.mlflow.tracking_uri"}
     names = ("wandb", "tensorboard", "mlflow")
     put_loggers(out, job, {name: job.truth(f"logger.{name}_enabled") for name in names}, keys)
-    every, first = job.count(f"{section}.val_period"), job.truth(f"{section}.val_at_start")
+    every, first = interval(job, f"{section}.val_period"), job.truth(f"{section}.val_at_start")
     if every is not None:
         names = ("data.validation.data_path", "data.val_data_path", "data.validation.dataset_name")
         put_evaluation(out, job.get(*names), every, {"before": first and Setting(first.key, True)})

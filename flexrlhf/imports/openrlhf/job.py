@@ -28,6 +28,7 @@ from flexrlhf.imports.parts import (
 )
 from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.run_parts import (
+    interval,
     put_checkpoints,
     put_evaluation,
     put_length,
@@ -36,7 +37,7 @@ from flexrlhf.imports.run_parts import (
     put_seed,
 )
 from flexrlhf.imports.score_parts import put_function, put_scored_by_code
-from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
+from flexrlhf.imports.settings import JobSettings, Setting, is_false, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _ROLES = ("actor", "critic", "ref", "reward")
@@ -109,13 +110,14 @@ def _run(out: Translation, job: JobSettings, settings: dict[str, Setting | None]
     put_run_name(out, job, "logger.wandb.run_name")
     put_seed(out, job, "train.seed")
     names = {"wandb": "logger.wandb.key", "tensorboard": "logger.tensorboard_dir"}
-    switches = {name: job.found.get(key) for name, key in names.items()}
+    found = {name: job.found.get(key) for name, key in names.items()}
+    switches = {name: each for name, each in found.items() if each is not None and not is_false(each.value)}
     job.read |= {key for key in names.values() if job.has(key)}
     own = {"project": "logger.wandb.project", "entity": "logger.wandb.org", "group": "logger.wandb.group"}
     put_loggers(out, job, switches, {"wandb": own})
     rows, split = job.get("eval.dataset"), job.get("eval.split")
-    put_evaluation(out, _split(rows, split), job.count("eval.steps"), settings if rows is not None else {})
-    put_checkpoints(out, job.count("ckpt.save_steps"), job.count("ckpt.max_num"))
+    put_evaluation(out, _split(rows, split), interval(job, "eval.steps"), settings if rows is not None else {})
+    put_checkpoints(out, interval(job, "ckpt.save_steps"), job.count("ckpt.max_num"))
 
 
 def _split(rows: Setting | None, split: Setting | None) -> Setting | None:

@@ -89,6 +89,7 @@ _OPTIMIZER = {
     "warmup_steps": ("warmup_steps",),
     "warmup_ratio": ("warmup_ratio",),
     "max_grad_norm": ("max_grad_norm",),
+    "final_ratio": ("lr_scheduler_kwargs.min_lr_rate",),
     "name": ("optim",),
 }
 
@@ -261,6 +262,7 @@ def _devices(
         served = (Setting("devices of vllm serve, assumed", 1),) * 2
     if (device := job.get("vllm_device")) is not None and job.truth("use_vllm") is not None:
         mode, served = Setting("vllm_device", "server"), (Setting(device.key, 1), Setting(device.key, 1, default=True))
+    job.pass_over("vLLM does not generate", *(["vllm_"] if job.truth("use_vllm") is None else []))
     if served is None or mode is None or mode.value != "server":
         if nodes > 1 and processes.value % nodes == 0:
             put_cluster(out, [(nodes, processes.value // nodes)], processes)
@@ -282,7 +284,7 @@ def _devices(
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, processes: int, tp: Setting | None) -> None:
     out.put("rollout.special_tokens", "skip", "its texts of completions have none")
     uses, share = job.truth("use_vllm"), job.number("vllm_gpu_memory_utilization")
-    if tp is not None:  # a server's share is its own
+    if tp is not None and not job.has("vllm_device"):  # a server's share is its own
         share = Setting("gpu_memory_utilization of its server", 0.9, default=True)
     tp = tp or job.count("vllm_tensor_parallel_size")
     if uses is None:

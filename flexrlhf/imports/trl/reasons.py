@@ -7,7 +7,7 @@ from flexrlhf.imports.adapter_parts import ADAPTERS
 WITHOUT_EFFECT = {
     "logs, checkpoints and validation are of a run": r"""
         report_to log\w* output_dir overwrite_output_dir run_name push_to_hub hub_\w+ save_\w+ eval_\w+ do_eval
-        do_train \w*eval_strategy trackio\w* wandb\w* resume\w* load_best\w* metric_\w+ num_completions_to_print
+        per_device_eval\w* do_train \w*eval_strategy trackio\w* wandb\w* resume\w* load_best\w* metric_\w+ num_completions_to_print
         project
     """,
     "how rows are read: data.form, columns and template": r"""
@@ -15,7 +15,7 @@ WITHOUT_EFFECT = {
         eval_packing label_names preprocessing\w*
     """,
     "kernels and processes, which follow from the engine here": r"""
-        attn_implementation use_liger\w* gradient_checkpointing_kwargs bf16\w* fp16 tf32 torch_\w+ ddp_\w+
+        attn_implementation use_liger\w* gradient_checkpointing_kwargs.* bf16\w* fp16 tf32 torch_\w+ ddp_\w+
         config_file main_process_port num_machines num_processes machine_rank trust_remote_code model_revision
         ds3_gather\w* vllm_(server\w*|model_impl|max_model\w*|enable\w*|group_port) deepspeed
         fsdp\w* model_init_kwargs\w* dtype torch_dtype cast_lm\w* use_cache disable_dropout

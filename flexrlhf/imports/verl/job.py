@@ -103,6 +103,8 @@ def translate(out: Translation, job: JobSettings, program: str) -> None:
         _reinforced(out, job, program)
     job.pass_over("what it names is the trainer's own", "config-name")
     drop_uses_of_rows(out, job)
+    plain = {f"{_R}do_sample": True, f"{_R}ignore_eos": False, "algorithm.kl_ctrl.type": "fixed"}
+    job.pass_over("as it is here", *(key for key, value in plain.items() if job.value(key) == value))
     if job.value("trainer.v1.trainer_mode") == "sync":
         job.pass_over("its steps are one after the other", "trainer.v1.")
     if job.value("data.gen_batch_size") == (job.value("data.train_batch_size") or 0):
@@ -327,6 +329,7 @@ def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> Non
     recomputes = None if engine == "megatron" else job.get("critic.model.enable_gradient_checkpointing")
     if recomputes is not None and is_true(recomputes.value) != out.value("models.all.activation_checkpointing"):
         out.put("models.critic.activation_checkpointing", is_true(recomputes.value), recomputes)
+    job.pass_over("as of the actor", "critic.model.enable_gradient_checkpointing")
     if engine != "megatron":
         _save_activations(out, job, "critic", "critic.model.")
 

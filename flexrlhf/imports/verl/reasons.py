@@ -21,7 +21,7 @@ WITHOUT_EFFECT = {
     "kernels and loading, which follow from the engine here": r"""
         .*(use_remove_padding|use_fused_kernels|use_torch_compile|use_shm|use_liger|fused_kernel\w*)
         .*(entropy_from_logits\w*|entropy_checkpointing|forward_prefetch|use_orig_params|attn_implementation|pad_mode)
-        .*(balance_batch|load_format|layered_summon|disable_log_stats|use_mbridge|vanilla_mbridge)
+        .*(optim\.total_training_steps|balance_batch|load_format|layered_summon|disable_log_stats|use_mbridge|vanilla_mbridge)
         .*(use_dist_checkpointing|dist_checkpointing_path|logits_processor|use_fsdp|wrap_policy.*)
     """,
     "limits of vLLM's scheduler, which rollout.config takes by vLLM's names": r"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexrlhf.imports.parts import names_of
 from flexrlhf.imports.row_parts import put_columns
 from flexrlhf.imports.run_parts import (
+    interval,
     named_loggers,
     put_checkpoints,
     put_evaluation,
@@ -35,12 +36,12 @@ def put_run(out: Translation, job: JobSettings, default: str) -> None:
     loggers = named_loggers(out, job.listed("trainer.logger"))
     put_loggers(out, job, loggers, {"wandb": {"project": "trainer.project_name"}})
     _put_evaluation(out, job)
-    put_checkpoints(out, job.count("trainer.save_freq"), job.count("trainer.max_actor_ckpt_to_keep"))
+    put_checkpoints(out, interval(job, "trainer.save_freq"), interval(job, "trainer.max_actor_ckpt_to_keep"))
 
 
 def _put_evaluation(out: Translation, job: JobSettings) -> None:
     """Write the evaluation, whose responses are greedy if the file does not say otherwise."""
-    every, samples = job.count("trainer.test_freq"), job.get(f"{_R}val_kwargs.do_sample")
+    every, samples = interval(job, "trainer.test_freq"), job.get(f"{_R}val_kwargs.do_sample")
     before = job.get("trainer.val_before_train")
     if every is None or not job.has("data.val_files"):
         return

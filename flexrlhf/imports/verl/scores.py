@@ -20,9 +20,13 @@ def put_scores(out: Translation, job: JobSettings) -> None:
     function, name = (
         job.get(f"reward.custom_reward_function.{key}", f"custom_reward_function.{key}") for key in ("path", "name")
     )
+    if function is None and name is not None:
+        job.pass_over("there is no file of it", name.key)
     manager = job.get("reward.reward_manager.name", "reward_model.reward_manager")
     if enabled is not None and path is not None:
         put_model(out, "reward", path)
+        job.pass_over("it is written", enabled.key)
+        job.pass_over("it has the micro-batches and places of models.all", "reward.reward_model.", "reward_model.")
     elif function is not None and str(function.value).endswith(".py"):
         own = "compute_score" if name is None else name.value
         put_function(out, f"{function.value}:{own}", function, name, needs={"ground_truth": _GROUND_TRUTH})
