@@ -7,8 +7,8 @@ from flexrlhf.imports.adapter_parts import ADAPTERS
 WITHOUT_EFFECT = {
     "logs, checkpoints and validation are of a run": r"""
         report_to log\w* output_dir overwrite_output_dir run_name push_to_hub hub_\w+ save_\w+ eval_\w+ do_eval
-        per_device_eval\w* do_train \w*eval_strategy trackio\w* wandb\w* resume\w* load_best\w* metric_\w+ num_completions_to_print
-        project
+        per_device_eval\w* do_train \w*eval_strategy trackio\w* wandb\w* resume\w* load_best\w* metric_\w+
+        num_completions_to_print project
     """,
     "how rows are read: data.form, columns and template": r"""
         dataset_(num_proc|batch_size|streaming|test_split) dataloader_(?!drop_last).* remove_unused\w* pad_token
