@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from keyword import iskeyword
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flexrlhf.cli.working import working
+from flexrlhf.config.strict_model import LEAST_SECONDS
 from flexrlhf.errors import UserError
 from flexrlhf.text import counted
 
@@ -29,7 +32,9 @@ Secret = Annotated[
 ]
 Label = Annotated[str, typer.Option(help="parameter of the function that receives the labels of a request")]
 Workers = Annotated[int | None, typer.Option(min=1, max=1024, help="calls of a function at a time; default: 1")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, help="limit of a function's call in seconds; default: 10")]
+Timeout = Annotated[
+    float | None, typer.Option(min=LEAST_SECONDS, help="limit of a function's call in seconds; default: 10")
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None, typer.Option(help="of a model; default: auto, a GPU if there is one")
 ]
@@ -62,6 +67,10 @@ def serve_reward(
         if value is not None:
             kinds = ("a function", "a model") if is_model else ("a model", "a function")
             raise UserError(f"--{option} {value}: goes with {kinds[0]}, and {path} is {kinds[1]}; remove it")
+    if not label.isidentifier() or iskeyword(label):
+        raise UserError(f"--label {label!r}: expected the name of a parameter, such as label")
+    if timeout is not None and not isfinite(timeout):
+        raise UserError(f"--timeout {timeout}: expected a finite number of seconds")
     token = None if secret is None else _token(secret)
     from flexrlhf.runs.score_server import ScoreServer
     from flexrlhf.runs.served_scores import FunctionScores, ModelScores

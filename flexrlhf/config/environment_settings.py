@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from flexrlhf.config.placement_settings import Ranks
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import nearest, shown
 
@@ -47,7 +47,7 @@ class EnvironmentSpec(StrictModel):
         (),
         description="further machines on which they run, which need no devices: HOST:PORT of `flexrlhf serve` there",
     )
-    timeout_seconds: float = Field(30.0, ge=0.01, description="limit of one reply; its process is then ended")
+    timeout_seconds: float = Field(30.0, ge=LEAST_SECONDS, description="limit of one reply; its process is then ended")
     seconds: float = Field(0.0, ge=0, description="time of one reply that simulate and advise assume")
     memory_mb: int | None = Field(None, ge=64, description="limit of a process's memory; null: none")
     open_files: int = Field(256, ge=16, description="limit of a process's open files")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from flexrlhf.config.secrets import check_header, check_url, without_secrets
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import shown
 
@@ -68,7 +68,7 @@ class FunctionSource(_LevelledSource, _CalledSource):
     """
 
     function: UserPath = Field(description="path/to/file.py:name, or module:name")
-    timeout_seconds: float = Field(10.0, ge=0.01, description="limit of one call; its worker is then ended")
+    timeout_seconds: float = Field(10.0, ge=LEAST_SECONDS, description="limit of one call; its worker is then ended")
     workers: int = Field(1, ge=1, le=1024, description="worker processes of one rank")
 
 
@@ -85,8 +85,8 @@ class ServiceSource(_LevelledSource, _CalledSource):
         ),
         Field(description="address, or several that take turns"),
     ]
-    timeout_seconds: float = Field(30.0, ge=0.01, description="limit of one request")
-    deadline_seconds: float = Field(120.0, ge=0.01, description="limit of one batch with all its retries")
+    timeout_seconds: float = Field(30.0, ge=LEAST_SECONDS, description="limit of one request")
+    deadline_seconds: float = Field(120.0, ge=LEAST_SECONDS, description="limit of one batch with all its retries")
     retries: int = Field(3, ge=0, description="further requests after a failed one, with growing pauses between")
     concurrency: int = Field(4, ge=1, description="requests of one rank at a time")
     label: str = Field("label", description="column of the data's rows that is sent as labels; absent: null")

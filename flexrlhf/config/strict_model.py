@@ -13,6 +13,9 @@ from pydantic_core import CoreSchema, InitErrorDetails
 
 from flexrlhf.errors import nearest
 
+LEAST_SECONDS = 0.01
+"""Shortest limit of a call: a process or a service cannot reply in less."""
+
 
 class StrictModel(BaseModel):
     """One mapping of the YAML, as a frozen pydantic model that refuses unknown keys and names the nearest valid one."""

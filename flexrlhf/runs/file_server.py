@@ -107,9 +107,7 @@ class _Handler(TokenHandler):
                 else:
                     raise Refused(HTTPStatus.NOT_FOUND, "there is no such file")
             if file is not None:
-                self.send_response(HTTPStatus.OK)
-                self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
-                self.end_headers()
+                self._begin_response(HTTPStatus.OK, os.fstat(file.fileno()).st_size)
                 shutil.copyfileobj(file, self.wfile, BLOCK_BYTES)
 
     def do_PUT(self) -> None:  # noqa: N802

@@ -10,6 +10,10 @@ with ``num_tokens``, of level step with ``steps``. Reply: ``{"rewards": [...]}``
 | 411    | it does not say how long it is                                |
 | 413    | it has more than MOST_BYTES                                   |
 | 500    | the source of scores failed for all of its responses          |
+
+A connection is closed without a reply if its request does not arrive in time: the head in HEAD_SECONDS, then with the
+secret after a silence of RECEIVE_SECONDS, without one once the body takes longer than that and LEAST_RATE. One address
+may have half of the connections, so that others are served whatever it does.
 """
 
 from __future__ import annotations
@@ -26,14 +30,13 @@ from pydantic_core import from_json
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.rewards.base import NotApplicable, Score, ScoreBatch, StepScores
 from flexrlhf.runs.served_scores import Level, ServedScores
-from flexrlhf.runs.token_server import Refused, TokenHandler, TokenServer
+from flexrlhf.runs.token_server import MOST_CONNECTIONS, Refused, TokenHandler, TokenServer, connection_room
 from flexrlhf.text import counted
 
 MOST_BYTES = 2**28
 """Longest request."""
-MOST_CONNECTIONS = 1024
-IDLE_SECONDS = 60.0
-"""Longest silence of a connection before its request is whole."""
+RECEIVE_SECONDS = 60.0
+"""Time for the body of a request and for its reply."""
 OF_A_RESPONSE = ("none", "tokens", "steps", "ends")
 """Failures that cost the score of one response, not those of a request."""
 
@@ -113,7 +116,8 @@ class ScoreServer(TokenServer):
         self.source, self.label, self.has_token = source, label, token is not None
         self.requests = 0
         try:
-            super().__init__(host, _ScoreHandler, token or "", IDLE_SECONDS, MOST_CONNECTIONS, "serve-reward", port)
+            half = connection_room(MOST_CONNECTIONS) // 2
+            super().__init__(host, _ScoreHandler, token or "", RECEIVE_SECONDS, half, "serve-reward", port)
         except OSError as error:
             raise UserError(f"--host {host} --port {port}: {error.strerror}; give others") from None
 
@@ -140,7 +144,7 @@ class _ScoreHandler(TokenHandler):
     def _verify_token(self) -> None:
         """Raise Refused if the server has a secret that the request lacks."""
         if not self.server.has_token:
-            self.connection.settimeout(self.server.seconds)
+            self.arriving.within(self.server.seconds)
             return
         try:
             super()._verify_token()

@@ -1,28 +1,38 @@
 """HTTP server for the other machines of a job: a request carries the job's token.
 
-Nobody gets anything without it: idle connections are closed, their number is bounded, and no request prints a
-traceback.
+Nobody gets anything without it: connections whose request does not arrive in time are closed, their number is bounded,
+also that of one address, and no request prints a traceback.
 """
 
 from __future__ import annotations
 
 import hmac
+import io
+import resource
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from ipaddress import IPv6Address, ip_address
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
-IDLE_SECONDS = 10.0
-"""Longest silence of a connection before its token has been verified."""
+HEAD_SECONDS = 10.0
+"""Time in which the whole head of a request has to arrive, before its token is verified."""
+LEAST_RATE = 100_000
+"""Bytes a second of a request without a token, after its first time."""
 POLL_SECONDS = 0.1
 MOST_CONNECTIONS = 1024
 """Most connections at once, unless one address may have more."""
+OTHER_FILES = 256
+"""Open files that are no connections."""
+STRANGER_BITS = 64
+"""Bits of an address of IPv6 that one machine or site has in common."""
 MOST_LENGTH_DIGITS = 15
 
 
@@ -32,6 +42,48 @@ class Refused(Exception):
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
         self.status = status
+
+
+def connection_room(most: int) -> int:
+    """Return the number of connections, at most ``most``, for which this process may have files open.
+
+    Its limit is raised where it may be.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and soft < most + OTHER_FILES:
+        soft = min(hard, most + OTHER_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return most if soft == resource.RLIM_INFINITY else max(2, min(most, soft - OTHER_FILES))
+
+
+class Arriving(io.RawIOBase):
+    """Bytes of a connection, of which single ones in time do not keep it open: all of a part have to arrive in time."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection = connection
+        self.within(seconds)
+
+    def within(self, seconds: float) -> None:
+        """Begin a part that has to arrive in ``seconds``, and one more for each LEAST_RATE bytes of it."""
+        self._end, self._silence = time.monotonic() + seconds, 0.0
+
+    def unless_silent(self, seconds: float) -> None:
+        """Begin a part that may take any time without so long a silence."""
+        self._end, self._silence = 0.0, seconds
+
+    def readable(self) -> bool:
+        """Whether it can be read: always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Receive some bytes. Raises TimeoutError."""
+        left = self._silence or self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        number = self._connection.recv_into(buffer)
+        self._end += number / LEAST_RATE
+        return number
 
 
 class TokenServer(ThreadingMixIn, TCPServer):
@@ -60,7 +112,7 @@ class TokenServer(ThreadingMixIn, TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), handler)
         self.token, self.seconds, self.what = token.encode(), seconds, what
-        self._most = max(MOST_CONNECTIONS, most_of_one)
+        self._most = connection_room(max(MOST_CONNECTIONS, most_of_one))
         self._most_of_one, self._open, self._lock = most_of_one, Counter[str](), threading.Lock()
 
     @property
@@ -82,10 +134,11 @@ class TokenServer(ThreadingMixIn, TCPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Count a connection; return False, so that it is closed, if there are too many."""
+        site = _site(client_address[0])
         with self._lock:
-            if self._open[client_address[0]] >= self._most_of_one or self._open.total() >= self._most:
+            if self._open[site] >= self._most_of_one or self._open.total() >= self._most:
                 return False
-            self._open[client_address[0]] += 1
+            self._open[site] += 1
         return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -94,7 +147,7 @@ class TokenServer(ThreadingMixIn, TCPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
-                self._open[client_address[0]] -= 1
+                self._open[_site(client_address[0])] -= 1
                 self._open += Counter()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -112,9 +165,16 @@ class TokenHandler(BaseHTTPRequestHandler):
     """One request."""
 
     server: TokenServer
-    timeout = IDLE_SECONDS
+    timeout = HEAD_SECONDS
     default_request_version = "HTTP/1.0"
     """Version of a request without a valid one, so that its refusal has a status."""
+
+    def setup(self) -> None:
+        """Receive the request with a deadline."""
+        super().setup()
+        self.rfile.close()
+        self.arriving = Arriving(self.connection, self.timeout)
+        self.rfile = io.BufferedReader(self.arriving)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: errors are reported by the rank that made the request."""
@@ -145,7 +205,7 @@ class TokenHandler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, b"Bearer " + self.server.token):
             raise Refused(HTTPStatus.FORBIDDEN, "the request is of another job")
-        self.connection.settimeout(self.server.seconds)
+        self.arriving.unless_silent(self.server.seconds)
 
     def _length(self) -> int:
         """Return the number of bytes of the body."""
@@ -156,7 +216,20 @@ class TokenHandler(BaseHTTPRequestHandler):
 
     def _respond(self, status: HTTPStatus, text: str) -> None:
         body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self._begin_response(status, len(body))
         self.wfile.write(body)
+
+    def _begin_response(self, status: HTTPStatus, length: int) -> None:
+        """Send the head of a response. Nothing more is received."""
+        self.connection.settimeout(self.server.seconds)
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+
+def _site(address: str) -> str:
+    """Return what connections of one machine have in common: the address, or of IPv6 its network."""
+    found = ip_address(address.partition("%")[0])
+    if not isinstance(found, IPv6Address) or found.ipv4_mapped:
+        return address
+    return str(int(found) >> STRANGER_BITS)

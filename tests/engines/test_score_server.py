@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample, Score, StepScores
 from flexrlhf.rewards.services import HttpService
+from flexrlhf.runs import score_server, token_server
 from flexrlhf.runs.score_server import ScoreServer
 from flexrlhf.runs.served_scores import FunctionScores, ModelScores, ServedScores
 from flexrlhf.user_code.call_failures import WarnOnce
@@ -147,9 +150,66 @@ def test_other_requests_are_refused_in_a_sentence(tmp_path: Path, capsys: pytest
     assert "Traceback" not in printed.err
 
 
+IN_BODY = b"POST / HTTP/1.1\r\nContent-Length: 99999\r\n\r\n{"
+
+
+@pytest.mark.parametrize("first", [b"P", IN_BODY], ids=["head", "body"])
+def test_slow_bytes_of_one_address_keep_no_other_from_its_scores(
+    first: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has half of the connections, each of which is closed though a byte comes in time."""
+    monkeypatch.setattr(score_server, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(score_server, "RECEIVE_SECONDS", 0.5)
+    monkeypatch.setattr(score_server._ScoreHandler, "timeout", 0.5)
+    with served(functions(tmp_path, "absent")) as url:
+        address, stranger = ("127.0.0.1", int(url.split(":")[2].partition("/")[0])), ("127.0.0.2", 0)
+        slow = [socket.create_connection(address, 5, source_address=stranger) for _ in range(12)]
+        for connection in slow:
+            with suppress(ConnectionError):
+                connection.sendall(first)
+        assert httpx.post(url, json={"query": ["a"]}).status_code == 200
+        begin, open_ones = time.monotonic(), list(slow)
+        while open_ones and time.monotonic() < begin + 20:
+            time.sleep(0.1)
+            open_ones = [connection for connection in open_ones if is_open(connection)]
+        assert not open_ones
+        ours = httpx.HTTPTransport(local_address="127.0.0.2")
+        assert httpx.Client(transport=ours).post(url, json={"query": ["a"]}).status_code == 200
+    for connection in slow:
+        connection.close()
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server reads on; sends it a byte."""
+    connection.setblocking(False)
+    try:
+        connection.send(b"a")
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("address", "other", "is_one"),
+    [
+        ("fd00::1", "fd00::ffff:2", True),
+        ("fd00::1", "fd00:0:0:1::1", False),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+    ],
+)
+def test_connections_of_one_site_are_counted_together(address: str, other: str, is_one: bool) -> None:
+    assert (token_server._site(address) == token_server._site(other)) == is_one
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("own.py:judged", "--label", "1 2"), "--label '1 2': expected the name of a parameter, such as label"),
+        (("own.py:judged", "--label", "class"), "--label 'class': expected the name of a parameter"),
+        (("own.py:judged", "--timeout", "inf"), "--timeout inf: expected a finite number of seconds"),
         (("own.py:gone",), "own.py defines no 'gone'; it has judged, absent, failing"),
         (("gone",), "expected path/to/file.py:name or module:name, found 'gone'"),
         (("own.py:judged", "--batch", "3"), "--batch 3: goes with a model, and own.py:judged is a function; remove it"),
