@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
 from flexrlhf.comm.weights import merged
 from flexrlhf.config.model_settings import Dtype, ModelSpec, SavedDtype
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.chat import read_chat_format
 from flexrlhf.engines.base import WEIGHTS
@@ -28,10 +28,19 @@ from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, saved_template, usage_files
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
-from flexrlhf.runs.model_directory import TOKENIZER_FILES, TensorForm, forms_of, model_writer, save_adapters
+from flexrlhf.runs.model_directory import (
+    TOKENIZER_FILES,
+    SavedAdapters,
+    TensorForm,
+    forms_of,
+    model_writer,
+    save_adapters,
+)
+from flexrlhf.runs.resume import CONFIG
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
-from flexrlhf.weights.adapter_files import frozen_model, has_adapters
+from flexrlhf.weights.adapter_files import ADAPTER_CONFIG, frozen_model, has_adapters
 from flexrlhf.weights.expert_files import file_pieces, is_router_bias
+from flexrlhf.weights.loading import load_config
 from flexrlhf.weights.lora import merged_from, without_adapter
 from flexrlhf.weights.model_files import stored_tensors, weight_files
 from flexrlhf.weights.shapes import stored_type
@@ -40,15 +49,16 @@ from flexrlhf.weights.shards import is_of_experts
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model in a checkpoint.
+    """A trained model in a checkpoint, or adapters that a run has saved.
 
     role:       its name.
     settings:   of the model.
     config:     its Hugging Face config as text.
     tokenizer:  directory with the run's tokenizer; None if that is gone.
     usage:      further files that say how the model is used (``usage_files``), by name.
-    reader:     its tensors.
-    origin:     the checkpoint.
+    names:      of the trained parameters, sorted.
+    tensor:     returns a trained parameter, whole and in float32.
+    origin:     the checkpoint, or the directory of the adapters.
     """
 
     role: str
@@ -56,44 +66,65 @@ class TrainedModel:
     config: str
     tokenizer: str | None
     usage: Mapping[str, str]
-    reader: PieceReader
+    names: Sequence[str]
+    tensor: Callable[[str], Tensor]
     origin: Path
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trained parameters."""
-        prefix = piece_key(WEIGHTS, "")
-        return sorted(key.removeprefix(prefix) for key in self.reader.pieces if key.startswith(prefix))
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a trained parameter, whole and in float32."""
-        return self.reader.tensor(piece_key(WEIGHTS, name))
 
 
 def find_trained_model(run: Path, role: str | None) -> TrainedModel:
     """Return a trained model of the newest undamaged checkpoint in ``run``, a run's or a checkpoint's directory.
 
+    In a run without checkpoints: adapters that it has saved, which ``run`` may be, too.
     ``role``: None: the actor, or the only one. Raises UserError if there is none.
     """
     found = [run] if (run / MANIFEST).is_file() else checkpoints_of(run)
     if not found:
-        raise UserError(
-            f"{run}: no checkpoint in it; models that the run has saved are already directories of transformers "
-            f"({', '.join(str(path.parent) for path in sorted(run.glob('*/config.json'))) or 'none here'})"
-        )
+        return _saved_model(run, role)
     checkpoint, manifest = _newest_undamaged(found)
     roles = sorted(manifest.progress.numbers)
     chosen = role or roles[0]
     if chosen not in roles:
         raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
-    spec = parse_spec(read_yaml(manifest.spec))
-    settings = spec.models.of(chosen)
-    assert settings is not None, "the spec of a checkpoint is resolved"
+    spec, reader, prefix = parse_spec(read_yaml(manifest.spec)), PieceReader(checkpoint, chosen), piece_key(WEIGHTS, "")
+    names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
+    config = (checkpoint / f"{chosen}.config.json").read_text()
+    return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), checkpoint)
+
+
+def _trained_model(
+    spec: Spec, role: str, config: str, names: Sequence[str], tensor: Callable[[str], Tensor], origin: Path
+) -> TrainedModel:
+    settings = spec.models.of(role)
+    assert settings is not None, "the spec of a run is resolved"
     paths = [spec.data.tokenizer, *(model.path for _, model in spec.models if model is not None)]
     tokenizer = next((path for path in paths if path is not None and (Path(path) / TOKENIZER_FILES[0]).is_file()), None)
-    config = (checkpoint / f"{chosen}.config.json").read_text()
-    usage = {} if tokenizer is None else _usage(spec, chosen, tokenizer)
-    return TrainedModel(chosen, settings, config, tokenizer, usage, PieceReader(checkpoint, chosen), checkpoint)
+    usage = {} if tokenizer is None else _usage(spec, role, tokenizer)
+    return TrainedModel(role, settings, config, tokenizer, usage, names, tensor, origin)
+
+
+def _saved_model(run: Path, role: str | None) -> TrainedModel:
+    """Return a model that a run has saved as adapters. Raises UserError for others: these are whole already."""
+    if (run / ADAPTER_CONFIG).is_file() and (run.parent / CONFIG).is_file():
+        run, role = run.parent, role or run.name
+    whole = [path.parent for path in sorted(run.glob("*/config.json"))]
+    roles = [path.parent.name for path in sorted(run.glob(f"*/{ADAPTER_CONFIG}"))]
+    chosen = role or next(iter(sorted([*roles, *(path.name for path in whole)])), "")
+    if chosen not in roles or not (run / CONFIG).is_file():
+        adapters = f"; adapters of {', '.join(roles)} are there" if roles else ""
+        raise UserError(
+            f"{run}: no checkpoint in it; models that the run has saved are already directories of transformers "
+            f"({', '.join(map(str, whole)) or 'none here'}){adapters}"
+        )
+    directory, spec = run / chosen, load_spec(run / CONFIG)
+    settings = spec.models.of(chosen)
+    if settings is None or settings.lora is None:
+        raise UserError(f"{directory}: adapters, and {run / CONFIG} has none for models.{chosen}; restore that file")
+    config, saved = load_config(chosen, settings), SavedAdapters(chosen, directory)
+    classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if saved.gives_scores else MODEL_FOR_CAUSAL_LM_MAPPING
+    config.num_labels = 1 if saved.gives_scores else config.num_labels
+    # of code of its own there is none
+    config.architectures = [made.__name__ for made in (classes.get(type(config), None),) if made] or None
+    return _trained_model(spec, chosen, config.to_json_string(), saved.names, saved.tensor, directory)
 
 
 def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:

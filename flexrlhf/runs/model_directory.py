@@ -17,15 +17,24 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.errors import UserError
 from flexrlhf.runs.run_directory import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
-from flexrlhf.weights.adapter_files import ADAPTER, PREFIX, frozen_model
+from flexrlhf.weights.adapter_files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MATRICES,
+    PREFIX,
+    frozen_model,
+)
 from flexrlhf.weights.expert_files import FilePiece, file_pieces
 from flexrlhf.weights.lora import without_adapter
-from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD
+from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD, read_header
 from flexrlhf.weights.saving import split_files
 from flexrlhf.weights.shards import is_of_experts
 
@@ -324,6 +333,51 @@ def _as_peft(name: str, tensor: Tensor, of_experts: Sequence[str]) -> tuple[str,
     wrapped = "base_layer." * (target == "gate_up_proj" and len(of_experts) > 1)
     flat = tensor.flatten(0, 1) if matrix == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
     return f"{PREFIX}{path}.{wrapped}{matrix}.weight", flat.contiguous()
+
+
+class SavedAdapters:
+    """Adapters in a directory that ``save_adapters`` has written, by the names of a model's parameters.
+
+    names:         sorted; a scalar head is among them.
+    gives_scores:  whether the model has that head in place of a language head.
+
+    Raises UserError for files that cannot be read.
+    """
+
+    def __init__(self, role: str, directory: Path) -> None:
+        key = f"models.{role}.path {directory}"
+        header = read_header(key, directory / ADAPTER_WEIGHTS)
+        try:
+            config = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+            self.gives_scores, self._rank = config["task_type"] == "SEQ_CLS", int(config["r"])
+            of_experts = sorted(name.rpartition(".")[2] for name in config.get("target_parameters") or ())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{key}: its {ADAPTER_CONFIG} cannot be read ({str(error).splitlines()[0]})") from None
+        self._stored = {_from_peft(name, of_experts): name for name in header}
+        self._file = safe_open(directory / ADAPTER_WEIGHTS, framework="pt")
+        self.names = sorted(self._stored)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter, whole and in float32."""
+        tensor: Tensor = self._file.get_tensor(self._stored[name]).float()
+        if not is_of_experts(name):
+            return tensor
+        if without_adapter(name)[1] == "lora_A":
+            return tensor.unflatten(0, (-1, self._rank))
+        return tensor.unflatten(1, (self._rank, -1)).permute(2, 0, 1).contiguous()
+
+
+def _from_peft(name: str, of_experts: Sequence[str]) -> str:
+    """Return the name of a parameter by its name in peft's file: the inverse of ``_as_peft``."""
+    own = name.removeprefix(PREFIX)
+    path, _, matrix = own.removesuffix(".weight").rpartition(".")
+    if matrix not in MATRICES:
+        return own
+    plain = path.removesuffix(".base_layer")
+    if not of_experts or not plain.endswith(".experts"):
+        return f"{path}.{matrix}.{ADAPTER}.weight"
+    target = of_experts[-1] if plain != path else of_experts[0]
+    return f"{plain}.{matrix}.{ADAPTER}.{target}"
 
 
 @contextmanager

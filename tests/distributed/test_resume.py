@@ -366,6 +366,11 @@ def test_an_export_merges_adapters(resumptions: Resumptions, case: Case, tmp_pat
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     for (name, expected), found in zip(by_peft.state_dict().items(), ours.state_dict().values(), strict=True):
         torch.testing.assert_close(found, expected, msg=name)
+    without = shutil.copytree(whole.directory, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    exported = CliRunner().invoke(app, ["export", str(without), "-o", str(tmp_path / "again"), "--merge-adapters"])
+    assert exported.exit_code == 0, exported.output
+    for file in (tmp_path / "merged").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
 @pytest.mark.full

@@ -28,7 +28,8 @@ from flexrlhf.engines.base import Loss
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS
-from flexrlhf.runs.model_directory import save_adapters
+from flexrlhf.runs.export import export_model, find_trained_model
+from flexrlhf.runs.model_directory import SavedAdapters, save_adapters
 
 peft = pytest.importorskip("peft")
 
@@ -142,8 +143,8 @@ def saved(engine: TorchEngine, directory: Path, **settings: Any) -> Path:
     weights = {
         name: w.contiguous() for name, w in engine.weights().items() if ".default." in name or name == "score.weight"
     }
-    save_adapters(directory / "adapters", weights, placed("actor", **settings).settings, tokenizer=None)
-    return directory / "adapters"
+    save_adapters(directory / "actor", weights, placed("actor", **settings).settings, tokenizer=None)
+    return directory / "actor"
 
 
 def with_peft(kind: Any, base: str, adapters: Path, **extra: Any) -> PreTrainedModel:
@@ -179,6 +180,23 @@ def test_peft_loads_a_saved_policy(init: dict[str, Any], targets: tuple[str, ...
     assert torch.allclose(loaded, expected, rtol=1e-5, atol=1e-6)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(alone, expected, atol=0.01)
+    assert_read_back(engine, adapters)
+    # a run that has ended without a checkpoint
+    lines = ["name: run", "algorithm: {name: sft, prompts_per_step: 2}", "cluster: {devices: 1}"]
+    lines.append(f"models: {{actor: {{path: {base}, lora: {json.dumps(lora)}}}}}")
+    lines.append("data: {path: rows.jsonl, max_prompt_tokens: 4, max_response_tokens: 4}")
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    export_model(find_trained_model(tmp_path, None), tmp_path / "merged", True, "auto")
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=TEXT).logits
+    assert torch.allclose(merged, expected, rtol=1e-5, atol=1e-6)
+
+
+def assert_read_back(engine: TorchEngine, adapters: Path) -> None:
+    """Check that adapters are read under the names of the parameters, with the same values."""
+    found, weights = SavedAdapters("actor", adapters), engine.weights()
+    assert {*found.names} == {name for name in weights if ".default." in name or name == "score.weight"}
+    assert all(torch.equal(found.tensor(name), weights[name]) for name in found.names)
 
 
 def test_peft_loads_a_saved_critic_with_its_head(tmp_path: Path) -> None:
@@ -195,6 +213,8 @@ def test_peft_loads_a_saved_critic_with_its_head(tmp_path: Path) -> None:
         before = plain.score(plain.model(input_ids=TEXT).last_hidden_state).squeeze(-1)
     assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(before, expected, atol=0.01)
+    assert_read_back(engine, adapters)
+    assert SavedAdapters("critic", adapters).gives_scores
 
 
 def test_saved_adapters_hold_nothing_of_the_base(tmp_path: Path) -> None:
