@@ -199,8 +199,33 @@ def _event(span: Span, origin: float) -> dict[str, Any]:
 
 def read_trace(path: Path) -> list[Span]:
     """Return the spans of a file of ``write_trace``, in seconds from the first one's start."""
-    events = json.loads(path.read_text())["traceEvents"]
-    return [_read(event) for event in events if event["ph"] == "X"]
+    return spans_of(json.loads(path.read_text()))
+
+
+def spans_of(trace: Any) -> list[Span]:
+    """Return the spans of what ``write_trace`` has written. Raises ValueError or another error for other values."""
+    spans = [_read(event) for event in trace["traceEvents"] if event["ph"] == "X"]
+    damaged = next((span for span in spans if not is_sound(span)), None)
+    if damaged is not None:
+        raise ValueError(f"a span with other values: {damaged}")
+    return spans
+
+
+MOST = 2**53
+"""Number up to which a float is exact."""
+
+
+def is_sound(span: Span) -> bool:
+    """Whether the values of a span have their types, and its times are finite."""
+    counts = (span.rank, span.step, span.chunk or 0, span.bytes_sent or 0, span.peak_bytes or 0)
+    times = (span.start, span.end, span.waited)
+    return (
+        isinstance(span.kind, str)
+        and isinstance(span.label, str)
+        and all(isinstance(each, int) and abs(each) <= MOST for each in counts)
+        and all(isinstance(each, int | float) and abs(each) <= MOST for each in times)
+        and span.rank >= 0
+    )
 
 
 def _read(event: dict[str, Any]) -> Span:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -87,6 +88,33 @@ def check_output(
         raise UserError(f"{option} {path}: no permission to write {'in ' * nearest.is_dir()}{nearest}")
     if path.is_file():
         _check_replaced(path, option, is_own, inputs)
+
+
+def write_output(path: Path, option: str, text: str) -> None:
+    """Write ``text`` to a file, whole or not at all. Raises UserError.
+
+    option:  the command line's option that names ``path``, for the message
+    """
+    content = text.encode()
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+        else:
+            _replace(path.resolve(), content)
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Give ``path`` another content, by a file next to it that takes its place."""
+    fresh = path.with_name(f".{os.getpid()}.writing")
+    try:
+        fresh.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, fresh)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def check_output_directory(path: Path, option: str) -> None:

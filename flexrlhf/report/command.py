@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.config.user_paths import check_output, instead_of, is_json
-from flexrlhf.errors import UserError
+from flexrlhf.config.user_paths import check_output, instead_of, is_json, write_output
+from flexrlhf.errors import UserError, one_line
 from flexrlhf.plan.plan import Plan
+from flexrlhf.report.file_reader import without_surrogates
 from flexrlhf.report.page import Page, is_own_page, render
 from flexrlhf.report.reported_run import ReportedRun, plan_of_run, predict, predict_run
 from flexrlhf.report.run_contents import CONFIG, METRICS, RunContents, read_contents
@@ -76,12 +77,9 @@ def _reported(contents: RunContents, profile: Path | None) -> ReportedRun:
 
 
 def _write(path: Path, option: str, page: Page, runs: Sequence[ReportedRun]) -> WrittenPage:
-    text = render(page)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from None
-    return WrittenPage(path, len(text.encode()), tuple(_notes(runs)))
+    text = without_surrogates(render(page))
+    write_output(path, option, text)
+    return WrittenPage(path, len(text.encode()), tuple(map(one_line, _notes(runs))))
 
 
 def _notes(runs: Sequence[ReportedRun]) -> Iterator[str]:

@@ -11,15 +11,19 @@ import plotly.graph_objects as go
 from flexrlhf.metrics import METRICS, MOST_STALE, ROW_ENTRIES
 from flexrlhf.operators.outcomes import row_metric
 from flexrlhf.report.look import run_colour
+from flexrlhf.report.metric_table import Series
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.run_contents import RunContents
+from flexrlhf.text import counted, shortened
 
 HEIGHT = 215
 MARGIN = {"l": 52, "r": 12, "t": 12, "b": 28}
 FEW_STEPS = 6
 """Steps that have a mark each on the axis."""
 MOST_POINTS = 2000
-"""Points of a curve; of more steps every so many are shown, and the last one."""
+"""Points of a curve."""
+MOST_OWN, MOST_NAMED, MOST_OF_NAME = 100, 50, 80
+"""Metrics of a user that have figures, further ones that are named, and characters of a name."""
 PAIRS = {
     "reward_mean": "eval_reward_mean",
     "response_length": "eval_response_length",
@@ -72,17 +76,37 @@ def curves_of(runs: Sequence[RunContents], metric: str) -> list[MetricCurve]:
     """Return the curve of ``metric`` of each run that has it."""
     curves = []
     for number, run in enumerate(runs):
-        points = [(row["step"], float(row[metric])) for row in run.rows if _is_number(row.get(metric))]
-        if points:
-            stride = -(-len(points) // MOST_POINTS)
-            shown = points if stride == 1 else [*points[:-1:stride], points[-1]]
-            steps, values = zip(*shown, strict=True)
-            curves.append(MetricCurve(number, metric, steps, values))
+        steps, values = _finite(run.rows.series(metric))
+        if steps:
+            places = _shown(values)
+            shown = tuple(steps[place] for place in places), tuple(values[place] for place in places)
+            curves.append(MetricCurve(number, metric, *shown))
     return curves
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _finite(series: Series) -> tuple[Sequence[int], Sequence[float]]:
+    """Return the steps and values of ``series`` that a figure can show."""
+    if all(map(math.isfinite, series.values)):
+        return series.steps, series.values
+    places = [place for place, value in enumerate(series.values) if math.isfinite(value)]
+    return [series.steps[place] for place in places], [series.values[place] for place in places]
+
+
+def _shown(values: Sequence[float]) -> Sequence[int]:
+    """Return the places of the points of a curve: all, or of many the first, the last, a smallest and a largest one of
+    each of as many parts as there is room for."""
+    if len(values) <= MOST_POINTS:
+        return range(len(values))
+    places: set[int] = set()
+    for part in parts_of(len(values), MOST_POINTS // 4):
+        places |= {part[0], part[-1], min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(places)
+
+
+def parts_of(number: int, most: int) -> list[range]:
+    """Return ``number`` places in at most ``most`` parts of about the same size, in order."""
+    count = min(number, most)
+    return [range(part * number // count, (part + 1) * number // count) for part in range(count)]
 
 
 def main_curves(runs: Sequence[RunContents]) -> list[Picture]:
@@ -97,9 +121,24 @@ def further_curves(runs: Sequence[RunContents]) -> list[Picture]:
         metric.name for metric in METRICS if metric.name not in {*shown, *STALE} and not metric.name.startswith(ROWS)
     ]
     paired = {PAIRS[name] for name in others if name in PAIRS and curves_of(runs, name)}
-    known = {metric.name for metric in METRICS} | {"step", "seconds"}
-    own = dict.fromkeys(key for run in runs for row in run.rows[:1] for key in row if key not in known)
+    own = _own_metrics(runs)[:MOST_OWN]
     return list(_pictures(runs, [*(name for name in others if name not in paired), *own]))
+
+
+def _own_metrics(runs: Sequence[RunContents]) -> list[str]:
+    """Return the metrics that are not defined here, such as those of a user's function."""
+    known = {metric.name for metric in METRICS} | {"seconds"}
+    return [name for name in dict.fromkeys(name for run in runs for name in run.rows.names) if name not in known]
+
+
+def left_out(runs: Sequence[RunContents]) -> str:
+    """Return a sentence on metrics without a figure; empty if all have one."""
+    others = _own_metrics(runs)[MOST_OWN:]
+    if not others:
+        return ""
+    names = ", ".join(shortened(name, MOST_OF_NAME) for name in others[:MOST_NAMED])
+    more = f" and {len(others) - MOST_NAMED:,} more" if len(others) > MOST_NAMED else ""
+    return f"{counted(len(others), 'further metric')} without a figure, in metrics.jsonl alone: {names}{more}"
 
 
 def _pictures(runs: Sequence[RunContents], names: Iterable[str]) -> Iterator[Picture]:
@@ -152,4 +191,6 @@ def definition(name: str) -> str:
 
 def _thinning(runs: Sequence[RunContents]) -> str:
     most = max(len(run.rows) for run in runs)
-    return f". Every {-(-most // MOST_POINTS)} steps a point" if most > MOST_POINTS else ""
+    if most <= MOST_POINTS:
+        return ""
+    return f". Of every {4 * most // MOST_POINTS} steps the first, the last, the lowest and the highest point"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,11 +17,11 @@ from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on, resolve
 from flexrlhf.plan.plan import Plan
+from flexrlhf.report.file_reader import Row
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
-from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.strategies.calls import CALLS, called_again, called_schedule
 from flexrlhf.timeline import Span
 from flexrlhf.weights.shapes import ModelShape
@@ -58,9 +59,7 @@ def predict_run(plan: Plan, contents: RunContents, profile: Path | None) -> Pred
     in the directory of the runs.
     """
     spec = plan.spec.model_copy(update={"runs": str(contents.directory.parent)})
-    lengths: Sequence[float] = [
-        row["response_length"] for row in contents.rows if isinstance(row.get("response_length"), int | float)
-    ]
+    lengths = [value for value in contents.rows.series("response_length").values if math.isfinite(value)]
     return predict(replace(plan, spec=spec), profile, sum(lengths) / len(lengths) if lengths else None)
 
 
@@ -151,18 +150,36 @@ def plan_of_run(contents: RunContents) -> tuple[Plan | None, tuple[str, ...]]:
     try:
         resolved = resolve(spec)
         shapes, missing = _known_shapes(resolved)
-        return _as_called(plan_on(resolved, resolved.place(), shapes), contents), missing
+        plan = plan_on(resolved, resolved.place(), shapes)
     except UserError as error:
         return None, (f"the plan cannot be made again: {error}",)
+    try:
+        return _as_called(plan, contents), missing
+    except UserError as error:
+        return plan, (*missing, f"the schedule is as planned, not as called: {contents.directory / CALLS}: {error}")
 
 
 def _as_called(plan: Plan, contents: RunContents) -> Plan:
-    """Return ``plan`` with the last step of the run as a program called it, if one did."""
-    lines = read_lines(contents.directory / CALLS)
-    if not lines or [line["step"] for line in lines[-1:]] != [row["step"] for row in contents.rows[-1:]]:
+    """Return ``plan`` with the last step of the run as a program called it, if one did. Raises UserError for calls that
+    the plan cannot have."""
+    lines = contents.calls
+    if not lines or [line["step"] for line in lines[-1:]] != [*contents.rows.steps[-1:]]:
         return plan
-    called = called_again((line["calls"] for line in lines[-2:]), plan.graph, plan.placement, plan.batch)
+    for call in (call for line in lines for call in line["calls"]):
+        _check_call(plan, call)
+    called = called_again((line["calls"] for line in lines), plan.graph, plan.placement, plan.batch)
     return replace(plan, schedule=called_schedule(plan.schedule.instructions, called, lines[-1]["step"]))
+
+
+def _check_call(plan: Plan, call: Row) -> None:
+    """Raise UserError for a call on mini-batches or prompts that the plan does not have."""
+    shape, (start, stop) = plan.batch, call["mini_batches"]
+    if not 0 <= start < stop <= len(shape.mini_batches):
+        raise UserError(f"{call['operator']} on mini-batches {start} to {stop} of {len(shape.mini_batches)}")
+    if call["parts"]:
+        prompts = sorted(prompt for part in call["parts"] for prompt in part)
+        if prompts != sorted(prompt for number in range(start, stop) for prompt in shape.prompts(number)):
+            raise UserError(f"{call['operator']} on other prompts than those of its mini-batches")
 
 
 def _known_shapes(resolved: ResolvedSpec) -> tuple[dict[str, ModelShape], tuple[str, ...]]:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import fcntl
-import json
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import UserError, nearest, one_line
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.report.file_reader import DAMAGE, FileReader, Row, RowFile, read_json
+from flexrlhf.report.metric_table import MetricTable
+from flexrlhf.report.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
 from flexrlhf.runs.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
 from flexrlhf.runs.run_directory import LOCK, STATUS, read_status
-from flexrlhf.text import counted
-from flexrlhf.timeline import Span, read_trace
+from flexrlhf.strategies.calls import CALLS
+from flexrlhf.text import counted, shortened
+from flexrlhf.timeline import Span, is_sound, spans_of
 
 CONFIG, PLAN, METRICS, SAMPLES, TRACE = "config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json"
 REPLANS = "replans.jsonl"
 """Decisions of a run whether to go on under another placement."""
 MOST_FAILURES = 8
 """Reasons of a failed run that are shown."""
+MOST_OF_FAILURE, MOST_CHARACTERS = 2000, 1_000_000
+"""Characters of a reason, and of a config, that are shown."""
 
 RunState = Literal["running", "stopped", "finished", "failed", "unknown"]
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,16 @@ class RunContents:
     state:      ``failed``: it neither ended nor goes on; ``unknown``: its status is missing or damaged
     next_step:  the first step that is not trained on
     steps:      steps of the whole run; None if nothing says it
-    rows:       of its metrics, one a step
-    samples:    of its responses
+    rows:       of its metrics
+    samples:    of its responses, read in each pass
     spans:      instructions of its last steps, in seconds
     facts:      metadata of its timeline: device, memory usage
     failures:   reasons of ranks that failed, a sentence each
     notes:      sentences on what is missing
     alias:      name in the page, if the config's is another run's, too
+    calls:      of a program in the last two steps
     replans:    decisions whether to go on under another placement
+    damage:     the notes on damaged files
     """
 
     directory: Path
@@ -55,14 +62,16 @@ class RunContents:
     state: RunState = "unknown"
     next_step: int = 0
     steps: int | None = None
-    rows: tuple[Row, ...] = ()
-    samples: tuple[Row, ...] = ()
+    rows: MetricTable = field(default_factory=MetricTable)
+    samples: Iterable[Row] = ()
     spans: tuple[Span, ...] = ()
     facts: Row = field(default_factory=dict)
     failures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     alias: str = ""
+    calls: tuple[Row, ...] = ()
     replans: tuple[Row, ...] = ()
+    damage: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -73,16 +82,18 @@ class RunContents:
 def read_contents(directory: Path) -> RunContents:
     """Read the directory of a run. Raises UserError if there is no run in it."""
     check_run_directory(directory)
-    notes: list[str] = []
-    yaml, spec = _read_config(directory, notes)
-    # of a step that was repeated, the last one
-    by_step = {row["step"]: row for row in _read_rows(directory / METRICS, notes)}
-    rows = tuple(by_step[step] for step in sorted(by_step))
-    samples = tuple(_read_rows(directory / SAMPLES, notes))
-    spans, facts = _read_timeline(directory, notes)
-    state, next_step, steps = _progress(directory, rows, notes)
+    files = FileReader(directory)
+    yaml, spec = _read_config(files)
+    rows = files.rows(METRICS, METRIC_ROW, MetricTable, MetricTable())
+    none: Iterable[Row] = ()
+    samples = files.rows(SAMPLES, SAMPLE_ROW, _checked, none)
+    spans, facts = _read_timeline(files)
+    state, next_step, steps = _progress(files, rows)
+    calls = files.rows(CALLS, CALLS_ROW, _last_two, _NONE)
+    replans = files.rows(REPLANS, REPLAN_ROW, _all, _NONE)
+    failures = tuple(_failures(files)) if state == "failed" else ()
     if not rows:
-        notes.append("no step has been recorded yet, so there are no curves")
+        files.notes.append("no step has been recorded yet, so there are no curves")
     return RunContents(
         directory,
         yaml,
@@ -94,10 +105,29 @@ def read_contents(directory: Path) -> RunContents:
         samples,
         spans,
         facts,
-        tuple(_failures(directory)) if state == "failed" else (),
-        tuple(notes),
-        replans=tuple(_read_rows(directory / REPLANS, notes)),
+        failures,
+        tuple(files.notes),
+        calls=calls,
+        replans=replans,
+        damage=tuple(files.damage),
     )
+
+
+_NONE: tuple[Row, ...] = ()
+
+
+def _all(file: RowFile) -> tuple[Row, ...]:
+    return tuple(file)
+
+
+def _last_two(file: RowFile) -> tuple[Row, ...]:
+    return tuple(deque(file, maxlen=2))
+
+
+def _checked(file: RowFile) -> Iterable[Row]:
+    """Return ``file``, whose damaged rows have been counted."""
+    deque(file, maxlen=0)
+    return file
 
 
 def check_run_directory(directory: Path) -> None:
@@ -122,69 +152,66 @@ def _runs_in(directory: Path) -> list[Path]:
     return [each for each in sorted(directory.iterdir()) if _is_run(each)] if directory.is_dir() else []
 
 
-def _read_config(directory: Path, notes: list[str]) -> tuple[str, Spec | None]:
-    path = directory / CONFIG
+def _read_config(files: FileReader) -> tuple[str, Spec | None]:
+    path = files.directory / CONFIG
     if not path.is_file():
-        notes.append(f"{path} is missing, so there are neither settings nor a plan of this run")
+        files.notes.append(f"{path} is missing, so there are neither settings nor a plan of this run")
         return "", None
-    text = path.read_text(errors="replace")
+    text = files.value(CONFIG, _text, "")
     try:
         return text, load_spec(path)
     except UserError as error:
-        notes.append(f"the plan cannot be made again: {error}")
+        files.notes.append(f"the plan cannot be made again: {error}")
         return text, None
 
 
-def _read_rows(path: Path, notes: list[str]) -> Iterator[Row]:
-    """Yield the rows of a jsonl file; a last line that is being written is left out, and so are damaged ones."""
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    damaged = 0
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            damaged += number < len(lines)
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
-        else:
-            damaged += 1
-    if damaged:
-        notes.append(f"{counted(damaged, 'damaged line')} of {path} {'is' if damaged == 1 else 'are'} left out")
+def _text(path: Path) -> str:
+    """Return the start of a text; a config has a few kilobytes."""
+    with path.open(errors="replace") as file:
+        return file.read(MOST_CHARACTERS)
 
 
-def _read_timeline(directory: Path, notes: list[str]) -> tuple[tuple[Span, ...], Row]:
+def _read_timeline(files: FileReader) -> tuple[tuple[Span, ...], Row]:
     """Return the spans of a run and the metadata of its timeline: of its end, or of its logs until then."""
-    path = directory / TRACE
+    directory = files.directory
     # a run that goes on has the one of its last end
-    if path.is_file() and not is_in_use(directory):
-        try:
-            facts = json.loads(path.read_text())["otherData"]
-            return tuple(read_trace(path)), dict(facts)
-        except (ValueError, KeyError, TypeError) as error:
-            notes.append(f"{path} cannot be read ({type(error).__name__}: {error})")
+    if (directory / TRACE).is_file() and not is_in_use(directory):
+        found = files.value(TRACE, _read_trace, None)
+        if found is not None:
+            return found
+    spans: list[Span] = []
     try:
         spans = logged_spans(directory)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        notes.append(f"the logs in {directory / TIMELINE} cannot be read ({type(error).__name__}: {error})")
-        return (), {}
+    except DAMAGE as error:
+        files.damaged(
+            f"the logs in {directory / TIMELINE} cannot be read ({type(error).__name__}: {one_line(str(error))})"
+        )
+    sound = tuple(span for span in spans if is_sound(span))
+    if len(sound) < len(spans):
+        files.damaged(f"{counted(len(spans) - len(sound), 'damaged span')} in the logs of {directory}")
     if not spans:
-        notes.append(f"there is no timeline: neither {TRACE}, nor logs in {FLIGHT}/ or {TIMELINE}/")
-    return tuple(spans), {}
+        files.notes.append(f"there is no timeline: neither {TRACE}, nor logs in {FLIGHT}/ or {TIMELINE}/")
+    return sound, {}
 
 
-def _progress(directory: Path, rows: tuple[Row, ...], notes: list[str]) -> tuple[RunState, int, int | None]:
+def _read_trace(path: Path) -> tuple[tuple[Span, ...], Row]:
+    trace = read_json(path.read_bytes())
+    return tuple(spans_of(trace)), FACTS.validate_python(trace["otherData"])
+
+
+def _progress(files: FileReader, rows: MetricTable) -> tuple[RunState, int, int | None]:
     """Return state, first step that is not trained on, and number of steps."""
-    recorded = rows[-1]["step"] + 1 if rows else 0
+    recorded = rows.steps[-1] + 1 if rows else 0
+    is_going_on = is_in_use(files.directory)
     try:
-        status = read_status(directory)
+        status = read_status(files.directory)
     except UserError as error:
-        notes.append(str(error))
+        files.damaged(str(error))
         status = None
     if status is None:
-        return "running" if is_in_use(directory) else "unknown", recorded, None
+        return "running" if is_going_on else "unknown", recorded, None
     state: RunState = status.state
-    if state == "running" and not is_in_use(directory):
+    if state == "running" and not is_going_on:
         state = "failed"
     return state, max(recorded, status.next_step), status.steps
 
@@ -194,28 +221,35 @@ def is_in_use(directory: Path) -> bool:
     path = directory / LOCK
     if not path.is_file():
         return False
-    with path.open() as file:
-        try:
+    try:
+        with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:
+        # of a lock that cannot be read nothing is known
+        return False
     return False
 
 
-def _failures(directory: Path) -> list[str]:
+def _failures(files: FileReader) -> list[str]:
     """Return why ranks ended, the same reason once; that others ended them only where there is nothing else."""
     causes: dict[str, str] = {}
     consequences: dict[str, str] = {}
-    for path in sorted((directory / FAILURE).glob("rank-*.json")):
-        try:
-            record = json.loads(path.read_text())
-            reason, place = str(record["reason"]), str(record.get("at") or "")
-        except (ValueError, KeyError, TypeError, OSError):
+    for path in sorted((files.directory / FAILURE).glob("rank-*.json")):
+        record = files.value(f"{FAILURE}/{path.name}", _read_failure, None)
+        if record is None:
             continue
+        reason, place = record["reason"], record.get("at") or ""
         named = reason if reason.startswith("rank ") else f"rank {record.get('rank')}: {reason}"
         found = consequences if reason in (ENDED, TERMINATED) else causes
         found.setdefault(reason, named if not place or place in reason else f"{named} (at {place})")
-    return [*(causes or consequences).values()][:MOST_FAILURES]
+    return [shortened(each, MOST_OF_FAILURE) for each in [*(causes or consequences).values()][:MOST_FAILURES]]
+
+
+def _read_failure(path: Path) -> Row | None:
+    record: Row = FAILURE_RECORD.validate_python(read_json(path.read_bytes()))
+    return record
 
 
 @dataclass(frozen=True)
@@ -225,17 +259,19 @@ class RecordedSteps:
     name:    the directory, as the command line has it
     title:   the first line of its plan: algorithm, strategy, devices
     spec:    its resolved settings
-    rows:    step → its metrics
+    rows:    its metrics
     spans:   of its last steps, on all ranks
     kinds:   name of an operator → its kind
+    damage:  sentences on damaged files
     """
 
     name: str
     title: str
     spec: Spec
-    rows: Mapping[int, Mapping[str, Any]]
+    rows: MetricTable
     spans: tuple[Span, ...]
     kinds: Mapping[str, OperatorKind]
+    damage: tuple[str, ...] = ()
 
 
 def read_steps(directory: Path) -> RecordedSteps:
@@ -245,13 +281,14 @@ def read_steps(directory: Path) -> RecordedSteps:
         raise UserError(f"run {directory}: its {CONFIG} is missing or cannot be read ({'; '.join(contents.notes)})")
     if not contents.rows:
         raise UserError(f"run {directory}: no step in its {METRICS}; wait for the first one, or run it again")
-    spec, path, graph = contents.spec, directory / PLAN, make_graph(contents.spec)
-    lines = path.read_text().splitlines() if path.is_file() else []
+    spec, graph = contents.spec, make_graph(contents.spec)
+    lines = FileReader(directory).value(PLAN, _text, "").splitlines()
     return RecordedSteps(
         name=str(directory),
-        title=lines[0] if lines else f"{spec.name}: {spec.algorithm.name}",
+        title=one_line(lines[0]) if lines else f"{spec.name}: {spec.algorithm.name}",
         spec=spec,
-        rows={row["step"]: row for row in contents.rows},
+        rows=contents.rows,
         spans=contents.spans,
         kinds={operator.name: operator.kind for operator in (*graph.operators, *graph.evaluation)},
+        damage=contents.damage,
     )

@@ -8,7 +8,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun, RunRecord
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.run_contents import read_contents
+from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.runs.free_space import planned_disk
 from flexrlhf.runs.run_directory import read_status
 
@@ -21,7 +21,16 @@ def read_record(directory: Path, plan: Plan | None = None) -> RunRecord:
     contents = read_contents(directory)
     if contents.spec is None:
         raise UserError(f"run {directory}: {contents.notes[0]}")
-    return RunRecord(directory, plan or make_plan(contents.spec), contents.rows, contents.samples, contents.spans)
+    rows = [*contents.rows.rows(_needed(contents))]
+    return RunRecord(directory, plan or make_plan(contents.spec), rows, contents.samples, contents.spans)
+
+
+def _needed(contents: RunContents) -> list[int]:
+    """Return the places of the first row, which tells the time of the start, and of those that have spans."""
+    table, first = contents.rows, min((span.step for span in contents.spans), default=0)
+    timed = {*table.series("seconds").steps}
+    places = dict.fromkeys([*range(min(1, len(table))), *range(table.place(first), len(table))])
+    return [place for place in places if table.steps[place] in timed]
 
 
 def restart_seconds(run: MeasuredRun) -> float:

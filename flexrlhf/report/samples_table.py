@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.report.run_contents import Row, RunContents
+from flexrlhf.report.file_reader import Row
+from flexrlhf.report.run_contents import RunContents
 
 MOST_STEPS, MOST_PROMPTS, MOST_ROWS = 12, 12, 8
 """Steps, prompts of evaluations, and samples of a training step that are shown."""
+MOST_CHARACTERS = 100_000
+"""Characters of a text that are shown."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,23 @@ class SampleGroup:
 
 def sample_groups(contents: RunContents) -> list[SampleGroup]:
     """Return the evaluation samples by prompt, over steps, then the training samples by step."""
-    evaluations = [row for row in contents.samples if row.get("rows") == "evaluation"]
-    training = [row for row in contents.samples if row.get("rows") != "evaluation"]
-    return [*_by_prompt(evaluations), *_by_step(training, is_first=not evaluations)]
+    steps: dict[bool, set[int]] = {True: set(), False: set()}
+    for row in contents.samples:
+        steps[_is_evaluation(row)].add(row["step"])
+    shown = {kind: spread(sorted(found), MOST_STEPS) for kind, found in steps.items()}
+    rows = [row for row in contents.samples if row["step"] in shown[_is_evaluation(row)]]
+    evaluations, training = ([row for row in rows if _is_evaluation(row) == kind] for kind in (True, False))
+    return [*_by_prompt(evaluations), *_by_step(training, shown[False], is_first=not evaluations)]
+
+
+def _is_evaluation(row: Row) -> bool:
+    return row.get("rows") == "evaluation"
 
 
 def _by_prompt(rows: Sequence[Row]) -> list[SampleGroup]:
-    steps = set(spread(sorted({row["step"] for row in rows}), MOST_STEPS))
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in rows:
-        if row["step"] in steps:
-            groups[row.get("row", 0), str(row.get("prompt", ""))].append(row)
+        groups[row.get("row", 0), row.get("prompt", "")].append(row)
     shown = list(groups.items())[:MOST_PROMPTS]
     return [
         SampleGroup(prompt, tuple(map(_line, members)), index < 2, True)
@@ -68,8 +77,7 @@ def _by_prompt(rows: Sequence[Row]) -> list[SampleGroup]:
     ]
 
 
-def _by_step(rows: Sequence[Row], is_first: bool) -> list[SampleGroup]:
-    steps = spread(sorted({row["step"] for row in rows}), MOST_STEPS)
+def _by_step(rows: Sequence[Row], steps: Sequence[int], is_first: bool) -> list[SampleGroup]:
     groups = []
     for step in steps:
         members = [row for row in rows if row["step"] == step][:MOST_ROWS]
@@ -86,16 +94,22 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 
 
 def _line(row: Row) -> SampleLine:
-    score = [f"{row['score']:.4g}"] if isinstance(row.get("score"), int | float) else []
-    score += [f"cost {row['cost']:.4g}"] if isinstance(row.get("cost"), int | float) else []
-    prompt, response = (str(row.get(name, "")) for name in ("prompt", "response"))
+    score = [f"{row['score']:.4g}"] if row.get("score") is not None else []
+    score += [f"cost {row['cost']:.4g}"] if row.get("cost") is not None else []
+    prompt, response = (_cut(row.get(name, "")) for name in ("prompt", "response"))
     turns = tuple(_turn(turn) for turn in row.get("turns", ()))
     return SampleLine(row["step"], prompt, response, ", ".join(score), _length(row), turns)
 
 
 def _turn(turn: Row) -> tuple[str, str, str]:
     reward = turn.get("reward")
-    return str(turn.get("role")), str(turn.get("text", "")), f"{reward:+.4g}" if reward else ""
+    return str(turn.get("role")), _cut(turn.get("text", "")), f"{reward:+.4g}" if reward else ""
+
+
+def _cut(text: str) -> str:
+    """Return a text, without the end of a very long one."""
+    left = len(text) - MOST_CHARACTERS
+    return text if left <= 0 else f"{text[:MOST_CHARACTERS]} ... ({left:,} further characters)"
 
 
 def _length(row: Row) -> str:

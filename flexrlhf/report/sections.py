@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -16,9 +18,10 @@ from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.schedule_text import schedule_rows
 from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_bytes
-from flexrlhf.report.curves import further_curves, main_curves
+from flexrlhf.report.curves import further_curves, left_out, main_curves
 from flexrlhf.report.look import run_colour
 from flexrlhf.report.memory_picture import counted_tensors, measured_peaks, memory_pictures
+from flexrlhf.report.metric_table import MetricTable, Series
 from flexrlhf.report.page import Card, Page, RunPart, Section, Table
 from flexrlhf.report.placement_picture import placement_picture
 from flexrlhf.report.reported_run import PLANNED_STEPS, Prediction, ReportedRun
@@ -30,7 +33,7 @@ from flexrlhf.report.timeline_picture import (
     shares_picture,
     timeline_picture,
 )
-from flexrlhf.text import bytes_text, counted, ranks_text, span_of
+from flexrlhf.text import bytes_text, counted, ranks_text, shortened, span_of
 
 CURVES = "A point a step, numbered as in metrics.jsonl, from 0. Under each figure: what the metric is, and its unit."
 TIMELINE = (
@@ -39,6 +42,8 @@ TIMELINE = (
 )
 PREDICTED = " Predicted: by {source}, with {lengths}; a step {seconds}."
 MOST_MEMORY_ROWS = 32
+MOST_REPLANS, MOST_CHARACTERS = 20, 500
+"""Decisions for another placement, and characters of a list of steps."""
 ABSENT = "-"
 """Value of a setting in a run whose config has no such key."""
 ROUNDING = 1e-5
@@ -48,7 +53,9 @@ ROUNDING = 1e-5
 def run_page(runs: Sequence[ReportedRun], now: str) -> Page:
     """Return the page of runs."""
     contents = [run.contents for run in runs]
-    curves = Section("curves", "Curves", CURVES, tuple(main_curves(contents)), tuple(further_curves(contents)))
+    notes = tuple(filter(None, [left_out(contents)]))
+    main, further = tuple(main_curves(contents)), tuple(further_curves(contents))
+    curves = Section("curves", "Curves", CURVES, main, further, notes=notes)
     cards = tuple(_card(run, number) for number, run in enumerate(runs))
     title = ", ".join(run.name for run in runs)
     lasting = [each.name for each in contents if each.state == "running"]
@@ -116,8 +123,17 @@ def _timeline(run: ReportedRun, key: str) -> RunPart:
     initial = PLANNED_STEPS if run.measured is not None else 1
     picture = timeline_picture(parts, run.lanes, run.styles, key, initial, caption)
     shares = shares_picture(parts, run.lanes, run.styles, f"{key}-shares")
-    restarts = restarts_text(run.contents.rows)
+    restarts = shortened(_restarts(run.contents.rows), MOST_CHARACTERS)
     return RunPart(run.name, pictures=(picture, shares), notes=(restarts,) if restarts else ())
+
+
+def _restarts(rows: MetricTable) -> str:
+    """Return the restarts of a run in words; empty if it has none."""
+    series = rows.series("rollout_restarts")
+    pairs = zip(series.steps, series.values, strict=True)
+    return restarts_text(
+        [{"step": step, "rollout_restarts": value} for step, value in pairs if math.isfinite(value) and value]
+    )
 
 
 def _unpredicted(runs: Sequence[ReportedRun]) -> Iterator[str]:
@@ -257,33 +273,41 @@ def _facts(run: ReportedRun, is_planned: bool) -> list[tuple[str, str]]:
         facts += [("strategy", plan.strategy), ("devices", devices), ("rows a step", str(plan.batch.num_taken))]
     if contents.steps is not None and is_planned:
         facts.append(("steps", str(contents.steps)))
-    seconds = [row["seconds"] for row in contents.rows if isinstance(row.get("seconds"), int | float)]
+    seconds = [value for value in contents.rows.series("seconds").values if math.isfinite(value)]
     if seconds:
         mean = sum(seconds) / len(seconds)
         facts += [("seconds a step", f"{mean:.3g}"), ("total", seconds_text(sum(seconds)))]
-    facts += [("re-planned", replan_text(each, contents.rows)) for each in contents.replans if each["switches"]]
+    facts += [
+        ("re-planned", replan_text(each, contents.rows))
+        for each in contents.replans[-MOST_REPLANS:]
+        if each["switches"]
+    ]
     if isinstance(run.prediction, Prediction):
         simulation = run.prediction.simulation
         facts.append(("predicted step", seconds_text(simulation.seconds)))
         facts.append(("predicted waiting", f"{100 * max(simulation.bubble, 0.0):.0f} %"))
     for metric in ("reward_mean", "kl", "eval_nll", "preference_loss", "pair_accuracy"):
-        values = [row[metric] for row in contents.rows if isinstance(row.get(metric), int | float)]
+        values = contents.rows.series(metric).values
         if values:
             facts.append(_trend(metric, values))
     return facts
 
 
-def replan_text(decision: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def replan_text(decision: Mapping[str, Any], rows: MetricTable) -> str:
     """Return a decision to go on under another placement, with the time and the length of steps before and after."""
-    after = [row for row in rows if row["step"] > decision["step"]]
-    lengths = [row["response_length"] for row in after if "response_length" in row]
-    measured = f", measured {seconds_text(median(row['seconds'] for row in after))}" if after else ""
+    seconds, lengths = (_after(rows.series(name), decision["step"]) for name in ("seconds", "response_length"))
+    measured = f", measured {seconds_text(median(seconds))}" if seconds else ""
     measured += f" with {sum(lengths) / len(lengths):.3g} tokens" if lengths else ""
     return (
         f"after step {decision['step']}: {decision['before']} → {decision['after']}; "
         f"{seconds_text(decision['seconds'])} a step before with responses of {decision['response_length']:.3g} "
         f"tokens, {seconds_text(decision['predicted_after'])} predicted{measured} after"
     )
+
+
+def _after(series: Series, step: int) -> Sequence[float]:
+    """Return the finite values of the steps after ``step``."""
+    return [value for value in series.values[bisect_right(series.steps, step) :] if math.isfinite(value)]
 
 
 def _trend(metric: str, values: Sequence[float]) -> tuple[str, str]:

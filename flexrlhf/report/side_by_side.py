@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from flexrlhf.config.number_settings import SettingDifference, differing_settings, nested_differences
-from flexrlhf.errors import shown
+from flexrlhf.errors import one_line, shown
 from flexrlhf.metrics import METRICS, TIMES
 from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.report.metric_table import MetricTable, Series
 from flexrlhf.report.run_contents import RecordedSteps
 from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
 from flexrlhf.strategies.instructions import TITLES, Work, without_turn, work_of
@@ -27,7 +28,8 @@ SAME = 1e-4
 """Largest difference over the scale of a metric that is called the same: of float32 sums in another order."""
 LEAST_SCALE = 1e-2
 """Scale of metrics that are rounding alone, such as the KL of a policy from itself."""
-Rows = Mapping[int, Mapping[str, Any]]
+MOST_LISTED = 100
+"""Metrics that are listed without ``--all``, the main ones aside."""
 
 
 @dataclass(frozen=True)
@@ -69,41 +71,49 @@ class MetricDifference:
         return self.of_scale <= SAME
 
 
-def common_steps(runs: Sequence[Rows]) -> list[int]:
-    """Return the steps that all runs have."""
-    return sorted(set.intersection(*(set(rows) for rows in runs)))
-
-
-def metric_differences(first: Rows, second: Rows) -> list[MetricDifference]:
+def metric_differences(first: MetricTable, second: MetricTable) -> list[MetricDifference]:
     """Return the differences of all metrics that both runs have, times aside, in the order of their definitions."""
-    steps = common_steps([first, second])
     defined = [metric.name for metric in METRICS]
-    written = sorted({name for rows in (first, second) for row in rows.values() for name in row} - set(defined))
-    names = [name for name in (*defined, *written) if name not in (*TIMES, "step")]
-    found = [_difference(name, first, second, steps) for name in names]
+    written = sorted({*first.names, *second.names} - set(defined))
+    names = [name for name in (*defined, *written) if name not in TIMES]
+    found = [_difference(name, *_in_common(first.series(name), second.series(name))) for name in names]
     return [each for each in found if each is not None]
 
 
-def _difference(name: str, first: Rows, second: Rows, steps: Sequence[int]) -> MetricDifference | None:
-    both = [step for step in steps if _is_number(first[step].get(name)) and _is_number(second[step].get(name))]
-    if not both:
+def _in_common(first: Series, second: Series) -> tuple[Series, Series]:
+    """Return two series in the steps that both have."""
+    if first.steps == second.steps:
+        return first, second
+    steps = common_steps(first.steps, second.steps)
+    known = (dict(zip(each.steps, each.values, strict=True)) for each in (first, second))
+    one, other = (Series(steps, [values[step] for step in steps]) for values in known)
+    return one, other
+
+
+def common_steps(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Return the steps of both runs, each of whose steps ascend."""
+    known = {*second}
+    return [step for step in first if step in known]
+
+
+def _difference(name: str, first: Series, second: Series) -> MetricDifference | None:
+    if not first:
         return None
-    sizes = {step: _distance(first[step][name], second[step][name]) for step in both}
-    worst = max(both, key=lambda step: sizes[step])
-    known = [abs(rows[step][name]) for rows in (first, second) for step in both if math.isfinite(rows[step][name])]
+    ones, others = first.values, second.values
+    sizes = (_distance(one, other) for one, other in zip(ones, others, strict=True))
+    # of equal sizes the first one
+    largest, behind = max((size, -place) for place, size in enumerate(sizes))
+    worst = -behind
+    known = (abs(value) for values in (ones, others) for value in values if math.isfinite(value))
     return MetricDifference(
         name,
-        first[both[-1]][name],
-        second[both[-1]][name],
-        sizes[worst],
-        worst,
-        (first[worst][name], second[worst][name]),
-        max([LEAST_SCALE, *known]),
+        ones[-1],
+        others[-1],
+        largest,
+        first.steps[worst],
+        (ones[worst], others[worst]),
+        max(LEAST_SCALE, max(known, default=0.0)),
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _distance(one: float, other: float) -> float:
@@ -117,6 +127,7 @@ def _distance(one: float, other: float) -> float:
 MOST_RANKS = 8
 """Ranks whose waiting is listed one by one."""
 HIDDEN = f"that differ by less than {SAME:g} of their size (--all lists them)"
+NOT_LISTED = "that differ by less than these of their size (--all lists them)"
 LEAST_SECONDS = 5e-4
 """Work that takes less in every run is not listed."""
 MAIN = frozenset(metric.name for metric in METRICS if metric.progress)
@@ -135,7 +146,8 @@ def format_runs(runs: Sequence[RecordedSteps], shows_all: bool = False) -> str:
     first = runs[0]
     for letter, run in _lettered(runs)[1:]:
         lines += ["", *_numbers(first, run, letter, shows_all)]
-    return "\n".join([*lines, "", *_times(runs)])
+    damage = [line for run in runs for line in run.damage]
+    return "\n".join([*lines, "", *_times(runs), *map(one_line, damage)])
 
 
 def _lettered(runs: Sequence[RecordedSteps]) -> list[tuple[str, RecordedSteps]]:
@@ -143,19 +155,23 @@ def _lettered(runs: Sequence[RecordedSteps]) -> list[tuple[str, RecordedSteps]]:
 
 
 def _numbers(first: RecordedSteps, other: RecordedSteps, letter: str, shows_all: bool) -> list[str]:
-    steps = common_steps([first.rows, other.rows])
+    steps = common_steps(first.rows.steps, other.rows.steps)
     if not steps:
         return [f"A and {letter} have no step in common"]
     found = metric_differences(first.rows, other.rows)
     settings = differing_settings(first.spec, other.spec)
-    shown = [each for each in found if shows_all or each.name in MAIN or not each.is_same]
+    listed = [each for each in found if each.name not in MAIN and (shows_all or not each.is_same)]
+    if not shows_all:
+        listed = sorted(listed, key=lambda each: -each.of_scale)[:MOST_LISTED]
+    chosen = {each.name for each in listed}
+    shown = [each for each in found if each.name in MAIN or each.name in chosen]
     rows = [["metric", "A", letter, "largest difference", "relative", "step"], *map(_row, shown)]
     rest = len(found) - len(shown)
     return [
         f"numbers of A and {letter} over {counted(len(steps), 'step')}: {_verdict(found)}",
         *(line for each in settings for line in setting_lines(each)),
         *(f"  {line}" for line in table(rows, "<>>>>>")),
-        *([f"  and {counted(rest, 'metric')} {HIDDEN}"] if rest else []),
+        *([f"  and {counted(rest, 'metric')} {HIDDEN if len(listed) < MOST_LISTED else NOT_LISTED}"] if rest else []),
     ]
 
 
@@ -177,7 +193,7 @@ def _both(first: float, second: float) -> str:
 
 def _row(each: MetricDifference) -> list[str]:
     values = [f"{each.first:.6g}", f"{each.second:.6g}", f"{each.largest:.2g}", _relative(each.relative)]
-    return [each.name, *values, str(each.step)]
+    return [shortened(one_line(each.name), MOST_CHARACTERS), *values, str(each.step)]
 
 
 def _relative(difference: float) -> str:

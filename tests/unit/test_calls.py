@@ -16,8 +16,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.session import Session
 from flexrlhf.plan.plan import Plan
+from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.reported_run import plan_of_run
-from flexrlhf.report.run_contents import RunContents
+from flexrlhf.report.run_contents import METRICS, read_contents
 from flexrlhf.strategies.calls import CALLS, CalledStep, OperatorCall, called_schedule
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 
@@ -98,18 +99,19 @@ def test_the_report_of_a_session_has_the_last_step_as_it_was_called(tmp_path: Pa
         before.add(call)
     calls = [earlier[0], OperatorCall("values", first, parts=((0, 1, 2, 3),))]
     step, steps = begin(plan, before), (earlier, calls)
-    contents = RunContents(tmp_path, spec=plan.spec, rows=({"step": 0}, {"step": 1}))
     with (tmp_path / CALLS).open("w") as file:
         for number, of_step in enumerate(steps):
             messages = [{"do": "call", **call.message} for call in of_step]
             file.write(json.dumps({"step": number, "calls": messages}) + "\n")
+    (tmp_path / METRICS).write_text('{"step": 0}\n{"step": 1}\n')
+    contents = replace(read_contents(tmp_path), spec=plan.spec)
     called, notes = plan_of_run(contents)
     assert called is not None and not notes
     listed = [each for each in called.schedule.instructions if isinstance(each, Run | Move)]
     labels = [each.label for call in calls for each in step.add(call)]
     assert [each.label for each in listed] == labels and listed[-1].chunk == 0
     # steps behind the last one of a session are the plan's
-    later, _ = plan_of_run(replace(contents, rows=({"step": 2},)))
+    later, _ = plan_of_run(replace(contents, rows=MetricTable([{"step": 2}])))
     assert later is not None and later.schedule == plan.schedule
 
 

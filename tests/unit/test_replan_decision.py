@@ -27,6 +27,7 @@ from flexrlhf.guideline.simulation.measured_run import RunRecord, measured_run
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.start import saving_on_signals
 from flexrlhf.plan.plan import Plan
+from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.sections import replan_text
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 
@@ -155,10 +156,10 @@ def test_the_report_says_how_long_steps_took_before_and_after() -> None:
     rows = [{"step": step, "seconds": seconds} for step, seconds in enumerate((9.0, 2.0, 2.0, 2.0, 5.0, 1.2, 1.2))]
     places = "after step 3: all on rank 0 → all on ranks 0-1; "
     before = f"{places}2 s a step before with responses of 50 tokens, 1.1 s predicted"
-    assert replan_text(decision, rows) == f"{before}, measured 1.2 s after"
-    assert replan_text(decision, rows[:4]) == f"{before} after"
+    assert replan_text(decision, MetricTable(rows)) == f"{before}, measured 1.2 s after"
+    assert replan_text(decision, MetricTable(rows[:4])) == f"{before} after"
     longer = [row | {"response_length": 60.0} for row in rows]
-    assert replan_text(decision, longer) == f"{before}, measured 1.2 s with 60 tokens after"
+    assert replan_text(decision, MetricTable(longer)) == f"{before}, measured 1.2 s with 60 tokens after"
 
 
 @pytest.mark.parametrize(

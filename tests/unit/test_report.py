@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.user_paths import write_output
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_timeline
@@ -20,9 +21,10 @@ from flexrlhf.metrics import METRICS
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.bytes_picture import between_nodes, edge_bytes
 from flexrlhf.report.command import write_plan_page, write_report
-from flexrlhf.report.curves import MOST_POINTS, curves_of, further_curves, main_curves
+from flexrlhf.report.curves import MOST_OWN, MOST_POINTS, curves_of, further_curves, left_out, main_curves
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.memory_picture import memory_pictures, peak_parts
+from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.placement_picture import columns_of, placement_picture
 from flexrlhf.report.reported_run import Prediction, plan_of_run, predict_run
 from flexrlhf.report.rows_picture import rows_picture, staleness_picture
@@ -38,6 +40,10 @@ from flexrlhf.timeline import Span
 
 HALVES = [0.5] * 6
 NODES = "cluster={nodes: [{devices: 2, class: A100-80G}]}"
+CALL = (
+    '{"step": 5, "calls": [{"operator": "generate", "mini_batches": [0, 1000000000000], "loss": "", "part": "", '
+    '"parts": []}]}'
+)
 SCRIPT = "<script>alert(1)</script>"
 
 
@@ -93,7 +99,7 @@ def test_a_curve_has_a_point_for_each_step_numbered_as_in_its_file(tmp_path: Pat
 def test_every_metric_is_in_one_figure() -> None:
     names = [metric.name for metric in METRICS]
     row = {"step": 0, "seconds": 1.0, **dict.fromkeys(names, 1.0), "own": 2.0, "words": "no number"}
-    run = RunContents(Path("run"), rows=(row,))
+    run = RunContents(Path("run"), rows=MetricTable([row]))
     shown = [name for each in (*main_curves([run]), *further_curves([run])) for name in each.title.split(", ")]
     picture = rows_picture(run, "rows")
     assert picture is not None
@@ -111,7 +117,7 @@ def test_outcomes_of_rows_are_stacked_and_add_up(tmp_path: Path) -> None:
         {"step": 0, "rows_trained": 6.0, "rows_alike": 2.0, "rows_in_flight": 8.0},
         {"step": 1, "rows_trained": 7.0, "rows_rejected": 1.0, "rows_in_flight": 0.0},
     )
-    picture = rows_picture(RunContents(Path("run"), rows=rows), "rows")
+    picture = rows_picture(RunContents(Path("run"), rows=MetricTable(rows)), "rows")
     assert picture is not None and picture.caption.endswith(
         "The run: 16 taken = 13 trained + 2 filtered (2 alike) + 1 not counted (1 rejected)."
     )
@@ -125,17 +131,19 @@ def test_outcomes_of_rows_are_stacked_and_add_up(tmp_path: Path) -> None:
 
 def test_staleness_is_a_histogram_over_steps() -> None:
     """A share that a step lacks is 0; a run without stale tokens has no figure."""
-    assert staleness_picture(RunContents(Path("fresh"), rows=({"step": 0, "kl": 1.0},)), "staleness") is None
+    assert (
+        staleness_picture(RunContents(Path("fresh"), rows=MetricTable([{"step": 0, "kl": 1.0}])), "staleness") is None
+    )
     rows = ({"step": 0, "staleness_0": 1.0}, {"step": 1, "staleness_1": 0.25, "staleness_16": 0.75})
-    picture = staleness_picture(RunContents(Path("stale"), rows=rows), "staleness")
+    picture = staleness_picture(RunContents(Path("stale"), rows=MetricTable(rows)), "staleness")
     assert picture is not None
     found = {trace.name: (list(trace.x), list(trace.y)) for trace in picture.figure.data}
     assert found == {"0": ([0, 1], [1.0, 0.0]), "1": ([0, 1], [0.0, 0.25]), "16 or more": ([0, 1], [0.0, 0.75])}
 
 
 def test_all_runs_are_in_a_figure_also_where_one_lacks_the_metric() -> None:
-    one = RunContents(Path("one"), rows=({"step": 0, "kl": 1.0}, {"step": 1, "kl": float("nan")}))
-    two = RunContents(Path("two"), rows=({"step": 0, "kl": 2.0, "nll": 1.0},))
+    one = RunContents(Path("one"), rows=MetricTable([{"step": 0, "kl": 1.0}, {"step": 1, "kl": float("nan")}]))
+    two = RunContents(Path("two"), rows=MetricTable([{"step": 0, "kl": 2.0, "nll": 1.0}]))
     kl, nll = main_curves([one, two])
     assert [(trace.name, trace.x, trace.y) for trace in kl.figure.data] == [
         ("one", (0,), (1.0,)),
@@ -146,9 +154,41 @@ def test_all_runs_are_in_a_figure_also_where_one_lacks_the_metric() -> None:
 
 def test_long_curves_are_thinned_and_keep_their_last_point() -> None:
     rows = tuple({"step": step, "kl": float(step)} for step in range(5 * MOST_POINTS + 3))
-    (curve,) = curves_of([RunContents(Path("long"), rows=rows)], "kl")
+    (curve,) = curves_of([RunContents(Path("long"), rows=MetricTable(rows))], "kl")
     assert len(curve.steps) <= MOST_POINTS + 1
     assert (curve.steps[0], curve.steps[-1]) == (0, len(rows) - 1)
+
+
+def test_a_thinned_curve_has_the_lowest_and_the_highest_points() -> None:
+    values = [0.0] * 9 * MOST_POINTS
+    values[4321], values[12345] = 7.5, -3.25
+    rows = [{"step": step, "kl": value} for step, value in enumerate(values)]
+    (curve,) = curves_of([RunContents(Path("long"), rows=MetricTable(rows))], "kl")
+    points = dict(zip(curve.steps, curve.values, strict=True))
+    assert (points[4321], points[12345]) == (7.5, -3.25)
+    assert all(values[step] == value for step, value in points.items())
+
+
+def test_of_very_many_metrics_some_have_figures_and_the_others_are_named() -> None:
+    row = {"step": 0, "kl": 1.0, **{f"own/{number}": 1.0 for number in range(MOST_OWN + 60)}}
+    run = RunContents(Path("run"), rows=MetricTable([row]))
+    assert [each.title for each in further_curves([run])] == [f"own/{number}" for number in range(MOST_OWN)]
+    sentence = left_out([run])
+    assert sentence.startswith(f"60 further metrics without a figure, in metrics.jsonl alone: own/{MOST_OWN}, ")
+    assert sentence.endswith(" and 10 more")
+
+
+def test_metrics_are_by_step_and_of_a_repeated_step_the_last_ones() -> None:
+    rows = [
+        {"step": 3, "kl": 3.0},
+        {"step": 1, "kl": 1.0, "nll": 2.0},
+        {"step": 3, "kl": 4.0},
+        {"step": 2, "kl": "text"},
+    ]
+    table = MetricTable(rows)
+    assert [*table.steps] == [1, 2, 3]
+    assert [*table.rows(range(3))] == [{"step": 1, "kl": 1.0, "nll": 2.0}, {"step": 2}, {"step": 3, "kl": 4.0}]
+    assert (table.last("kl"), table.last("nll"), len(table.series("none"))) == (4.0, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -400,6 +440,46 @@ def test_damaged_files_cost_what_is_in_them_alone(tmp_path: Path) -> None:
         "there is no timeline: neither timeline.j",
         f"{directory / 'status.json'}: damaged"[:40],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("samples.jsonl", '{"step": 5, "prompt": "a \\ud800 b", "response": "c"}', ""),
+        ("samples.jsonl", '{"step": 5, "turns": [3]}\n{"step": 5, "score": "high"}', "2 damaged lines"),
+        ("replans.jsonl", '{"step": 1}', "1 damaged line"),
+        ("calls.jsonl", "[]", "1 damaged line"),
+        ("calls.jsonl", CALL, "the schedule is as planned, not as called: "),
+        ("timeline.json", "[" * 100_000, "timeline.json cannot be read (ValueError: nested too deeply)"),
+        (
+            "timeline.json",
+            '{"traceEvents": [{"ph": "X"}], "otherData": {}}',
+            "timeline.json cannot be read (KeyError: ",
+        ),
+        ("metrics.jsonl", '{"step": 1e3}\n{"step": true}\n{"step": 9, "kl": 1' + "0" * 400 + "}", "2 damaged lines"),
+    ],
+)
+def test_rows_of_another_form_are_left_out(name: str, content: str, sentence: str, tmp_path: Path) -> None:
+    directory = leave_run(tmp_path / "a", fast_plan())
+    (directory / name).write_text(content + "\n")
+    page = write_report([directory], tmp_path / "report.html", None)
+    assert page.path.read_text().rstrip().endswith("</html>")
+    assert [note for note in page.notes if sentence in note] or not sentence
+    assert ("a \ufffd b" in page.path.read_text()) == ("ud800" in content)
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    write_output(path, "--output", "before")
+
+    def fail(self: Path, content: bytes) -> int:
+        self.open("wb").write(content[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_output(path, "--output", "after")
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_moved_run_whose_models_are_gone_keeps_all_but_memory_and_prediction(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.report.side_by_side import mean_times, metric_differences, setting_lines
+from flexrlhf.report.metric_table import MetricTable
+from flexrlhf.report.side_by_side import MOST_LISTED, MetricDifference, mean_times, metric_differences, setting_lines
 from flexrlhf.timeline import Span, write_trace
 
 KINDS: Any = {"generate": "generate", "scores": "forward", "train_actor": "train"}
@@ -31,8 +32,12 @@ SPANS = [
 ]
 
 
-def rows_of(*values: dict[str, float]) -> dict[int, dict[str, Any]]:
-    return {step: {"step": step, "seconds": 1.0, **row} for step, row in enumerate(values)}
+def rows_of(*values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"step": step, "seconds": 1.0, **row} for step, row in enumerate(values)]
+
+
+def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[MetricDifference]:
+    return metric_differences(MetricTable(first), MetricTable(second))
 
 
 def write_run(
@@ -42,7 +47,7 @@ def write_run(
     directory.mkdir()
     (directory / "config.yaml").write_text(dump_spec(plan.spec))
     (directory / "plan.txt").write_text("run: ppo, co-located on 2 devices, 9 steps\nthe rest\n")
-    lines = [json.dumps(row) for row in rows_of(*rows).values()]
+    lines = [json.dumps(row) for row in rows_of(*rows)]
     (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     if spans:
         write_trace(directory / "timeline.json", spans, {})
@@ -64,15 +69,15 @@ def refused(*arguments: object) -> str:
 def test_the_largest_difference_is_of_the_steps_that_both_have() -> None:
     first = rows_of({"reward_mean": 2.0}, {"reward_mean": -4.0}, {"reward_mean": 9.0})
     second = rows_of({"reward_mean": 2.5}, {"reward_mean": -5.0})
-    (found,) = metric_differences(first, second)
+    (found,) = differences(first, second)
     assert (found.first, found.second, found.largest, found.step, found.scale) == (-4.0, -5.0, 1.0, 1, 5.0)
     assert (found.values, found.relative, found.is_same) == ((-4.0, -5.0), 0.2, False)
 
 
 def test_a_share_that_is_small_in_one_run_differs_by_less_than_its_value() -> None:
-    (found,) = metric_differences(rows_of({"value_clipped": 0.01}), rows_of({"value_clipped": 0.31}))
+    (found,) = differences(rows_of({"value_clipped": 0.01}), rows_of({"value_clipped": 0.31}))
     assert found.relative == pytest.approx(0.3 / 0.31) and found.of_scale == found.relative
-    (found,) = metric_differences(rows_of({"value_clipped": 0.0}), rows_of({"value_clipped": 0.0}))
+    (found,) = differences(rows_of({"value_clipped": 0.0}), rows_of({"value_clipped": 0.0}))
     assert (found.relative, found.is_same) == (0.0, True)
 
 
@@ -80,25 +85,25 @@ def test_a_share_that_is_small_in_one_run_differs_by_less_than_its_value() -> No
     ("one", "other", "largest"), [(math.nan, math.nan, 0.0), (math.inf, math.inf, 0.0), (math.nan, 1.0, math.inf)]
 )
 def test_no_number_is_the_same_as_itself_alone(one: float, other: float, largest: float) -> None:
-    (found,) = metric_differences(rows_of({"kl": one}), rows_of({"kl": other}))
+    (found,) = differences(rows_of({"kl": one}), rows_of({"kl": other}))
     assert found.largest == largest
 
 
 def test_differences_of_what_is_rounding_alone_are_small() -> None:
     """The KL divergence of a policy from itself, in the first step."""
-    (found,) = metric_differences(rows_of({"kl": -3e-7}), rows_of({"kl": 2e-7}))
+    (found,) = differences(rows_of({"kl": -3e-7}), rows_of({"kl": 2e-7}))
     assert found.largest == pytest.approx(5e-7) and found.of_scale == pytest.approx(5e-5) and found.is_same
 
 
 def test_times_are_no_results_and_own_metrics_are() -> None:
     first = rows_of({"seconds": 1.0, "time_wait": 0.1, "tokens_per_second": 9.0, "train_actor/own": 1.0})
     second = rows_of({"seconds": 2.0, "time_wait": 0.2, "tokens_per_second": 8.0, "train_actor/own": 1.0})
-    assert [each.name for each in metric_differences(first, second)] == ["train_actor/own"]
+    assert [each.name for each in differences(first, second)] == ["train_actor/own"]
 
 
 def test_texts_and_what_one_run_lacks_are_left_out() -> None:
-    first, second = rows_of({"kl": 0.0, "rollout_engine": 1}), rows_of({"kl": 0.0, "entropy": 1.0})  # type: ignore[dict-item]
-    assert [each.name for each in metric_differences(first, second)] == ["kl"]
+    first, second = rows_of({"kl": 0.0, "rollout_engine": 1}), rows_of({"kl": 0.0, "entropy": 1.0})
+    assert [each.name for each in differences(first, second)] == ["kl"]
 
 
 def test_seconds_by_kind_of_work_and_what_each_rank_waits() -> None:
@@ -173,6 +178,22 @@ def test_lists_are_compared_by_place(first: object, second: object, lines: list[
     assert len(found) == len(lines)
     for line, expected in zip(found, lines, strict=True):
         assert f"differs: reward{expected}" in line
+
+
+def test_damaged_lines_are_named(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, {"reward_mean": 1.0}) for name in ("one", "two")]
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write('{half\n[1]\n{"step": 1, "kl"')
+    assert compared(*runs).endswith(f"\n2 damaged lines of {runs[1] / 'metrics.jsonl'} are left out\n")
+
+
+def test_of_very_many_differences_the_largest_are_listed(tmp_path: Path) -> None:
+    names = range(MOST_LISTED + 5)
+    one = write_run(tmp_path / "one", {f"own/{number}": 1.0 for number in names})
+    two = write_run(tmp_path / "two", {f"own/{number}": 2.0 + number for number in names})
+    text = compared(one, two)
+    assert "and 5 metrics that differ by less than these of their size" in text
+    assert "own/4 " not in text and "own/5 " in text and "own/4 " in compared(one, two, "--all")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

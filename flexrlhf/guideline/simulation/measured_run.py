@@ -67,7 +67,7 @@ class RunRecord:
     directory: Path
     plan: Plan
     rows: Sequence[Row]
-    samples: Sequence[Row]
+    samples: Iterable[Row]
     spans: Sequence[Span]
 
 
