@@ -19,9 +19,14 @@ _PROGRAMS = (
     (r"trl\.scripts\.(\w+)|(?:.*/)?(\w+)\.py", "TRL", ""),
 )
 _LAUNCHERS = {"accelerate", "torchrun", "torch.distributed.run", "deepspeed", "srun", "mpirun"}
+MOST_BEFORE = 200
+"""Words of a command among which its program is."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NODES = ("--nnodes", "--num_nodes", "--num_machines", "-N", "--nodes")
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--gpus-per-node")
+
+
+_OVERRIDE = re.compile(r"[+~]{0,2}'?([\w@./-]+)=(.*)", re.S)
 
 
 @dataclass(frozen=True)
@@ -32,22 +37,25 @@ class Launch:
     program:    its trainer, such as ``ppo_ray`` of ``openrlhf.cli.train_ppo_ray`` or the whole name of the program.
     arguments:  words behind the program.
     before:     words in front of it, of launchers.
+    script:     file that is started, if it is one.
     """
 
     system: str
     program: str
     arguments: tuple[str, ...]
     before: tuple[str, ...] = ()
+    script: str = ""
 
     @property
     def config(self) -> str | None:
-        """File that ``--config`` names."""
+        """File that ``--config`` names, or that stands alone in the first place."""
         value = flags(self.arguments).get("config")
-        return None if value is None else value.split()[0]
+        first = self.arguments[0] if self.arguments and _is_yaml(self.arguments[0]) else None
+        return first if value is None else value.split()[0]
 
     def devices(self) -> tuple[Setting | None, Setting | None]:
         """Return nodes and devices of one, as far as a launcher names them."""
-        words = (*self.arguments, *self.before) if self.system == "TRL" else self.before
+        words = (*self.arguments, *self.before) if self.system in ("TRL", "config") else self.before
         options = {f"{'-' if len(key) == 1 else '--'}{key}": value for key, value in flags(words).items()}
         found = []
         for names in (_NODES, _PER_NODE):
@@ -61,7 +69,7 @@ class Launch:
         if per_node is None and total is not None and re.fullmatch(r"\d+", str(total)):
             machines = 1 if nodes is None else nodes.value
             per_node = Setting("--num_processes", max(1, int(total) // machines))
-        if per_node is None and self.system == "TRL" and self.before and not _LAUNCHERS & set(self.before):
+        if per_node is None and self.system in ("TRL", "config") and self.before and not _LAUNCHERS & set(self.before):
             per_node = Setting("processes without a launcher", 1)
         return nodes, per_node
 
@@ -82,7 +90,7 @@ def served_devices(commands: Sequence[Sequence[str]]) -> tuple[Setting, Setting]
 def find_launches(commands: Sequence[Sequence[str]], own: str = "") -> Iterator[Launch]:
     """Yield the commands that start a job of a known system. ``own``: a script that is one of TRL."""
     for words in commands:
-        for place, word in enumerate(words):
+        for place, word in enumerate(words[:MOST_BEFORE]):
             is_own = bool(own) and word.rpartition("/")[2] == own
             rest = (tuple(words[place + 1 :]), tuple(words[:place]))
             launch = Launch("TRL", own.removesuffix(".py"), *rest) if is_own else _launch(words, place, word)
@@ -107,8 +115,10 @@ def _launch(words: Sequence[str], place: int, word: str) -> Launch | None:
             is_chat = program == "main" and {"data_path", "actor_model_name_or_path", "zero_stage"} & set(options)
             if is_chat:
                 return Launch("DeepSpeed-Chat", program, arguments, before)
-            if "config" in options and str(options["config"]).endswith((".yaml", ".yml")):
-                return Launch("config", program, arguments, before)
+            script = word if word.endswith(".py") else ""
+            config = str(options["config"]).split()[0] if "config" in options else next(iter(arguments), "")
+            if _is_yaml(config):
+                return Launch("config", program, arguments, before, script)
             if program not in TRL_TRAINERS and "model_name_or_path" not in options:
                 return None
         return Launch(system, program, arguments, before)
@@ -137,9 +147,35 @@ def overrides(words: Sequence[str]) -> dict[str, object]:
     """Return Hydra's overrides by key: ``key=value``, ``+key=value``, ``++key=value``; the last one of a key wins."""
     found: dict[str, object] = {}
     for word in words:
-        setting = re.fullmatch(r"[+~]{0,2}'?([\w@./-]+)=(.*)", word, re.S)
+        setting = _OVERRIDE.fullmatch(word)
         if setting is not None and not word.startswith("-"):
             found[setting[1]] = read_scalar(setting[2].strip().strip("'\""))
+    return found
+
+
+def _is_yaml(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
+
+
+def stray_words(launch: Launch) -> list[Setting]:
+    """Return the arguments that are neither options nor settings, and of Hydra's programs the options, too."""
+    takes_options = launch.system in ("TRL", "OpenRLHF", "DeepSpeed-Chat", "config")
+    found, name = [], ""
+    for word in launch.arguments:
+        is_option = re.fullmatch(r"--?[A-Za-z][\w.-]*(=.*)?", word, re.S) is not None
+        if is_option:
+            name = word.partition("=")[0] if "=" not in word else ""
+            key, _, value = word.partition("=")
+            if not takes_options and key not in ("--config", "--config-name"):
+                found.append(Setting(key, value or "true"))
+        elif takes_options and not name and word != launch.config:
+            found += [Setting("argument", word)] if "=" not in word or launch.system != "config" else []
+        elif not takes_options and _OVERRIDE.fullmatch(word) is None:
+            if name in ("", "--config", "--config-name") or not found:
+                found += [] if name else [Setting("argument", word)]
+            else:
+                found[-1] = Setting(found[-1].key, word)
+            name = ""
     return found
 
 

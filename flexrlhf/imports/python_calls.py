@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from flexrlhf.imports.settings import MARK
 
 MAX_DEPTH = 10
 """Names that stand for one another."""
+MAX_VALUES = 10_000
+"""Expressions that are read; others are marked."""
+LONGEST_EXPRESSION = 60
+"""Characters of an expression that is not known."""
 
 
 class PythonFile:
@@ -24,8 +29,11 @@ class PythonFile:
     def __init__(self, path: Path, text: str) -> None:
         try:
             self._tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError) as error:
+        except (SyntaxError, ValueError) as error:
             raise UserError(f"import {path}: not Python ({error})") from None
+        except (RecursionError, MemoryError):
+            raise UserError(f"import {path}: nested more deeply than Python reads") from None
+        self._text, self._read = text, 0
         self._constants, self._defaults = dict(self._assigned()), dict(self._options())
         self.docstrings = [
             node.value.value
@@ -40,8 +48,8 @@ class PythonFile:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 pairs += [(target.id, node.value) for target in targets if isinstance(target, ast.Name)]
-        names = [name for name, _ in pairs]
-        yield from ((name, value) for name, value in pairs if names.count(name) == 1)
+        number = Counter(name for name, _ in pairs)
+        yield from ((name, value) for name, value in pairs if number[name] == 1)
 
     def calls(self, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the names of called classes and functions that match, with their arguments; the first one by position
@@ -75,7 +83,8 @@ class PythonFile:
     def _value(self, node: ast.expr, depth: int = 0) -> Any:
         """Return the value of an expression of constants, names, options and names of models; a marked text for
         another."""
-        if depth < MAX_DEPTH:
+        self._read += 1
+        if depth < MAX_DEPTH and self._read < MAX_VALUES:
             match node:
                 case ast.Name(id=name) if name in self._constants:
                     return self._value(self._constants[name], depth + 1)
@@ -88,6 +97,16 @@ class PythonFile:
                 case ast.List(elts=elements) | ast.Tuple(elts=elements):
                     return [self._value(each, depth + 1) for each in elements]
         try:
-            return ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, RecursionError):
-            return f"{MARK}{ast.unparse(node)[:60]}{MARK}"
+            return _without_mark(ast.literal_eval(node))
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            lines = self._text.splitlines()[node.lineno - 1 : node.end_lineno]
+            return f"{MARK}{' '.join(lines)[node.col_offset :][:LONGEST_EXPRESSION]}{MARK}"
+
+
+def _without_mark(value: Any) -> Any:
+    """Return a value whose texts have no character that stands for a mark."""
+    if isinstance(value, dict):
+        return {_without_mark(key): _without_mark(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_without_mark(each) for each in value]
+    return value.replace(MARK, "") if isinstance(value, str) else value

@@ -9,12 +9,17 @@ from typing import Any
 
 import yaml
 
+from flexrlhf.config.secrets import hidden, is_secret_name
 from flexrlhf.config.yaml_io import read_yaml
 
 MARK = "\0"
 """Encloses, inside a text, the name of a part whose value the file does not have."""
 LARGEST = 1e9
 """Numbers of settings are smaller."""
+LONGEST_NUMBER = 40
+"""Characters of a number; longer ones are texts."""
+LONGEST_VALUE = 4_000
+"""Characters of a value that are kept."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -52,6 +57,8 @@ def read_scalar(text: str) -> Any:
         return word
     if word in ("None", "null", ""):
         return None
+    if len(word) > LONGEST_NUMBER and re.fullmatch(_NUMBER, word):
+        return word
     if re.fullmatch(_NUMBER, word):
         number = float(word.replace("_", ""))
         return int(number) if re.fullmatch(r"[-+]?[\d_]+", word) else number
@@ -60,6 +67,15 @@ def read_scalar(text: str) -> Any:
     except yaml.YAMLError:
         return word
     return word if isinstance(value, dict) or value is None else value
+
+
+def _clean(value: Any, *names: str) -> Any:
+    """Return a value without secrets and halves of surrogate pairs."""
+    if isinstance(value, list | tuple):
+        return [_clean(each, *names) for each in value]
+    if isinstance(value, str):
+        value = value[:LONGEST_VALUE].encode("utf-8", "replace").decode()
+    return hidden(value, next(filter(is_secret_name, names), names[0]))
 
 
 @dataclass
@@ -80,6 +96,10 @@ class JobSettings:
     unresolved: dict[str, Setting] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     passed: dict[str, tuple[str, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Hide secrets, which nothing may write, and half surrogate pairs, which nothing can write."""
+        self.found = {key: Setting(each.key, _clean(each.value, key, each.key)) for key, each in self.found.items()}
 
     @classmethod
     def of(cls, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> JobSettings:

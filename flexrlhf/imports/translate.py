@@ -8,23 +8,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flexrlhf.config.secrets import hidden
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError
 from flexrlhf.imports.areal import job as areal
 from flexrlhf.imports.cache import fit_cache
 from flexrlhf.imports.deepspeed_chat import job as deepspeed_chat
 from flexrlhf.imports.device_parts import named_class
-from flexrlhf.imports.launches import Launch, find_launches, flags, overrides, served_devices, stray_marks
+from flexrlhf.imports.launches import (
+    Launch,
+    find_launches,
+    flags,
+    overrides,
+    served_devices,
+    stray_marks,
+    stray_words,
+)
 from flexrlhf.imports.nemo_rl import job as nemo_rl
 from flexrlhf.imports.openrlhf import job as openrlhf
 from flexrlhf.imports.parts import check_families, check_warmup
 from flexrlhf.imports.python_calls import PythonFile
 from flexrlhf.imports.score_parts import references
-from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
+from flexrlhf.imports.settings import MARK, JobSettings, Setting, read_scalar
 from flexrlhf.imports.shell_script import ShellScript
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl import job as trl
-from flexrlhf.imports.trl.algorithm import ALGORITHMS, MISSING
+from flexrlhf.imports.trl.algorithm import ALGORITHMS
+from flexrlhf.imports.trl.launchers import OF_LAUNCHER, with_options
+from flexrlhf.imports.trl.trainers import is_missing, is_of_trl, trainers_of
 from flexrlhf.imports.verl import job as verl
 from flexrlhf.imports.yaml_trees import Tree, read_tree, referenced, resolved, with_overrides
 
@@ -37,7 +48,7 @@ _CONFIGS = (
     r"(GRPO|RLOO|SFT|DPO|Reward|KTO|ORPO|CPO|PPO|OnlineDPO|GKD|BCO|NashMD|XPO|PRM|Distillation|GOLD|AsyncGRPO)Config"
 )
 
-_COMMANDS = r"(?m)^\s*((?:[A-Z_]+=\S+ )*(?:python3?|accelerate|trl|torchrun|deepspeed|uv|vllm)\b(?:.*\\\n)*.*)$"
+_COMMANDS = re.compile(r"(?m)^[ \t]*((?:[A-Z_]+=\S+ )*(?:python3?|accelerate|trl|torchrun|deepspeed|uv|vllm)\b.*)$")
 """Commands in a text for people."""
 
 
@@ -61,12 +72,15 @@ class JobFile:
             self.device_class = (named, "named in the file")
 
     def translated(self) -> Translation:
-        """Return the translation. Raises UserError."""
-        if self.path.suffix in (".yaml", ".yml"):
-            return self._of_tree(read_tree(self.path), {})
-        if self.path.suffix == ".py":
-            return self._of_python()
-        return self._of_script(self.text)
+        """Return the translation. Raises UserError, without secrets of the file."""
+        try:
+            if self.path.suffix in (".yaml", ".yml"):
+                return self._of_tree(read_tree(self.path), {})
+            return self._of_python() if self.path.suffix == ".py" else self._of_script(self.text)
+        except UserError as error:
+            raise UserError(hidden(str(error))) from None
+        except RecursionError:
+            raise UserError(f"import {self.path}: nested more deeply than Python reads") from None
 
     def _start(self, system: str) -> Translation:
         out = Translation(system, self.path.name, self.device_class)
@@ -91,6 +105,8 @@ class JobFile:
             out.note(sentence)
         for name in stray_marks(launches[0].arguments):
             out.note(f"arguments in ${name} are not in the file")
+        for word in stray_words(launches[0]):
+            out.drop(Setting(word.key, hidden(word.value, word.key)), "an argument that sets nothing")
         return out
 
     def _of_launch(self, launch: Launch) -> Translation:
@@ -108,6 +124,10 @@ class JobFile:
                 file = launch.config
                 tree = {} if file is None else resolved(read_tree(self._beside(file)), self.given)
                 return self._trl(tree, launch)
+            case "config":
+                tree = read_tree(self._beside(launch.config or ""))
+                if not any(is_of(tree) for is_of, *_ in _TREES):
+                    return self._trl_tree(resolved(tree, self.given), launch)
         if launch.config is None:
             raise UserError(
                 f"import {self.path}: {launch.system} is started without --config, which names its settings"
@@ -116,11 +136,14 @@ class JobFile:
 
     def _beside(self, name: str) -> Path:
         """Return the file that a script names, from its folder or one above. Raises UserError if it is not there."""
-        folder = self.path.parent.absolute()
-        found = next((parent / name for parent in (folder, *folder.parents) if (parent / name).is_file()), None)
+        found = self._near(name)
         if found is None:
             raise UserError(f"import {self.path}: its settings are in {name}, which is not there; import that file")
         return found
+
+    def _near(self, name: str) -> Path | None:
+        folder = self.path.parent.absolute()
+        return next((parent / name for parent in (folder, *folder.parents) if (parent / name).is_file()), None)
 
     def _verl(self, launch: Launch) -> Translation:
         out = self._start("verl")
@@ -135,22 +158,30 @@ class JobFile:
 
     def _trl(self, found: Mapping[str, Any], launch: Launch) -> Translation:
         """Translate a job of TRL. ``found``: settings in addition to the command's arguments, which replace them."""
-        found = {**found, **{name: read_scalar(value) for name, value in flags(launch.arguments).items()}}
+        options = {name: value for name, value in flags(launch.arguments).items() if name != "config"}
+        found = {**found, **{name: read_scalar(value) for name, value in options.items()}}
+        nodes, per_node = launch.devices()
+        if per_node is None and isinstance(found.get("num_processes"), int) and found["num_processes"] > 0:
+            per_node = Setting("num_processes", max(1, found["num_processes"] // (nodes.value if nodes else 1)))
         if "model_name_or_path" in self.given:
             found["model_name_or_path"] = self.given["model_name_or_path"]
         out = self._start("TRL")
         named = flags(launch.before).get("config_file"), found.get("accelerate_config"), found.get("deepspeed")
-        accelerate = trl.accelerate_file(
-            next((each for each in named if isinstance(each, str)), None), self.path.parent
-        )
-        trl.translate(out, found, launch.program, launch.devices(), self.served, accelerate)
+        file = next((each for each in named if isinstance(each, str)), None)
+        accelerate = with_options(trl.accelerate_file(file, self.path.parent), flags(launch.before))
+        trl.translate(out, found, launch.program, (nodes, per_node), self.served, accelerate)
+        for key, value in flags(launch.before).items():
+            if f"--{key}" not in (nodes.key if nodes else "", per_node.key if per_node else ""):
+                changes = any(word in key for word in ("precision", "gradient", "offload", "fsdp"))
+                why = "of the launcher, whose mixed precision and batches the settings have"
+                out.drop(Setting(f"--{key}", hidden(value, key)), why, matters=changes and key not in OF_LAUNCHER)
         return out
 
     def _of_python(self) -> Translation:
         """Translate the arguments of TRL's config class, under the options of a command in the file's description."""
         file = PythonFile(self.path, self.text)
         configs = list(file.calls(_CONFIGS))
-        texts = [found for text in file.docstrings for found in re.findall(_COMMANDS, text)]
+        texts = [found for text in file.docstrings for found in _COMMANDS.findall(text.replace("\\\n", " "))]
         commands = [line.words for text in texts for line in ShellScript(text, self.given).commands]
         launches = [each for each in find_launches(commands, self.path.name) if each.system == "TRL"]
         self.served = served_devices(commands)
@@ -172,7 +203,7 @@ class JobFile:
             found["reward_funcs"] = references(self.path, self.text, found["reward_funcs"])
         launch = launches[0] if launches else Launch("TRL", trainer, ())
         trainer = launch.program if launch.program in ALGORITHMS else trainer or launch.program
-        if trainer == launch.program and not any(re.fullmatch(names, trainer) for names in (*ALGORITHMS, *MISSING)):
+        if trainer == launch.program and trainer not in ALGORITHMS and not is_missing(trainer):
             raise self._unknown()
         out = self._trl(found, replace(launch, program=trainer))
         if launches:
@@ -188,18 +219,27 @@ class JobFile:
                 job.passed |= {key: ("other settings name it", False) for key in referenced(tree)}
                 translate(out, job)
                 return out
-        if {"model_name_or_path"} & set(tree):
-            return self._trl_tree(leaves)
-        raise self._unknown()
+        return self._trl_tree(leaves, Launch("TRL", "", ()))
 
-    def _trl_tree(self, leaves: dict[str, Any]) -> Translation:
-        words = re.findall(r"[a-z]+", str(self.path.absolute()).lower())
-        trainer = next((word for word in reversed(words) if word in ALGORITHMS), None)
+    def _trl_tree(self, leaves: dict[str, Any], launch: Launch) -> Translation:
+        """Translate a YAML of TRL's options. Raises UserError for one that has none of them."""
+        if not is_of_trl(leaves, flags(launch.arguments)):
+            raise self._unknown()
+        trainer, others = self.given.get("trainer"), []
+        path = self._near(launch.script) if launch.script and trainer is None else None
+        if path is not None:
+            names = PythonFile(path, _text(path)).names(_CONFIGS)
+            trainer = next((name.removesuffix("Config").lower() for name in names), None)
+        if trainer is None and (launch.program in ALGORITHMS or is_missing(launch.program)):
+            trainer = launch.program
         if trainer is None:
-            is_grpo = any(key.startswith(("num_generations", "max_completion")) for key in leaves)
-            trainer = "grpo" if is_grpo else "dpo" if "beta" in leaves else "sft"
-        out = self._trl(leaves, Launch("TRL", trainer, ()))
-        out.note(f"the file does not name its trainer: {trainer} is assumed")
+            trainer, *others = trainers_of({**leaves, **flags(launch.arguments)})
+        out = self._trl(leaves, replace(launch, system="TRL", program=trainer))
+        if others:
+            why = (
+                f"the file does not name its trainer; {', '.join(others)} have these settings, too: --var trainer=NAME"
+            )
+            out.drop(Setting("trainer", f"{trainer}, assumed"), why)
         return out
 
 
@@ -230,6 +270,6 @@ def _text(path: Path) -> str:
     if path.stat().st_size > MAX_BYTES:
         raise UserError(f"import {path}: {path.stat().st_size} bytes are too many for a job file")
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8-sig").replace(MARK, "")
     except UnicodeDecodeError:
         raise UserError(f"import {path}: not a text file") from None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from textwrap import TextWrapper
 from typing import Any
 
+from flexrlhf.config.secrets import hidden
 from flexrlhf.config.setting_list import yaml_text
 from flexrlhf.imports.settings import JobSettings, Setting, is_off, read_scalar
 
@@ -92,6 +93,7 @@ class Translation:
 
     def note(self, sentence: str) -> None:
         """Add a sentence on an assumption, once."""
+        sentence = hidden(sentence)
         if sentence not in self.notes:
             self.notes.append(sentence)
 
@@ -136,7 +138,11 @@ class Translation:
 
     def text(self) -> str:
         """Return the YAML with comments."""
-        lines = [f"# {self.file}, a job of {self.system}, {HEAD}", *self._text_of(self.tree()), *self._report("# ")]
+        lines = [
+            f"# {_plain(self.file)}, a job of {self.system}, {HEAD}",
+            *self._text_of(self.tree()),
+            *self._report("# "),
+        ]
         return "\n".join(lines) + "\n"
 
     def _text_of(self, node: Mapping[str, Any], *parents: str) -> Iterator[str]:
@@ -227,9 +233,17 @@ def written(value: Any) -> str:
         case float():
             return f"{value:.10g}"
         case str() | list() | tuple() | dict():
-            return json.dumps(value, ensure_ascii=False)
+            return printable(json.dumps(value, ensure_ascii=False))
     return yaml_text(value)
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\s+", " ", text.replace("\0", "$")).strip()
+    return printable(re.sub(r"\s+", " ", text.replace("\0", "$")).strip())
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes, as YAML has them, in the place of what would move a cursor or cannot be written."""
+    codes = ((each, ord(each)) for each in text)
+    return "".join(
+        each if each.isprintable() else f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}" for each, code in codes
+    )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +23,52 @@ from flexrlhf.imports.settings import MARK, flat
 Tree = dict[str, Any]
 MAX_BASES = 10
 """Most files that a file is based on, one on another."""
+LONGEST_EXPRESSION = 2_000
+"""Characters of a text with interpolations; longer ones are marked."""
+MAX_TEXT = 10_000
+"""Characters that an interpolation may stand for."""
+MAX_VALUES = 500
+"""Values of a section that an interpolation may stand for."""
+MAX_CHAIN = 100
+"""Interpolations that name one another."""
+LARGEST = 1e18
+"""Size of numbers that functions return."""
+
+
+def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes numbers alone and returns one of a size that a setting may have."""
+
+    def checked(*values: Any) -> Any:
+        if not all(isinstance(value, int | float) and abs(value) < LARGEST for value in values):
+            raise ValueError("expected numbers")
+        return function(*values)
+
+    return checked
+
+
 _RESOLVERS = {
-    "mul": lambda left, right: left * right,
-    "div": lambda left, right: left // right if left % right == 0 else left / right,
-    "add": lambda *values: sum(values),
-    "sub": lambda left, right: left - right,
-    "max": lambda *values: max(values),
-    "min": lambda *values: min(values),
-    "ceil": math.ceil,
+    "mul": _of_numbers(lambda left, right: left * right),
+    "div": _of_numbers(lambda left, right: left // right if left % right == 0 else left / right),
+    "add": _of_numbers(lambda *values: sum(values)),
+    "sub": _of_numbers(lambda left, right: left - right),
+    "max": _of_numbers(lambda *values: max(values)),
+    "min": _of_numbers(lambda *values: min(values)),
+    "ceil": _of_numbers(math.ceil),
     "if": lambda condition, first, second: first if condition else second,
 }
 """Functions that NeMo-RL gives its YAML files."""
 
 
-def read_tree(path: Path, depth: int = 0) -> Tree:
-    """Return the mapping of a file over the files that its ``defaults`` name. Raises UserError."""
+def read_tree(path: Path, known: dict[Path, Tree] | None = None, depth: int = 0) -> Tree:
+    """Return the mapping of a file over the files that its ``defaults`` name; other names stay. Raises UserError.
+
+    known:  files that have been read for the same one.
+    """
+    known = {} if known is None else known
+    if (place := path.absolute()) in known:
+        return known[place]
     try:
-        tree = read_yaml(path.read_text())
+        tree = read_yaml(path.read_text(encoding="utf-8-sig"))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {explain(error)}") from None
     except UnicodeDecodeError:
@@ -47,13 +78,18 @@ def read_tree(path: Path, depth: int = 0) -> Tree:
     bases = tree.pop("defaults", None)
     named = [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []
     merged: Tree = {}
+    others = [base for base in named if base != "_self_"] if isinstance(bases, str | list) else bases
     for base in named:
         if isinstance(base, str) and base.endswith((".yaml", ".yml")):
             below = path.parent / base
-            if depth >= MAX_BASES or not below.is_file():
+            if depth >= MAX_BASES:
+                raise UserError(f"{path}: defaults: more than {MAX_BASES} files are based on one another (MAX_BASES)")
+            if not below.is_file():
                 raise UserError(f"{path}: defaults: {base} is not there; copy it, too")
-            merged = _over(merged, read_tree(below, depth + 1))
-    return _over(merged, tree)
+            merged = _over(merged, read_tree(below, known, depth + 1))
+            others = [each for each in others if each != base]
+    known[place] = _over(merged, tree | ({"defaults": [str(each) for each in others]} if others else {}))
+    return known[place]
 
 
 def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> Tree:
@@ -85,25 +121,73 @@ def resolved(tree: Tree, given: Mapping[str, str]) -> dict[str, Any]:
     plain = _without_environment(tree, given)
     try:
         config = conf.create(plain)
+    except RecursionError:
+        raise UserError("import: interpolations are nested more deeply than Python reads") from None
     except OmegaConfBaseException as error:
         raise UserError(f"import: an interpolation cannot be read: {str(error).splitlines()[0]}") from None
     leaves: dict[str, Any] = {}
-    for key, value in flat(plain):
-        texts = value if isinstance(value, list) else [value]
-        if not any(isinstance(each, str) and "${" in each for each in texts):
-            leaves[key] = value
-            continue
-        try:
-            found = conf.select(config, key, throw_on_missing=False, throw_on_resolution_failure=True)
-            found = conf.to_container(found, resolve=True) if conf.is_config(found) else found
-        except (OmegaConfBaseException, TypeError, ValueError, ZeroDivisionError):
-            leaves[key] = f"{MARK}{value}{MARK}"
-            continue
-        if isinstance(found, Mapping):
-            leaves |= {f"{key}.{inner}": each for inner, each in flat(found)}
+    found = _Interpolations(conf, config, dict(flat(plain)))
+    for key in found.texts:
+        value = found.value(key)
+        if isinstance(value, Mapping):
+            leaves |= {f"{key}.{inner}": each for inner, each in flat(value)}
         else:
-            leaves[key] = found
+            leaves[key] = value
     return leaves
+
+
+class _Interpolations:
+    """Values of a tree's leaves, each resolved once, and after the ones that it names."""
+
+    def __init__(self, conf: Any, config: Any, texts: Mapping[str, Any]) -> None:
+        self.texts, self._conf, self._config = texts, conf, config
+        self._keys = sorted(texts)
+        self._values: dict[str, Any] = {}
+        self._begun: set[str] = set()
+
+    def value(self, key: str) -> Any:
+        """Return the value of a leaf; a mark where it has none, or more than a setting has."""
+        if key not in self._values:
+            self._begun.add(key)
+            self._values[key] = self._resolved(key, self.texts[key])
+        return self._values[key]
+
+    def _resolved(self, key: str, value: Any) -> Any:
+        from omegaconf.errors import OmegaConfBaseException
+
+        words = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+        if not any("${" in each for each in words):
+            return value
+        found: Any = None
+        is_known = sum(map(len, words)) <= LONGEST_EXPRESSION and len(self._begun) - len(self._values) < MAX_CHAIN
+        if is_known:
+            for name in {name for each in words for name in re.findall(r"[\w.]+", each)}:
+                self._resolve_first(key, name)
+        try:
+            if is_known:
+                found = self._conf.select(self._config, key, throw_on_missing=False, throw_on_resolution_failure=True)
+                found = self._conf.to_container(found, resolve=True) if self._conf.is_config(found) else found
+                is_known = len(found) <= MAX_TEXT if isinstance(found, str) else _num_values(found) <= MAX_VALUES
+            self._conf.update(self._config, key, found if is_known else f"{MARK}{key}{MARK}", force_add=True)
+        except (OmegaConfBaseException, TypeError, ValueError, ArithmeticError, LookupError, RecursionError):
+            is_known = False
+        return found if is_known else f"{MARK}{str(value)[:LONGEST_EXPRESSION]}{MARK}"
+
+    def _resolve_first(self, key: str, name: str) -> None:
+        """Resolve the leaves that a name in the text of a leaf may stand for, from the top or from its place."""
+        ups = len(name) - len(name.lstrip("."))
+        above = key.split(".")[:-ups] if ups else []
+        path = ".".join([*above, name.lstrip(".")]).strip(".")
+        first = bisect_left(self._keys, f"{path}.")
+        below = takewhile(lambda each: each.startswith(f"{path}."), islice(self._keys, first, None))
+        for each in [path] if path in self.texts else list(below) if path else ():
+            if each not in self._begun:
+                self.value(each)
+
+
+def _num_values(value: Any) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_num_values, parts))
 
 
 def referenced(tree: Any) -> set[str]:

@@ -281,6 +281,6 @@ def _engine(out: Translation, job: JobSettings, role: str, tokens: int) -> None:
         out.put("models.all.offload_optimizer", True, offloads)
     recomputes = job.truth("actor.gradient_checkpointing_enable") or job.truth("model.gradient_checkpointing_enable")
     put_recomputation(out, recomputes, "no gradient_checkpointing_enable")
-    put_lora(out, role, job.number("ds.lora.rank"), job.number("ds.lora.alpha"), job.listed("ds.lora.target_modules"))
+    put_lora(out, role, job.count("ds.lora.rank"), job.number("ds.lora.alpha"), job.listed("ds.lora.target_modules"))
     most = None if job.truth("train.dynamic_batch_enable") is None else job.count("train.max_tokens_per_gpu")
     put_micro_batch(out, job.count("train.micro_batch_size"), tokens, most)

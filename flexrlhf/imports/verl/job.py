@@ -243,7 +243,7 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
         _save_activations(out, job, "actor", _M, "model.")
     names = [(f"{_M}{key}", f"model.{key}") for key in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha")]
     targets = job.listed(f"{_M}target_modules", "model.target_modules", f"{_M}lora.target_modules")
-    rank = job.number(f"{prefix}lora_rank", *names[0]) or job.number(*names[1])
+    rank = job.count(f"{prefix}lora_rank", *names[0]) or job.count(*names[1])
     excluded = job.listed(f"{_M}exclude_modules", "model.exclude_modules", f"{_M}lora.exclude_modules")
     put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets, excluded)
 
@@ -316,7 +316,7 @@ def _other_roles(out: Translation, job: JobSettings, engine: str) -> None:
 
 
 def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> None:
-    rank, alpha = job.number("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
+    rank, alpha = job.count("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
     targets, excluded = (job.listed(f"critic.model.{key}_modules") for key in ("target", "exclude"))
     put_lora(out, "critic", rank, alpha, targets, excluded)
     _micro_batch(out, job, tokens, "critic", "critic.")
