@@ -15,6 +15,8 @@ from flexrlhf.config.presets.table import Cell, MiniBatchesOf, WarmUp
 
 LOOKED_UP = ("verl", "openrlhf", "trl")
 """Presets whose packages are installed."""
+EARLIER = "trl-1.9.0/"
+"""Folder of sources of an earlier release: TRL has had no PPO since, and its preset for PPO keeps that release's."""
 SECTIONS = {"actor.": "actor_rollout_ref.actor.", "rollout.": "actor_rollout_ref.rollout."}
 """Short and full names in verl's config."""
 SAME: tuple[tuple[Any, Any], ...] = (
@@ -41,14 +43,21 @@ SAME: tuple[tuple[Any, Any], ...] = (
 
 
 def print_defaults(directory: Path) -> None:
-    """Print for each preset how many cells the package confirms, and the cells that are read from code by eye."""
+    """Print for each preset how many cells the package confirms, and the cells that are read from code by eye.
+
+    Raises SystemExit for a cell whose file the package does not have, and for one with another value there.
+    """
     print(
         "\n### Defaults of presets, looked up in the packages\n\n"
         "| preset | cells | confirmed | read from code |\n|---|---|---|---|"
     )
     unlike: list[str] = []
     for like in LOOKED_UP:
-        cells = dict.fromkeys(cell for trainer in PEERS[like].trainers.values() for cell in _plain(trainer.cells))
+        trainers = PEERS[like].trainers.values()
+        further = (trainer.routers for trainer in trainers if trainer.routers is not None)
+        cells = dict.fromkeys(cell for trainer in trainers for cell in _plain(trainer.cells))
+        for cell in further:
+            _file(directory, cell.source.partition(": ")[0])
         found = {cell: list(_values(directory, cell)) for cell in cells}
         confirmed = [
             cell for cell, values in found.items() if values and all(_same(cell.value, each) for each in values)
@@ -61,6 +70,8 @@ def print_defaults(directory: Path) -> None:
         by_eye = sum(not values for values in found.values())
         print(f"| {PEERS[like].title} | {len(cells)} | {len(confirmed)} | {by_eye} |")
     print("\nOther values there:", *(unlike or ["none"]), sep="\n- ")
+    if unlike:
+        raise SystemExit(f"{len(unlike)} cells have other values in the packages")
 
 
 def _plain(cells: tuple[Cell, ...]) -> Iterator[Cell]:
@@ -82,12 +93,15 @@ def _values(directory: Path, cell: Cell) -> Iterator[Any]:
 
 
 def _file(directory: Path, file: str) -> dict[str, Any]:
-    """Return the defaults of a file by name."""
+    """Return the defaults of a file by name; none of an earlier release's. Raises SystemExit for a file that is not
+    there."""
+    if file.startswith(EARLIER):
+        return {}
     if file.startswith("transformers/"):
         return {name: each.default for name, each in transformers.TrainingArguments.__dataclass_fields__.items()}
     path = directory / file
     if not path.is_file():
-        return {}
+        raise SystemExit(f"{path} is not there, which is the source of a preset's cells: the release is another one")
     if path.suffix == ".yaml":
         return dict(_flat(yaml.safe_load(path.read_text())))
     return dict(_of_code(ast.parse(path.read_text())))

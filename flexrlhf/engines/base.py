@@ -134,11 +134,14 @@ class Totals:
     tokens:    response tokens that count (``Batch.mask``).
     sequences: responses with at least one such token.
     prompts:   prompts.
+    sampled_tokens, sampled_sequences: the same of ``Batch.sampled_mask``, with the ones that are rejected.
     """
 
     tokens: float
     sequences: float
     prompts: float
+    sampled_tokens: float = 0.0
+    sampled_sequences: float = 0.0
 
 
 EntropyUse = Literal["none", "value", "gradient"]

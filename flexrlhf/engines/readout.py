@@ -188,10 +188,10 @@ def quantity_of(column: Column) -> Quantity:
 
 def totals_of(batch: Batch, dp: RankGroup) -> Totals:
     """Count a mini-batch over all data-parallel ranks."""
-    mask = batch.mask.double()
-    counts = torch.stack([mask.sum(), (mask.sum(1) > 0).double().sum(), mask.new_tensor(len(batch))])
-    tokens, sequences, rows = dp.sum(counts).tolist()
-    return Totals(tokens, sequences, rows / batch.samples_per_prompt)
+    masks = (batch.mask.double(), batch.sampled_mask.double())
+    sums = [number for mask in masks for number in (mask.sum(), (mask.sum(1) > 0).double().sum())]
+    *counts, rows = dp.sum(torch.stack([*sums, masks[0].new_tensor(len(batch))])).tolist()
+    return Totals(*counts[:2], rows / batch.samples_per_prompt, *counts[2:])
 
 
 def _zero_of(computed: Mapping[str, Tensor], quantities: Collection[Quantity]) -> Tensor:

@@ -18,7 +18,7 @@ from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
 from flexrlhf.config.algorithms.supervised import RewardSpec, SftSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
 from flexrlhf.objectives.kl_penalty import kl_estimate, measured_kl
-from flexrlhf.objectives.surrogates import surrogate_losses
+from flexrlhf.objectives.surrogates import clamped_log_ratio, surrogate_losses, used_ratio
 
 
 def aggregate(per_token: Tensor, mask: Tensor, how: LossAggregation, totals: Totals) -> Tensor:
@@ -97,6 +97,8 @@ def policy_loss(spec: PolicySpec) -> Loss:
         if spec.truncation == "mask-loss":
             # all responses of the mini-batch: truncated ones have no tokens that count, and are counted
             totals = replace(totals, sequences=totals.prompts * batch.samples_per_prompt)
+        if spec.counts_rejected:
+            totals = replace(totals, tokens=totals.sampled_tokens, sequences=totals.sampled_sequences)
         losses, statistics = surrogate_losses(spec, outputs, batch)
         loss = aggregate(losses, mask, how, totals)
         assert outputs.entropy is not None
@@ -105,6 +107,8 @@ def policy_loss(spec: PolicySpec) -> Loss:
             loss = loss - spec.entropy_coefficient * aggregate(outputs.entropy, mask, of_entropy, totals)
         if spec.kl is not None and spec.kl.place == "loss":
             penalty = kl_estimate(spec.kl, outputs.quantity - batch["ref_logprobs"])
+            if spec.kl.corrected:
+                penalty = penalty * used_ratio(spec, clamped_log_ratio(outputs, batch), mask)
             loss = loss + spec.kl.coefficient * aggregate(penalty, mask, how, totals)
         return loss, statistics
 

@@ -30,14 +30,14 @@ def surrogate_losses(spec: PolicySpec, outputs: Outputs, batch: Batch) -> tuple[
     ``rollout_logprobs`` (n, R) for importance weights.
     """
     mask = batch.mask
-    log_ratio = (outputs.quantity - batch["logprobs"]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    log_ratio = clamped_log_ratio(outputs, batch)
     match spec.surrogate:
         case "cispo":
             losses, is_clipped = _weighted_logprobs(spec, outputs.quantity, log_ratio, batch["advantages"])
         case "kl-cov":
             losses, is_clipped = _penalised_ratios(spec, log_ratio, batch)
         case "clip" | "clip-cov":
-            losses, is_clipped = _clipped(spec, _used_ratio(spec, log_ratio, mask), batch["advantages"])
+            losses, is_clipped = _clipped(spec, used_ratio(spec, log_ratio, mask), batch["advantages"])
     if spec.surrogate == "clip-cov":
         # clipped ones have no gradient, and verl does not select them
         losses = losses * (1 - (batch["selected_tokens"].bool() & ~is_clipped).to(losses.dtype))
@@ -53,7 +53,12 @@ def surrogate_losses(spec: PolicySpec, outputs: Outputs, batch: Batch) -> tuple[
     return losses, statistics | importance
 
 
-def _used_ratio(spec: PolicySpec, log_ratio: Tensor, mask: Tensor) -> Tensor:
+def clamped_log_ratio(outputs: Outputs, batch: Batch) -> Tensor:
+    """Return the log-ratio (n, R) of the policy to the one that the step starts from."""
+    return (outputs.quantity - batch["logprobs"]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def used_ratio(spec: PolicySpec, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Return the ratio (n, R) that is clipped: of each token, or of the response to the power 1 / its length.
 
     sequence:       GSPO (Zheng et al. 2025, eq. 7).
@@ -176,6 +181,8 @@ def importance_weights(spec: ImportanceSpec | None, batch: Batch) -> tuple[Tenso
     if spec.outside == "mask":
         outside |= full < (spec.floor or 0.0)
         weights = full.masked_fill(outside, 0.0)
+    if spec.level == "none":
+        weights, outside = torch.ones_like(full), torch.zeros_like(outside)
     statistics = {
         "importance_weight": moments(weights, counted),
         "importance_clipped": moments(outside.float(), counted),

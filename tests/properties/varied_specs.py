@@ -120,6 +120,9 @@ EXAMPLES: Examples = {
     "ModelSource.model": NOTHING,
     **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service")], NOTHING),
     "ImportanceSpec.floor": NOTHING,
+    # where it goes with the others: _algorithm
+    "ImportanceSpec.level": ("token", "sequence"),
+    "KlSpec.corrected": NOTHING,
     "ImportanceSpec.max_staleness": NOTHING,
     "FunctionSource.function": ("scores.py:score", "package.module:score"),
     "ServiceSource.url": URLS,
@@ -266,6 +269,11 @@ def _algorithm(rng: Random, share: float) -> Raw:
         settings["importance"]["floor"] = 0.25
     if settings.keys() & {"top_p", "top_k", "min_response_tokens"}:
         settings["importance"] = random_settings(rng, ImportanceSpec, EXAMPLES, share)
+    own = Random(repr(settings))
+    if (settings.get("importance") or {}).get("reject") and chance(own, 0.3):
+        settings["importance"]["level"] = "none"
+    if (settings.get("kl") or {}).get("place") == "loss" and chance(own, 0.5):
+        settings["kl"]["corrected"] = True
     if name == "safe-rlhf" and chance(rng, share):
         settings["lagrange"] = random_settings(rng, LagrangeSpec, EXAMPLES, 0.5)
     return {"name": name} | settings

@@ -158,8 +158,13 @@ def test_a_model_that_is_missing_stays_missing() -> None:
             {"place": "loss"},
             KlSpec(place="loss", coefficient=0.01, estimator="k3", value_clamp=10.0, target_unit="token"),
         ),
-        # TRL: k3 without a limit; a coefficient of its own it has not
-        ("trl", "grpo", {"coefficient": 0.1}, KlSpec(place="loss", coefficient=0.1, estimator="k3", value_clamp=None)),
+        # TRL: k3 without a limit, times the ratio; a coefficient of its own it has not
+        (
+            "trl",
+            "grpo",
+            {"coefficient": 0.1},
+            KlSpec(place="loss", coefficient=0.1, estimator="k3", value_clamp=None, corrected=True),
+        ),
         ("trl", "rloo", {"coefficient": 0.1}, KlSpec(place="reward", coefficient=0.1, estimator="k1")),
         ("dapo", "grpo", {"coefficient": 0.1}, KlSpec(place="loss", coefficient=0.1, estimator="k3", value_clamp=10.0)),
     ],

@@ -98,8 +98,8 @@ StopStrings = Annotated[tuple[_Text, ...], BeforeValidator(_as_list, json_schema
 class RejectionSpec(StrictModel):
     """Rejection of tokens or responses that the trained policy would have sampled much more or less often.
 
-    What has a ratio pi_old / pi_rollout outside the bounds is left out of the actor's loss and its denominators
-    (verl's ``rollout_rs``: token_k1, seq_sum_k1, seq_mean_k1, whose bounds are of the inverse ratio).
+    What has a ratio pi_old / pi_rollout outside the bounds is left out of the actor's loss (verl's ``rollout_rs``:
+    token_k1, seq_sum_k1, seq_mean_k1, whose bounds are of the inverse ratio).
     """
 
     level: Literal["token", "sequence", "geometric"] = Field(
@@ -109,6 +109,11 @@ class RejectionSpec(StrictModel):
     )
     lower: float = Field(0.5, gt=0, lt=1, description="smallest ratio that is kept")
     upper: float = Field(2.0, gt=1, description="largest ratio that is kept")
+    denominators: Literal["kept", "all"] = Field(
+        "kept",
+        description="tokens and responses that the loss's means divide by: kept: the ones that are left; all: also the "
+        "rejected ones, as in verl's trainer and in OpenRLHF",
+    )
 
 
 class ImportanceSpec(StrictModel):
@@ -121,7 +126,9 @@ class ImportanceSpec(StrictModel):
     pi_old this is decoupled PPO (Hilton et al. 2022; Fu et al. 2025).
     """
 
-    level: Literal["token", "sequence"] = Field("token", description="one weight a token, or one a response")
+    level: Literal["token", "sequence", "none"] = Field(
+        "token", description="one weight a token, or one a response; none: weights are 1, which goes with reject"
+    )
     outside: Literal["truncate", "mask"] = Field("truncate", description="what becomes of a ratio beyond the bounds")
     cap: float = Field(2.0, ge=1, description="largest weight")
     floor: float | None = Field(
@@ -139,6 +146,8 @@ class ImportanceSpec(StrictModel):
     def _floor_of_a_mask(self) -> Self:
         if self.floor is not None and self.outside == "truncate":
             raise ValueError(f"floor {self.floor:g} goes with outside: mask; use that, or remove floor")
+        if self.level == "none" and self.reject is None:
+            raise ValueError("level: none goes with reject, which leaves out tokens; give reject, or use level: token")
         return self
 
 

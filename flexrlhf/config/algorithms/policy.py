@@ -71,6 +71,12 @@ class PolicySpec(SampledSpec):
         return self.prompts_per_step * self.rollouts_per_step
 
     @property
+    def counts_rejected(self) -> bool:
+        """Whether the denominators of the loss count tokens that ``importance.reject`` leaves out."""
+        reject = None if self.importance is None else self.importance.reject
+        return reject is not None and reject.denominators == "all"
+
+    @property
     def reports_kl(self) -> bool:
         """Whether the training pass can report the KL to the reference: of the same responses, in every step."""
         in_loss = self.kl is not None and self.kl.place == "loss"

@@ -58,6 +58,11 @@ class KlSpec(StrictModel):
         description="the estimate is clamped to [-value_clamp, value_clamp], beyond which it has no gradient; null: it "
         "is not; of k3 10 by default",
     )
+    corrected: bool = Field(
+        False,
+        description="with place loss: the estimate is multiplied by the policy's ratio, with its gradient, since the "
+        "samples are of the policy that the step starts from (DeepSeek-V3.2, section 3.1)",
+    )
     target: float | None = Field(None, gt=0, description="KL in nats; null: the coefficient is fixed")
     target_unit: Literal["response", "token"] = Field(
         "response",
@@ -79,6 +84,10 @@ class KlSpec(StrictModel):
     def _adaptive_where_it_is_measured(self) -> Self:
         if self.target is not None and self.place == "loss":
             raise ValueError("target adapts a penalty in the reward; use place: reward, or remove target")
+        if self.corrected and self.place != "loss":
+            raise ValueError(
+                f"corrected: true goes with a penalty in the loss, not with place: {self.place}; use false"
+            )
         return self
 
     def completing(self, written: dict[str, Any]) -> dict[str, Any]:

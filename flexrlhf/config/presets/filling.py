@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard
 
+from flexrlhf.config.model_names import MODELS, named_sizes
 from flexrlhf.config.presets.deepspeed_chat import DEEPSPEED_CHAT
 from flexrlhf.config.presets.openrlhf import OPENRLHF
 from flexrlhf.config.presets.papers import DAPO, DR_GRPO
 from flexrlhf.config.presets.safe_rlhf import SAFE_RLHF
-from flexrlhf.config.presets.table import MiniBatchesOf, Peer, PeerTrainer, WarmUp
+from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, PeerTrainer, WarmUp
 from flexrlhf.config.presets.trl import TRL
 from flexrlhf.config.presets.verl import VERL
 
@@ -73,7 +74,26 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
         preset = {key: _updates(value, steps, updates) for key, value in cells.items()}
         known = {key: value for key, value in preset.items() if value is not _UNKNOWN}
         models[role] = {**written, "optimizer": {**known, **of_all, **written.get("optimizer", {})}}
-    return models
+    return _with_router_loss(models, trainer_of(algorithm["like"], algorithm["name"]).routers)
+
+
+def _with_router_loss(models: dict[str, Any], cell: Cell | None) -> dict[str, Any]:
+    """Return ``models`` with the loss of a mixture's routers, of a trained model whose family is known by its name."""
+    if cell is None:
+        return models
+    _, role, key = cell.key.split(".")
+    model, shared = models.get(role), models.get("all")
+    if not isinstance(model, Mapping) or any(key in each for each in (model, shared) if isinstance(each, Mapping)):
+        return models
+    value = cell.value.get(_family(model))
+    return models if value is None else {**models, role: {**model, key: value}}
+
+
+def _family(model: Mapping[str, Any]) -> str | None:
+    """Return the family of a model whose sizes are known by its name; None for another."""
+    init, path = model.get("init"), model.get("path")
+    name = init if isinstance(init, str) else named_sizes(path) if isinstance(path, str) else None
+    return str(MODELS[name]["model_type"]) if name in MODELS else None
 
 
 def warm_ups(algorithm: Mapping[str, Any], steps: int) -> dict[str, int]:

@@ -68,11 +68,13 @@ class PeerTrainer:
     cells:      its defaults
     penalties:  place of a KL penalty → its settings that are not written; first the place if none is written
     differs:    settings that cannot be expressed, a sentence each
+    routers:    the cell of ``router_aux_loss_coef``, which a trained mixture of experts has: its value is by family
     """
 
     cells: tuple[Cell, ...]
     penalties: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
+    routers: Cell | None = None
 
 
 @dataclass(frozen=True)

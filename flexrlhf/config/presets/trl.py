@@ -1,14 +1,18 @@
-"""Defaults of TRL 1.9.0, with those that its configs take from transformers 5.19.0 (``TrainingArguments``)."""
+"""Defaults of TRL 1.16.0, with those that its configs take from transformers 5.19.0 (``TrainingArguments``).
+
+PPO's are of TRL 1.9.0, the last release with such a trainer.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from flexrlhf.config.model_names import MODELS
 from flexrlhf.config.presets.table import Cell, Peer, PeerTrainer, cells, optimizers
 
 _ARGUMENTS = "transformers/training_args.py"
-_PPO = "trl/experimental/ppo/ppo_config.py"
-_PPO_LOOP = "trl/experimental/ppo/ppo_trainer.py"
+_PPO = "trl-1.9.0/experimental/ppo/ppo_config.py"
+_PPO_LOOP = "trl-1.9.0/experimental/ppo/ppo_trainer.py"
 _GRPO = "trl/trainer/grpo_config.py"
 _GRPO_LOSS = "trl/trainer/grpo_trainer.py"
 _RLOO = "trl/trainer/rloo_config.py"
@@ -67,8 +71,31 @@ _ONCE = cells(
         "overlong": (None, "_generate_and_score_completions (has none)"),
     },
 )
-_GRPO_KL = {"loss": {"estimator": "k3", "value_clamp": None}}
-"""``_compute_loss``: k3 without a limit."""
+_GRPO_KL = {"loss": {"estimator": "k3", "value_clamp": None, "corrected": True}}
+"""``_compute_loss``: k3 without a limit, times the ratio (``use_bias_correction_kl``)."""
+ROUTER_LOSSES = {"mixtral": 0.001, "qwen2_moe": 0.001, "qwen3_moe": 0.001, "gpt_oss": 0.001, "olmoe": 0.01}
+"""``router_aux_loss_coef`` of families with such a loss, as transformers' configs have it."""
+
+
+def _routers(file: str) -> dict[str, Any]:
+    """Return the cell of the loss of routers, with the sentence on models whose family is not known here."""
+    source = f"trl/trainer/{file}_config.py: router_aux_loss_coef"
+    return {"routers": Cell("models.actor.router_aux_loss_coef", ROUTER_LOSSES, source)}
+
+
+def router_loss_of(init: str | None) -> float | None:
+    """Return the factor of the loss of routers of a model that is known by its name; None without such a loss."""
+    return ROUTER_LOSSES.get(str(MODELS[init]["model_type"])) if init in MODELS else None
+
+
+_ROUTERS = (
+    "of a mixture of experts router_aux_loss_coef is the one of its config.json, here the family's, for models whose "
+    "sizes are known by their names"
+)
+_WINDOW = (
+    "a mini-batch of several is divided by the mean number of tokens of the step's mini-batches, here by the number of "
+    "its own"
+)
 _DEVIATION = "it adds 1e-4 to the deviation of a group, here 1e-6 is added"
 _VLLM = (
     "with vLLM it leaves out responses whose weights pi_old / pi_rollout exceed 3 (vllm_importance_sampling_mode: "
@@ -82,11 +109,13 @@ def _pairs(name: str, role: str, rate: float, **further: tuple[Any, str]) -> Pee
     step = cells(
         _ARGUMENTS, {"num_mini_batches": (1, "gradient_accumulation_steps"), "epochs": (1, "(each batch once)")}
     )
-    return PeerTrainer(step + cells(file, further) + _adamw(file, role, rate), differs=(_BATCH,))
+    has_routers: dict[str, Any] = {} if name == "reward" else _routers(name)
+    differs = (_BATCH, *([_ROUTERS] if has_routers else []))
+    return PeerTrainer(step + cells(file, further) + _adamw(file, role, rate), differs=differs, **has_routers)
 
 
 TRL = Peer(
-    "TRL 1.9.0",
+    "TRL 1.16.0 (ppo: 1.9.0)",
     {
         "ppo": PeerTrainer(
             cells(
@@ -137,14 +166,23 @@ TRL = Peer(
         "grpo": PeerTrainer(
             _ONCE + cells(_GRPO, {"ratio": ("token", "importance_sampling_level")}) + _adamw(_GRPO, "actor", 1e-6),
             _GRPO_KL,
-            (_BATCH, _DEVIATION, _VLLM, "k3 has no limit there, here log-ratios are limited to 20"),
+            (_BATCH, _DEVIATION, _VLLM, _WINDOW, _ROUTERS, "k3 has no limit there, here log-ratios are limited to 20"),
+            **_routers("grpo"),
         ),
         "gspo": PeerTrainer(
             _ONCE
             + cells(_GRPO, {"ratio": ("sequence", "(importance_sampling_level: sequence)")})
             + _adamw(_GRPO, "actor", 1e-6),
             _GRPO_KL,
-            (_BATCH, _DEVIATION, _VLLM, "the paper's clips (3e-4 and 4e-4) are written by its users"),
+            (
+                _BATCH,
+                _DEVIATION,
+                _VLLM,
+                _WINDOW,
+                _ROUTERS,
+                "the paper's clips (3e-4 and 4e-4) are written by its users",
+            ),
+            **_routers("grpo"),
         ),
         "rloo": PeerTrainer(
             cells(
@@ -184,7 +222,9 @@ TRL = Peer(
                 _BATCH,
                 "its ratio is the product of a response's ratios, clipped as one: here each token's is clipped; both "
                 "are 1, and the gradients equal, at the first update of a step",
+                _ROUTERS,
             ),
+            **_routers("rloo"),
         ),
         "sft": _pairs("sft", "actor", 2e-5, loss_aggregation=("token-mean", "(loss_type: None, so nll)")),
         "reward": _pairs("reward", "reward", 1e-4),
