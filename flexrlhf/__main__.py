@@ -6,12 +6,11 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Until a command begins (``with_exit_codes``), Ctrl-C ends the process without a word."""
+    """Run the command line. Until a command begins (``with_exit_codes``), signals end the process at once."""
     _leave_directory()
-    import signal
+    from flexrlhf.signals import end_at_once
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_once("".join(sys.argv[1:2]))
     from flexrlhf.cli import main as run
 
     run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -21,6 +21,7 @@ from flexrlhf.config.spec_file import plain_problem
 from flexrlhf.config.user_paths import in_home
 from flexrlhf.data.hub import check_endpoint
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, is_exhaustion, one_line
+from flexrlhf.signals import StopSignal, begin_command, end_command, exit_code
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing, which name no file."""
@@ -84,25 +85,38 @@ def _one_sentence_usage(group: Any) -> Iterator[None]:
 def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]:
     """Return ``command`` with the errors of ``EXIT_CODES`` printed and turned into exit codes."""
 
-    @wraps(command)
-    def call(*args: Options.args, **kwargs: Options.kwargs) -> None:
+    def code_of(*args: Options.args, **kwargs: Options.kwargs) -> int:
         try:
-            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            begin_command()
             _check_current_directory()
             check_endpoint()
             command(*args, **{name: _in_home(value) for name, value in kwargs.items()})
         except tuple(EXIT_CODES) as error:
             print_error(str(error))
-            raise typer.Exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_CODES[Interrupted]) from None
+            return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+        except typer.Exit as end:
+            return end.exit_code
         except (OSError, MemoryError, ImportError, RuntimeError) as error:
             sentence = _system_sentence(error)
             if not sentence:
                 raise
             print_error(sentence)
-            raise typer.Exit(2) from None
+            return 2
+        return 0
+
+    @wraps(command)
+    def call(*args: Options.args, **kwargs: Options.kwargs) -> None:
+        try:
+            code = code_of(*args, **kwargs)
+        except StopSignal as stop:
+            print_error(str(stop))
+            code = exit_code(stop.number)
+        except KeyboardInterrupt:
+            code = EXIT_CODES[Interrupted]
+        sys.stdout.flush()
+        end_command(code)
+        if code:
+            raise typer.Exit(code)
 
     return call
 

@@ -18,10 +18,19 @@ from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import RunStopped, UserError, either
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
-from flexrlhf.placement.hosts import Hosts, check_restarts, check_single_planner, hosts_of, rank_notice, under_torchrun
+from flexrlhf.placement.hosts import (
+    Hosts,
+    check_restarts,
+    check_single_planner,
+    check_srun,
+    hosts_of,
+    rank_notice,
+    under_torchrun,
+)
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, format_short_plan
+from flexrlhf.signals import end_command
 from flexrlhf.text import ranks_text
 
 DryRun = Annotated[
@@ -109,6 +118,8 @@ def run(
     if dry_run:
         _check(plans, resume, is_quickstart, accept_changes)
         return
+    if idle := check_srun(launcher, hosts, plans[0].cluster, os.environ):
+        print_error(idle)
     with starting_factory(not under_ray, is_copied=True) as factory:
         from flexrlhf.launch.job import prepare_job
 
@@ -127,6 +138,8 @@ def run(
 
             replanner = Replanner(job, {spec.name: spec for spec in specs}, *replanned)
             trained = replanner.start(max_restarts, factory)
+        # results are there; what follows are words
+        end_command(None)
     if hosts.is_first:
         for plan in trained:
             _print_summary(plan)
@@ -157,6 +170,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
     runs = [resumed(plan, order) for plan, order in zip(plans, orders, strict=True)]
     checked_job(runs, hosts).start(job.offer.max_restarts)
+    end_command(None)
     typer.echo(f"{names} has ended; results are on node 0")
 
 

@@ -29,8 +29,9 @@ from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.plan import Plan
 
-STOPPED = 143
-"""Exit code of a run that has saved and ended on a signal."""
+STOPPED, UNSTARTED = 143, 138
+"""Exit codes of a run that has saved, or that has not begun, and ended on a signal; and of one that SIGUSR1 reached
+before its interpreter ran."""
 Config = Annotated[Path | None, typer.Argument(help="YAML file of the run", autocompletion=complete_config)]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write; without it the script is printed")]
 Directive = Annotated[
@@ -106,8 +107,8 @@ def slurm_script(plan: Plan, command: str, directives: Sequence[str] = (), secon
 export {VARIABLE}="${{{VARIABLE}:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}"
 srun{parts} {command}
 code=$?
-if [ $code -eq {STOPPED} ]; then
-    # saved on a signal: the next job goes on from there
+if [ $code -eq {STOPPED} ] || [ $code -eq {UNSTARTED} ]; then
+    # ended on a signal: the next job goes on from what is saved
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code

@@ -18,13 +18,12 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from flexrlhf.launch.lifetime import changed_environment, ending
+from flexrlhf.signals import ENDING
 from flexrlhf.text import counted
 from flexrlhf.user_code.processes import is_killed_with_parent
 
 PR_SET_NAME = 15
 """Constant of <sys/prctl.h>: the name of a process in lists."""
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that schedulers send to every process; the factory ends with its launcher."""
 _LOADING = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables while modules are loaded: numpy would start threads."""
 
@@ -35,7 +34,8 @@ def serve(channel: socket.socket, launcher: int, modules: Sequence[str]) -> None
     # it may have died before
     if os.getppid() != launcher:
         return
-    for number in _IGNORED:
+    # schedulers send them to every process; the factory ends with its launcher
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"rank-factory")
     problem = problem_after(modules)
@@ -117,7 +117,7 @@ def _run(request: Mapping[str, Any], streams: Sequence[int]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        for number in _IGNORED:
+        for number in ENDING:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         os.environ.clear()
         os.environ.update(request["environment"])

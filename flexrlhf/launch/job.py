@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from flexrlhf.errors import Preempted, UserError
+from flexrlhf.errors import Interrupted, Preempted, UserError
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.terms import Terms, terms_of
 from flexrlhf.loggers.base import check_loggers
@@ -22,7 +22,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.free_space import check_free_space
 from flexrlhf.runs.resume import Resumption, RunOrder, is_finished, keep_runs, resume_runs, resumed
-from flexrlhf.runs.run_directory import prepare_directory, read_status
+from flexrlhf.runs.run_directory import prepare_directory, read_status, write_status
 
 Watch = Callable[[Path], AbstractContextManager[object]]
 
@@ -80,16 +80,27 @@ class Job:
 
     @contextmanager
     def directories(self, keeps: bool) -> Iterator[None]:
-        """Make and lock the directories of the runs while this is open, if ``keeps``.
+        """Make and lock the directories of the runs while this is open, if ``keeps``; a signal stops what runs there.
 
         One process of each machine does so that does not mount the directories of the first one.
         """
         locks = _make_directories(self.runs) if keeps else ()
         try:
             yield
+        except (Interrupted, KeyboardInterrupt):
+            for run in self.runs if keeps else ():
+                _mark_stopped(run.plan.spec.directory)
+            raise
         finally:
             for lock in locks:
                 lock.close()
+
+
+def _mark_stopped(directory: Path) -> None:
+    """Write that a run has stopped, if its ranks were ended in its middle."""
+    status = read_status(directory)
+    if status is not None and status.state == "running":
+        write_status(directory, replace(status, state="stopped"))
 
 
 def stopped_sentence(plans: Sequence[Plan]) -> str:

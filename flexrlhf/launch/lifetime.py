@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
+from flexrlhf.signals import StopSignal, exit_code
 from flexrlhf.user_code.processes import is_killed_with_parent, keep_output
 
 _PREFIX, _LOCK = "flexrlhf-", ".locked-by-process"
@@ -88,13 +89,14 @@ def ending() -> Iterator[None]:
         yield
     except SystemExit as end:
         code = end.code or 0
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+    except KeyboardInterrupt as error:
+        code = exit_code(error.number if isinstance(error, StopSignal) else signal.SIGINT)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
     # nothing is left that a Ctrl-C could end in a better way
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

@@ -19,9 +19,9 @@ from typing import Any
 
 from flexrlhf.comm.store import Notice
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch.start import signal_handlers_restored
 from flexrlhf.placement.cluster import ANY_CLASS, Cluster
 from flexrlhf.placement.hosts import ON_CPUS, split_endpoint
+from flexrlhf.signals import Ending, handled
 
 CONNECT_SECONDS = 10.0
 WAIT_SECONDS = 900.0
@@ -63,7 +63,7 @@ def connected() -> Iterator[None]:
     check_address(os.environ.get("RAY_ADDRESS", ""))
     try:
         # Ray sets a handler of SIGTERM
-        with signal_handlers_restored():
+        with handled(Ending()):
             ray.init(log_to_driver=False, logging_level="error", include_dashboard=False)
     except (ConnectionError, RuntimeError) as error:
         raise UserError(f"--launcher ray: no Ray cluster responds: {str(error).splitlines()[0]}") from error

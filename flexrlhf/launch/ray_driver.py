@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -15,8 +14,6 @@ from socket import gethostname
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.launch.job import Job
@@ -25,10 +22,11 @@ from flexrlhf.launch.ray_cluster import Bundle, connected, reserved
 from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
-from flexrlhf.launch.start import HANDLED, SAVING, STOPPED
+from flexrlhf.launch.start import STOPPED, end_between_attempts
 from flexrlhf.launch.terms import JOB_TERMS, Terms
 from flexrlhf.placement.hosts import endpoint_text
 from flexrlhf.runs.resume import ORDERS
+from flexrlhf.signals import Ending, StopSignal, end_by_another, handled
 from flexrlhf.text import ranks_text
 
 PREFIXES = (
@@ -95,10 +93,12 @@ def start_in_ray(job: Job, max_restarts: int, factory: RankFactory | None) -> bo
     Devices are reserved anew for each attempt, since a node may be lost with the ranks.
     """
     signals = _Signals()
-    with connected(), signals.handled():
+    with connected(), handled(signals.handle):
         try:
             return _run(job, max_restarts, signals)
-        except (SignalException, KeyboardInterrupt):
+        except StopSignal as stop:
+            raise end_between_attempts(stop, signals.failure) if signals.failure else stop from None
+        except KeyboardInterrupt:
             raise Interrupted(STOPPED) from None
 
 
@@ -124,6 +124,7 @@ def _run(job: Job, max_restarts: int, signals: _Signals) -> bool:
                 raise Interrupted(STOPPED)
             if attempt == max_restarts or end.kind == "refused":
                 break
+            signals.failure = end.sentence
             print(f"flexrlhf: {end.sentence}; restart {attempt + 1} of {max_restarts}", file=sys.stderr, flush=True)
     raise RankFailure(end.sentence)
 
@@ -286,28 +287,25 @@ def end_of_job(ends: Sequence[tuple[PlannedNode, NodeEnd]], job: Job) -> NodeEnd
 
 
 class _Signals:
-    """Signals to the driver: they end it before the nodes run, and are passed to these afterwards."""
+    """Signals to the driver: they end it before the nodes run, and are passed to these afterwards.
+
+    failure: of the last attempt; empty before one has failed.
+    """
 
     def __init__(self) -> None:
+        self.failure = ""
         self._pending: list[int] | None = None
+        self._end, self._silence_command = Ending(), end_by_another()
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """End the driver, or add the signal to the ones for the nodes."""
         if self._pending is None:
-            raise SignalException(f"ended by {signal.Signals(number).name}", signal.Signals(number))
-        self._pending.append(number)
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle signals; other threads than the main one get none."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._handle) for number in {*HANDLED, *SAVING}}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self._end(number, frame)
+        else:
+            # what is left of the driver then ends with the nodes
+            self._end.is_over = True
+            self._silence_command()
+            self._pending.append(number)
 
     @contextmanager
     def collected(self) -> Iterator[list[int]]:

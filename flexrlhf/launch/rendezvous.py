@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.hosts import Hosts, split_endpoint
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import RunOrder
+from flexrlhf.signals import Ending, handled
 
 OFFER = "offer"
 LOOPBACK = "127.0.0.1"
@@ -89,8 +90,11 @@ class NodeRendezvous(RendezvousHandler):
         self.attempt += 1
         hosts = self._hosts
         store = dist.PrefixStore(f"nodes/{self.attempt}", self._opened())
+        # one machine waits for no other
+        waiting = handled(Ending()) if hosts.nnodes > 1 else nullcontext()
         try:
-            self._join(store, self._join_seconds if self.attempt == self._first_attempt else REJOIN_SECONDS)
+            with waiting:
+                self._join(store, self._join_seconds if self.attempt == self._first_attempt else REJOIN_SECONDS)
         except dist.DistNetworkError:
             raise RunStopped(f"node {hosts.node_rank} waits for the other nodes: node 0 has ended") from None
         port = self._opened().port if hosts.nnodes == 1 else self._endpoint.port

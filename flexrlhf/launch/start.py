@@ -7,10 +7,9 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from socket import gethostname
 from types import FrameType
@@ -21,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from flexrlhf.display.live_display import is_terminal, live_display
-from flexrlhf.errors import Interrupted, RankFailure, RunStopped, UserError
+from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError
 from flexrlhf.launch.agent import RankAgent
 from flexrlhf.launch.failures import Failure, FailureReporter
 from flexrlhf.launch.job import Watch
@@ -34,17 +33,13 @@ from flexrlhf.placement.hosts import NVIDIA_DRIVER, ON_CPUS, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
 from flexrlhf.runs.run_directory import read_status
+from flexrlhf.signals import SAVING, Ending, StopSignal, end_by_another, handled, sentence_of
 from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 
 STOPPED = "stopped; all ranks have ended"
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals for which the elastic agent installs handlers of its own."""
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-SAVING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of schedulers before they end a job."""
-
-
+"""Signals for which the elastic agent installs handlers of its own: none."""
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest driver by the major version of CUDA (its release notes, table of minor version compatibility)."""
 
@@ -119,18 +114,23 @@ def launch(
             ranks = ["flexrlhf.launch.rank", str(file), str(stop), SHARED if shares else OWN]
             with _displayed(events, plan, hosts) as further:
                 ranks += further
-                others = SAVING if saves else ()
-                start_ranks(ranks, plan, hosts, directories, max_restarts, others, rendezvous, factory)
+                start_ranks(ranks, plan, hosts, directories, max_restarts, rendezvous, factory)
         if not stop.exists():
             _check_ended(orders)
-        return stop.exists()
+        # a request after the last step has come too late to stop anything
+        return stop.exists() and any(_state(order) != "finished" for order in orders)
+
+
+def _state(order: RunOrder) -> str:
+    """Return the state of a run by its directory; empty without one."""
+    status = read_status(order.spec.directory)
+    return "" if status is None else status.state
 
 
 def _check_ended(orders: Sequence[RunOrder]) -> None:
     """Raise RankFailure for a run that its ranks have not ended, though they report no error."""
     for order in orders:
-        status = read_status(order.spec.directory)
-        if status is not None and status.state == "running":
+        if _state(order) == "running":
             raise RankFailure(
                 f"the ranks of {order.spec.name} ended in its middle with exit code 0: code of yours that they load, "
                 f"such as a loss or algorithm.loop, ends its process"
@@ -153,23 +153,35 @@ def _displayed(events: Path, plan: Plan, hosts: Hosts) -> Iterator[list[str]]:
 
 @contextmanager
 def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
-    """Make the first signal of ``SAVING`` create the file ``stop``; a second SIGTERM ends the ranks at once."""
-    if not is_enabled or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Make the first signal of ``SAVING`` create the file ``stop``, if it ``is_enabled``.
 
-    def request(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGTERM and stop.exists() and stop.read_text() != REPLAN:
+    A second SIGTERM, and every other signal, ends the ranks at once.
+    """
+    end, silence_command = Ending(_end_of_ranks), end_by_another()
+
+    def request(number: int, frame: FrameType | None) -> None:
+        silence_command()
+        if not is_enabled or number not in SAVING:
+            end(number, frame)
+        elif not stop.exists() or stop.read_text() == REPLAN:
+            stop.write_text("")
+        elif number == signal.SIGTERM:
             stop.write_text(END_NOW)
-            raise SignalException("ended by a second SIGTERM", signal.SIGTERM)
-        stop.write_text("")
+            end(number, frame)
 
-    before = {number: signal.signal(number, request) for number in SAVING}
-    try:
+    with handled(request):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def ending_on_signals() -> AbstractContextManager[None]:
+    """Let every signal end the ranks of the body at once."""
+    return handled(Ending(_end_of_ranks))
+
+
+def _end_of_ranks(number: int) -> SignalException:
+    """Return the error by which the agent ends the ranks, with SIGTERM or SIGINT, which all of them handle."""
+    how = signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT
+    return SignalException(signal.Signals(number).name, how)
 
 
 def start_ranks(
@@ -178,7 +190,6 @@ def start_ranks(
     hosts: Hosts,
     directories: Sequence[Path] = (),
     max_restarts: int = 0,
-    others_signals: Sequence[signal.Signals] = (),
     rendezvous: NodeRendezvous | None = None,
     factory: RankFactory | None = None,
 ) -> None:
@@ -186,7 +197,6 @@ def start_ranks(
 
     directories:     of the runs, in order; the one of the run that fails gets the records of its ranks.
     max_restarts:    how often all ranks are started again after one has failed.
-    others_signals:  those that the caller handles; all others end the ranks.
     rendezvous:      of the launchers; None: one that waits as long as a run does.
     factory:         of the caller, that may have been started before; None: one of this call.
     """
@@ -212,25 +222,33 @@ def start_ranks(
             lambda store: NodeWatch(store, hosts.node_rank, _node_names(store, plan, hosts), silence),
             reporter.report,
         )
-        ending = [number.name for number in HANDLED if number not in others_signals]
-        with changed_environment({LAUNCHER: str(os.getpid()), SIGNALS_VARIABLE: ",".join(ending)}):
+        with changed_environment({LAUNCHER: str(os.getpid()), SIGNALS_VARIABLE: ""}):
             _run_agent(agent, hosts, reporter)
 
 
 def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> None:
     """Run the ranks to their end. Raises as ``launch`` does."""
     try:
-        with signal_handlers_restored():
-            result = agent.run()
-    except (SignalException, KeyboardInterrupt):
+        result = agent.run()
+    except (SignalException, KeyboardInterrupt) as error:
         agent.close(Failure("user", f"node {hosts.node_rank} (host {gethostname()}) was stopped", time.time()))
         reporter.report({})
-        raise Interrupted(STOPPED) from None
+        if isinstance(error, StopSignal):
+            # it has waited for the other machines, not for ranks
+            raise end_between_attempts(error, agent.cause.sentence) if agent.cause else error from None
+        is_named = str(error) not in ("", signal.SIGINT.name)
+        raise Interrupted(f"stopped by {error}; all ranks have ended" if is_named else STOPPED) from None
     except RunStopped as error:
         raise RankFailure(str(error)) from None
     agent.close()
     if result.is_failed():
         _raise(agent.cause, result, reporter)
+
+
+def end_between_attempts(stop: StopSignal, failure: str) -> Exception:
+    """Return the end of a job by a signal after a ``failure``, before its ranks were started again."""
+    kind = Preempted if stop.number in SAVING else Interrupted
+    return kind(sentence_of(stop.number, f"before the ranks were started again ({failure}); --resume goes on"))
 
 
 def _raise(cause: Failure | None, result: RunResult, reporter: FailureReporter) -> None:
@@ -250,19 +268,6 @@ def _node_names(store: dist.Store, plan: Plan, hosts: Hosts) -> list[str]:
         ranks = ", ".join(map(str, plan.cluster.ranks_on_node(node))) if hosts.nnodes > 1 else ""
         names.append(f"node {node} (host {store.get(f'node/{node}').decode()}; ranks {ranks})")
     return names
-
-
-@contextmanager
-def signal_handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers of the calling script, which continues after its ranks have ended."""
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
-    try:
-        yield
-    finally:
-        # other threads may not set handlers, and the agent sets none there
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
 
 def _silence_agent() -> None:

@@ -105,7 +105,8 @@ def _survey(
         rendezvous = NodeRendezvous(hosts, join_seconds)
         try:
             plan = replace(plans[0], spec=limited)
-            launch.start_ranks(module, plan, hosts, rendezvous=rendezvous, factory=factory)
+            with launch.ending_on_signals():
+                launch.start_ranks(module, plan, hosts, rendezvous=rendezvous, factory=factory)
         except RankFailure as error:
             failure = str(error)
         finally:

@@ -82,7 +82,7 @@ def _measured(
         most_tp = max(len(plan.cluster.ranks_on_node(node)) for plan in plans for node in range(plan.cluster.num_nodes))
         request.write_text(json.dumps({"runs": runs, "seconds": seconds, "most_tp": most_tp}))
         module = ["flexrlhf.measure.profile_rank", str(request), str(output)]
-        with _displayed(directory / "events.jsonl", ranks):
+        with _displayed(directory / "events.jsonl", ranks), launch.ending_on_signals():
             launch.start_ranks(module, measured_plans[0], Hosts(), factory=factory)
         return read_measurements(output)
 

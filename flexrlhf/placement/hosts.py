@@ -187,8 +187,8 @@ def with_device(spec: Spec, device: str) -> Spec:
 def hosts_of(launcher: str, given: Hosts, environment: Mapping[str, str]) -> Hosts:
     """Return the nodes of a job, of ``--nnodes`` and its like, or of SLURM.
 
-    ``launcher``: ``auto`` is SLURM if this process is a task on one of several nodes and none were given.
-    Raises UserError for a launcher that did not start this process.
+    ``launcher``: ``auto`` is SLURM if this process is one of several tasks and no nodes were given.
+    Raises UserError for a launcher that did not start this process, and for one of several processes of mpirun.
     """
     if launcher == "torchrun" and not under_torchrun():
         raise UserError("--launcher torchrun: RANK and WORLD_SIZE are not in the environment; start with torchrun")
@@ -198,9 +198,58 @@ def hosts_of(launcher: str, given: Hosts, environment: Mapping[str, str]) -> Hos
         )
     if launcher == "ray" and given != Hosts():
         raise UserError("--nnodes: with --launcher ray the nodes are those of cluster.nodes; start one command")
-    is_step = SLURM_STEP in environment and environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
-    is_slurm = launcher == "auto" and given.nnodes == 1 and not under_torchrun() and is_step
-    return slurm_hosts(environment, given.rdzv_endpoint) if launcher == "slurm" or is_slurm else given
+    is_alone = launcher == "auto" and given.nnodes == 1 and not under_torchrun()
+    counts = [environment.get(f"SLURM_STEP_NUM_{name}", "1") for name in ("NODES", "TASKS")]
+    is_step = SLURM_STEP in environment and counts != ["1", "1"]
+    if is_alone:
+        _check_mpi(environment, is_step)
+    return slurm_hosts(environment, given.rdzv_endpoint) if launcher == "slurm" or (is_alone and is_step) else given
+
+
+def _check_mpi(environment: Mapping[str, str], is_step: bool) -> None:
+    """Raise UserError for one of several processes, each of which would start all ranks.
+
+    ``is_step``: whether srun started it, which sets the variables of PMI, too.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", *(() if is_step else ("PMI_SIZE",))):
+        if environment.get(name, "1") not in ("", "0", "1"):
+            raise UserError(
+                f"mpirun: {name}={environment[name]} in the environment, and each of these processes would start all "
+                f"ranks; start one on each machine with --nnodes and --node-rank, or a rank each with torchrun; for "
+                f"this one alone, --launcher local"
+            )
+    if environment.get("WORLD_SIZE", "1") != "1" and "RANK" in environment:
+        raise UserError(
+            f"RANK={environment['RANK']}, WORLD_SIZE={environment['WORLD_SIZE']} in the environment without "
+            f"MASTER_ADDR; set it, or unset RANK and WORLD_SIZE, or give --launcher local"
+        )
+
+
+def check_srun(launcher: str, hosts: Hosts, cluster: Cluster, environment: Mapping[str, str]) -> str:
+    """Return a sentence about nodes of SLURM's job that a run on one of them leaves idle; empty without any.
+
+    Raises UserError if the cluster has several nodes, of which srun would start a task each.
+    """
+    nodes = _slurm_nodes(environment)
+    if launcher != "auto" or hosts.nnodes > 1 or under_torchrun() or nodes == 1:
+        return ""
+    start = "start it with srun --ntasks-per-node=1"
+    if cluster.num_nodes > 1:
+        raise UserError(
+            f"SLURM: the job has {nodes} nodes and cluster.nodes {cluster.num_nodes}, but this process would start all "
+            f"ranks on one; {start}, or as `flexrlhf slurm` writes it, or give --launcher local"
+        )
+    idle = f"SLURM: the job has {nodes} nodes, of which this run uses one; {start} for more"
+    return "" if SLURM_STEP in environment else idle
+
+
+def _slurm_nodes(environment: Mapping[str, str]) -> int:
+    """Return the nodes of SLURM's job, of all components of a heterogeneous one; 1 outside a job."""
+    if "SLURM_JOB_ID" not in environment:
+        return 1
+    components = _count(environment, "SLURM_HET_SIZE")
+    parts = [_count(environment, f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(components)]
+    return sum(parts) if components > 1 else _count(environment, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
 def slurm_hosts(environment: Mapping[str, str], rdzv_endpoint: str = "") -> Hosts:
@@ -213,8 +262,9 @@ def slurm_hosts(environment: Mapping[str, str], rdzv_endpoint: str = "") -> Host
         raise UserError(f"--launcher slurm: {SLURM_STEP} missing from the environment; start with srun, a task a node")
     nodes, tasks = (_number(environment, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
     if tasks != nodes:
+        alone = ", or --launcher local for this one alone" if nodes == 1 else ""
         raise UserError(
-            f"srun: {tasks} tasks on {nodes} nodes; a task starts all ranks of its node: use --ntasks-per-node=1"
+            f"srun: {tasks} tasks on {nodes} nodes; a task starts all ranks of its node: use --ntasks-per-node=1{alone}"
         )
     if nodes == 1:
         return Hosts()
@@ -230,6 +280,11 @@ def first_host(listed: str) -> str:
     if found is None:
         raise UserError("SLURM_STEP_NODELIST: no host in the environment of this task; give --rdzv-endpoint HOST:PORT")
     return "".join(part or "" for part in found.groups())
+
+
+def _count(environment: Mapping[str, str], *names: str) -> int:
+    """Return the first number of some variables, 1 without any."""
+    return next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), 1)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -37,7 +37,8 @@ _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 class RunStatus:
     """Progress of a run, in its directory.
 
-    state:          ``running`` also if it was killed; ``stopped`` by a signal, with a checkpoint
+    state:          ``running`` also if it was killed; ``stopped`` by a signal, with a checkpoint, or
+                    at once
     next_step:      the first step that is not trained on
     steps:          steps of the whole run
     start_seconds:  time from the start of its ranks to its first instruction; None: of an older version, or not there

@@ -14,7 +14,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from flexrlhf.signals import SAVING
+
 END_NOW = "now"
 """Contents of the file of a request once a second signal has come: the ranks end without saving."""
 REPLAN = "replan"
@@ -36,7 +37,7 @@ class StopRequests:
 
     def install_handlers(self) -> None:
         """Take signals to this process as requests."""
-        for number in SIGNALS:
+        for number in SAVING:
             signal.signal(number, self._on_signal)
 
     def decide(self, moment: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from flexrlhf.config.setting_list import keys_from, setting_sections
 from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import prepare_corpus
+from flexrlhf.signals import Ending, StopSignal, handled
 
 Invoke = Callable[..., str]
 
@@ -180,6 +182,45 @@ def test_ctrl_c_in_the_first_second_ends_a_command_without_a_word(seconds: float
     assert process.returncode in (-signal.SIGINT, 130, 0) and words == ""
 
 
+@pytest.mark.parametrize(
+    ("signals", "moment", "code"),
+    [
+        ((signal.SIGUSR1,), "flexrlhf.cli", 143),
+        ((signal.SIGTERM,), "torch", 143),
+        ((signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM, signal.SIGHUP) * 60, "flexrlhf.launch", 130),
+    ],
+)
+def test_a_signal_before_the_first_step_has_an_exit_code_and_a_sentence(
+    signals: tuple[signal.Signals, ...], moment: str, code: int, tmp_path: Path
+) -> None:
+    """From the first import of the command, and while the modules of ranks are loaded; many at once count as one."""
+    hook = f"lambda event, names: print(flush=True) if (event, *names[:1]) == ('import', {moment!r}) else None"
+    program = f"import sys; from flexrlhf.__main__ import main; sys.addaudithook({hook}); main()"
+    command = [sys.executable, "-c", program, "run", "--set", "runs=runs"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "\n"
+    for number in signals:
+        process.send_signal(number)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert re.fullmatch(r"flexrlhf: stopped by SIG\w+ before the first step; nothing is to be saved\n", words), words
+
+
+def test_a_script_keeps_its_own_handlers_of_signals_that_nobody_sends_to_it() -> None:
+    """While its ranks run, the usual ones end these, and the first of many raises one error."""
+    own = [signal.signal(signal.SIGALRM, lambda *_: None), signal.getsignal(signal.SIGUSR2)]
+    try:
+        alarm = signal.getsignal(signal.SIGALRM)
+        with handled(Ending()):
+            assert signal.getsignal(signal.SIGALRM) is alarm and signal.getsignal(signal.SIGUSR2) is not own[1]
+            with pytest.raises(StopSignal, match=r"^stopped by SIGUSR1 before"):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGUSR2) is own[1]
+    finally:
+        signal.signal(signal.SIGALRM, own[0])
+
+
 def test_a_checkout_needs_no_installation(tmp_path: Path) -> None:
     """A process that its command starts finds the same package."""
     (tmp_path / "flexrlhf").mkdir()
@@ -189,7 +230,8 @@ def test_a_checkout_needs_no_installation(tmp_path: Path) -> None:
         "child": "",
         "cli": f"import subprocess, sys\ndef main():\n    subprocess.check_call({child})",
     }
-    for name, text in {**files, "__main__": Path(flexrlhf.__file__).with_name("__main__.py").read_text()}.items():
+    files |= {name: Path(flexrlhf.__file__).with_name(f"{name}.py").read_text() for name in ("__main__", "signals")}
+    for name, text in files.items():
         (tmp_path / f"flexrlhf/{name}.py").write_text(text)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, "-m", "flexrlhf"], cwd=tmp_path, env=environment, check=True)
