@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -20,6 +19,7 @@ from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weight
 from flexrlhf.errors import UserError
 from flexrlhf.launch.rank_factory import starting_factory
 from flexrlhf.plan.plan import Plan
+from flexrlhf.user_code.process_directories import process_directory
 
 Config = Annotated[
     Path | None,
@@ -94,8 +94,8 @@ def verify(
         prepare_corpus()
         if random_weights():
             typer.echo("the quick start's models are not trained yet (flexrlhf run): random weights take their place\n")
-    with TemporaryDirectory(prefix="flexrlhf-verify-") if keep is None else nullcontext(keep) as directory:
-        is_same = _verify(_plans(first, sides, Path(directory), steps, force), sides)
+    with process_directory() if keep is None else nullcontext(keep) as directory:
+        is_same = _verify(_plans(first, sides, directory, steps, force), sides)
     if keep is not None:
         typer.echo(f"the runs are in {keep}")
     if not is_same:

@@ -20,14 +20,14 @@ ends its own process in the same turn. A limit of memory is of each process, not
 
 from __future__ import annotations
 
+import atexit
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
+from pathlib import Path
 from threading import Lock
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
@@ -36,7 +36,8 @@ from flexrlhf.environments.process_limits import ProcessLimits, begin_limited
 from flexrlhf.environments.sessions import BLOCKED, EnvStep, Setup, children, is_stale, load, run_steps, waiting_limit
 from flexrlhf.user_code.call_failures import CallFailed, CallFailure
 from flexrlhf.user_code.deadline import Deadline
-from flexrlhf.user_code.processes import end_processes
+from flexrlhf.user_code.process_directories import process_directory
+from flexrlhf.user_code.processes import WorkerContext, end_processes
 from flexrlhf.user_code.worker_process import Worker, loaded
 
 Key = tuple[int, int]
@@ -57,7 +58,8 @@ class EpisodeProcess:
 
     def __init__(self, setup: Setup, limits: ProcessLimits, name: str) -> None:
         self._setup, self._limits, self._name = setup, limits, name
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._directory = ExitStack()
+        self._folder: Path | None = None
         self._worker: Worker | None = None
         self.is_async = False
         self.cpu_seconds = 0.0
@@ -90,10 +92,9 @@ class EpisodeProcess:
         """End the process, and remove its temporary files."""
         with self._lock:
             self._end()
-            if self._folder is not None:
-                self._folder.cleanup()
-                self._folder = None
-            self._worker = None
+            self._directory.close()
+            atexit.unregister(self._directory.close)
+            self._folder = self._worker = None
 
     def _confirmed(
         self, calls: Sequence[EpisodeCall], deadline: Deadline, is_second: bool = False
@@ -198,10 +199,12 @@ class EpisodeProcess:
 
     def _started(self) -> Worker:
         if self._worker is None:
-            # removed at the latest when this process exits
-            self._folder = tempfile.TemporaryDirectory(prefix="flexrlhf-episodes-", ignore_cleanup_errors=True)
-            paid = get_context("spawn").Value("d", 0.0)
-            self._worker = Worker(partial(begin_limited, self._limits, self._folder.name, paid))
+            # removed at the latest when this process exits, or by a later one if it is killed
+            self._folder = self._directory.enter_context(process_directory()) / "episodes"
+            atexit.register(self._directory.close)
+            self._folder.mkdir(mode=0o700)
+            paid = WorkerContext().Value("d", 0.0)
+            self._worker = Worker(partial(begin_limited, self._limits, str(self._folder), paid))
         return self._worker
 
     def _clean_up(self, deadline: Deadline) -> None:
@@ -226,8 +229,8 @@ class EpisodeProcess:
         self._children = {}
         self._begun.clear()
         if self._folder is not None:
-            shutil.rmtree(self._folder.name, ignore_errors=True)
-            os.makedirs(self._folder.name, mode=0o700, exist_ok=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_process(settings: EnvironmentSpec) -> EpisodeProcess:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 
 from flexrlhf.signals import StopSignal, exit_code
 from flexrlhf.user_code.processes import is_killed_with_parent, keep_output
 
-_PREFIX, _LOCK = "flexrlhf-", ".locked-by-process"
-"""Beginning of the names of temporary directories, and the file in each that its process has locked: a run's directory
-has none of this name."""
 LAUNCHER = "FLEXRLHF_LAUNCHER"
 """Variable with the process of the launcher of this machine, for its ranks."""
 
@@ -46,35 +39,6 @@ def quiet_torch() -> None:
     Before torch is loaded; a level that the user has set stays.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-@contextmanager
-def process_directory() -> Iterator[Path]:
-    """Yield a temporary directory of this process; the ones whose processes were killed are removed first.
-
-    A process has the lock of its directory until it ends, however that is. Others' are their users' to remove, and a
-    fork of the process removes none.
-    """
-    process = os.getpid()
-    place = Path(gettempdir())
-    for left in place.glob(f"{_PREFIX}*/{_LOCK}"):
-        try:
-            with left.open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left.parent, ignore_errors=True)
-        except OSError:
-            continue
-    with TemporaryDirectory(prefix=f".{_PREFIX}") as made:
-        directory = Path(made).with_name(Path(made).name.removeprefix("."))
-        with (Path(made) / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # nobody finds it before it is locked
-            Path(made).rename(directory)
-            try:
-                yield directory
-            finally:
-                if os.getpid() == process:
-                    directory.rename(made)
 
 
 @contextmanager

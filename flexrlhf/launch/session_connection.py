@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from flexrlhf import errors
 from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError
-from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
+from flexrlhf.user_code.process_directories import process_directory
 
 LOOK_SECONDS = 0.2
 """Time between two looks whether ranks that start have failed."""

@@ -24,7 +24,7 @@ from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, Use
 from flexrlhf.launch.agent import RankAgent
 from flexrlhf.launch.failures import Failure, FailureReporter
 from flexrlhf.launch.job import Watch
-from flexrlhf.launch.lifetime import LAUNCHER, changed_environment, process_directory
+from flexrlhf.launch.lifetime import LAUNCHER, changed_environment
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rank_watch import silence_limit
@@ -36,6 +36,7 @@ from flexrlhf.runs.run_directory import read_status
 from flexrlhf.signals import SAVING, Ending, StopSignal, end_by_another, handled, sentence_of
 from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
+from flexrlhf.user_code.process_directories import process_directory
 
 STOPPED = "stopped; all ranks have ended"
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"

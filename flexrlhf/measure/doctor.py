@@ -18,7 +18,6 @@ from packaging.version import InvalidVersion, Version
 
 from flexrlhf.errors import RankFailure, RunStopped, UserError
 from flexrlhf.launch import start as launch
-from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.launch.shared_directories import probed_directories
@@ -38,6 +37,7 @@ from flexrlhf.runs.fingerprints import (
 )
 from flexrlhf.runs.free_space import disk_demands
 from flexrlhf.runs.resume import Resumption
+from flexrlhf.user_code.process_directories import process_directory
 
 END_SECONDS = 30.0
 """Longest wait for node 0 to end a preflight before its run begins."""

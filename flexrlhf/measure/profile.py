@@ -22,7 +22,6 @@ from flexrlhf.guideline.costs.measurements import (
     write_measurements,
 )
 from flexrlhf.launch import start as launch
-from flexrlhf.launch.lifetime import process_directory
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.measure.environment_calls import measure_environments
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
@@ -31,6 +30,7 @@ from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted
+from flexrlhf.user_code.process_directories import process_directory
 
 SHARE_OF_ENVIRONMENTS = 0.3
 """Time of an environment's calls, as a share of the time of all other measurements."""

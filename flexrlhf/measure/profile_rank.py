@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -57,6 +56,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.loaded_models import LoadedModel, load_model_on_rank
+from flexrlhf.user_code.process_directories import process_directory
 
 SHARE_OF_OTHERS, NUM_OTHERS = 0.3, 10
 """Share of the time for all that is not a model's calls, and number of such measurements."""
@@ -180,10 +180,10 @@ class PlanProfiler:
         role = next(each.placed.name for each in self._models if "train" in each.operators)
         plan, context = self._slim[1, DEEP], self._short_context
         trained = next(each for each in plan.placement.models if each.name == role)
-        with self._loaded(plan, trained) as loaded, TemporaryDirectory() as directory:
+        with self._loaded(plan, trained) as loaded, process_directory() as directory:
             combine = self._combine(loaded)
             switch = measure_switch(context, loaded)
-            save = measure_save(context, loaded, Path(directory))
+            save = measure_save(context, loaded, directory)
         several, ranks = self._world.size > 1, tuple(range(self._world.size))
         plain, sums = self._bookkeeping()
         return Measurements(

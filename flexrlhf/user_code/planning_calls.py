@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import UserError
 from flexrlhf.user_code.call_failures import Caught
+from flexrlhf.user_code.process_directories import process_directory
 from flexrlhf.user_code.processes import exit_text, is_killed_with_parent, kill_group
 
 PLANNING_SECONDS = 60.0
@@ -37,8 +37,8 @@ def run_apart(module: str, task: Any, name: str, number: int = 1) -> list[Any]:
 
     Raises UserError for code that raises, ends its process, or has not returned after PLANNING_SECONDS.
     """
-    with TemporaryDirectory() as folder:
-        given, replies = Path(folder) / "task.json", [Path(folder) / f"reply-{each}.json" for each in range(number)]
+    with process_directory() as folder:
+        given, replies = folder / "task.json", [folder / f"reply-{each}.json" for each in range(number)]
         given.write_text(json.dumps(task))
         end = time.monotonic() + PLANNING_SECONDS
         processes = [

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,6 +52,31 @@ class WorkerContext(SpawnContext):
     """Context that spawns processes: a rank has threads of torch and gloo, which a fork would copy in any state."""
 
     Process = WorkerProcess
+
+    def __init__(self) -> None:
+        super().__init__()
+        start_quiet_tracker()
+
+
+def start_quiet_tracker() -> None:
+    """Start the process that removes semaphores of this one and its workers, which after a kill would warn of each."""
+    quiet = "ignore:resource_tracker:UserWarning"
+    sys.warnoptions.append(quiet)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(quiet)
+
+
+def _leave_tracker() -> None:
+    """Close the pipe to the tracker of the parent: what a user's code writes to open files would end it.
+
+    Semaphores that this process makes itself get a tracker of their own.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+        tracker._fd = None
 
 
 def keep_children_safe() -> None:
@@ -116,6 +142,7 @@ def begin(parent: int) -> None:
     """
     keep_output()
     call_directly()
+    _leave_tracker()
     if os.environ.get(_SAFE_PATH[0]) == _SAFE_PATH[1]:
         # what a user's function starts finds its modules as elsewhere
         del os.environ[_SAFE_PATH[0]]

@@ -198,7 +198,7 @@ def test_nothing_is_left_of_a_killed_launcher(way: str) -> None:
 
 IN_A_DIRECTORY = """
 import sys
-from flexrlhf.launch.lifetime import process_directory
+from flexrlhf.user_code.process_directories import process_directory
 with process_directory() as directory:
     print(directory, flush=True)
     sys.stdin.readline()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -191,3 +194,46 @@ def resource_trackers() -> set[int]:
         for process in descendants(os.getpid())
         if b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
     }
+
+
+KILLED = """
+import os, signal
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.environments.base import EpisodeCall
+from flexrlhf.environments.episode_process import make_process
+from flexrlhf.user_code.deadline import Deadline
+
+if __name__ == "__main__":
+    process = make_process(EnvironmentSpec(path="writer.py:Writer"))
+    (reply,) = process.replies([EpisodeCall((0, 0), {}, 0)], Deadline.after(60))
+    print(reply.failure, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+WRITER = """
+import os
+from multiprocessing import resource_tracker
+
+class Writer:
+    def reset(self, row, seed):
+        pipe = resource_tracker._resource_tracker._fd
+        if pipe is not None:
+            os.write(pipe, b"nonsense\\n")
+        return "go"
+
+    def step(self, reply): ...
+"""
+
+
+def test_a_killed_process_leaves_no_warning_and_a_directory_that_the_next_one_removes(tmp_path: Path) -> None:
+    """Its environment writes to the pipe of Python's resource tracker, if it has that."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "writer.py").write_text(WRITER)
+    environment = {**os.environ, "TMPDIR": str(place)}
+    for _ in range(2):
+        ended = subprocess.run(
+            [sys.executable, "killed.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == -signal.SIGKILL and not ended.stderr, ended.stderr
+        assert len([*place.iterdir()]) == 1

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.vllm.restarts import RolloutProcessError
+from flexrlhf.user_code.process_directories import process_directory
 
 PARENT = "FLEXRLHF_ROLLOUT_PARENT"
 """Environment variable with the process that a child ends with."""
@@ -143,13 +143,13 @@ def child_environment(timeout_seconds: float) -> Iterator[dict[str, str]]:
 
     The directory of its sockets exists until they are connected, inside the context.
     """
-    with TemporaryDirectory() as sockets:
+    with process_directory() as sockets:
         yield {
             # not among vLLM's arguments, by which it names what it has compiled
             PARENT: str(os.getpid()),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_RPC_BASE_PATH": sockets,
+            "VLLM_RPC_BASE_PATH": str(sockets),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(timeout_seconds)),
             "PYTHONWARNINGS": "ignore::FutureWarning",
             "OMP_NUM_THREADS": str(torch.get_num_threads()),

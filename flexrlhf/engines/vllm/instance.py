@@ -6,8 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from flexrlhf.engines.vllm.sleep import SleepMode
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.user_code.process_directories import process_directory
 from flexrlhf.weights.adapter_files import frozen_model, goes_on, has_adapters, stored_adapters
 from flexrlhf.weights.families import model_sizes
 from flexrlhf.weights.shards import parts_of
@@ -260,7 +259,7 @@ def model_directory(context: EngineContext) -> Iterator[str]:
     if path is not None and not has_adapters(path) and saved_value_head(path) is None:
         yield path
         return
-    with TemporaryDirectory() as directory:
+    with process_directory() as directory:
         # new adapters add nothing before the first sync: vLLM's own are 0
         settings = settings.model_copy(update={"lora": None})
         model = load_model(replace(placed, settings=settings), context.seed)
@@ -268,5 +267,5 @@ def model_directory(context: EngineContext) -> Iterator[str]:
         model.config.save_pretrained(directory)
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}
         stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, own).items()}
-        save_file(stored, Path(directory) / "model.safetensors", {"format": "pt"})
-        yield directory
+        save_file(stored, directory / "model.safetensors", {"format": "pt"})
+        yield str(directory)
