@@ -122,6 +122,8 @@ class JobSettings:
         if setting.missing:
             self.unresolved[key] = setting
             return None
+        if setting.value in ([], {}):
+            return None
         if isinstance(setting.value, list | dict):
             self.turn_down(setting, "one value")
             return None
@@ -254,9 +256,9 @@ def is_true(value: Any) -> bool:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested mappings with their dotted keys; an empty mapping is no leaf."""
+    """Yield the leaves of nested mappings with their dotted keys; an empty mapping is one, too."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

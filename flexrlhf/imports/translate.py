@@ -29,12 +29,12 @@ from flexrlhf.imports.openrlhf import job as openrlhf
 from flexrlhf.imports.parts import check_families, check_warmup
 from flexrlhf.imports.python_calls import PythonFile
 from flexrlhf.imports.score_parts import references
-from flexrlhf.imports.settings import MARK, JobSettings, Setting, read_scalar
+from flexrlhf.imports.settings import MARK, JobSettings, Setting, flat, read_scalar
 from flexrlhf.imports.shell_script import ShellScript
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl import job as trl
 from flexrlhf.imports.trl.algorithm import ALGORITHMS
-from flexrlhf.imports.trl.launchers import OF_LAUNCHER, with_options
+from flexrlhf.imports.trl.launchers import OF_FILE, OF_LAUNCHER, with_options
 from flexrlhf.imports.trl.trainers import is_missing, is_of_trl, trainers_of
 from flexrlhf.imports.verl import job as verl
 from flexrlhf.imports.yaml_trees import Tree, read_tree, referenced, resolved, with_overrides
@@ -127,7 +127,7 @@ class JobFile:
             case "config":
                 tree = read_tree(self._beside(launch.config or ""))
                 if not any(is_of(tree) for is_of, *_ in _TREES):
-                    return self._trl_tree(resolved(tree, self.given), launch)
+                    return self._trl_tree(tree, launch)
         if launch.config is None:
             raise UserError(
                 f"import {self.path}: {launch.system} is started without --config, which names its settings"
@@ -152,13 +152,17 @@ class JobFile:
             if word.startswith("--config-name"):
                 value = word.partition("=")[2] or "".join(launch.arguments[number + 1 : number + 2])
                 found["config-name"] = Setting("config-name", value)
+        if any(key.startswith("worker.") for key in found):  # of EasyR1, which has verl's modules and others' settings
+            raise self._unknown()
         found |= {each.key: each for each in launch.devices() if each is not None}
         verl.translate(out, JobSettings(found), launch.program)
         return out
 
     def _trl(self, found: Mapping[str, Any], launch: Launch) -> Translation:
         """Translate a job of TRL. ``found``: settings in addition to the command's arguments, which replace them."""
-        options = {name: value for name, value in flags(launch.arguments).items() if name != "config"}
+        options = flags(launch.arguments)
+        if launch.config is not None and options.get("config", launch.config).split()[0] == launch.config:
+            options.pop("config", None)
         found = {**found, **{name: read_scalar(value) for name, value in options.items()}}
         nodes, per_node = launch.devices()
         if per_node is None and isinstance(found.get("num_processes"), int) and found["num_processes"] > 0:
@@ -166,10 +170,16 @@ class JobFile:
         if "model_name_or_path" in self.given:
             found["model_name_or_path"] = self.given["model_name_or_path"]
         out = self._start("TRL")
+        if launch.config is not None:
+            out.note(f"options of the command come before the settings in {launch.config} (config)")
         named = flags(launch.before).get("config_file"), found.get("accelerate_config"), found.get("deepspeed")
         file = next((each for each in named if isinstance(each, str)), None)
         accelerate = with_options(trl.accelerate_file(file, self.path.parent), flags(launch.before))
         trl.translate(out, found, launch.program, (nodes, per_node), self.served, accelerate)
+        for key, value in flat({key: each for key, each in accelerate.items() if key not in OF_FILE}):
+            if key.rpartition(".")[2] not in (*OF_LAUNCHER, "zero_stage"):
+                fixed = Setting(f"{key} of accelerate's file", hidden(value, key))
+                out.drop(fixed, "of the launcher, whose mixed precision and batches the settings have", matters=False)
         for key, value in flags(launch.before).items():
             if f"--{key}" not in (nodes.key if nodes else "", per_node.key if per_node else ""):
                 changes = any(word in key for word in ("precision", "gradient", "offload", "fsdp"))
@@ -201,30 +211,37 @@ class JobFile:
             found = {key: arguments[each] for key, each in own.items() if each in arguments} | found
         if "reward_funcs" in found:
             found["reward_funcs"] = references(self.path, self.text, found["reward_funcs"])
+        others = [name for name, arguments in configs[1:] if arguments]
         launch = launches[0] if launches else Launch("TRL", trainer, ())
         trainer = launch.program if launch.program in ALGORITHMS else trainer or launch.program
         if trainer == launch.program and trainer not in ALGORITHMS and not is_missing(trainer):
             raise self._unknown()
         out = self._trl(found, replace(launch, program=trainer))
+        if others:
+            out.drop(
+                Setting("config", ", ".join(others)), "the first configuration of the file is read, others are not"
+            )
         if launches:
             out.note("settings are of the first command in the file's description")
         return out
 
     def _of_tree(self, tree: Tree, values: Mapping[str, Any]) -> Translation:
-        leaves = resolved(with_overrides(tree, values), self.given)
         for is_of, system, translate in _TREES:
             if is_of(tree):
-                out = self._start(system)
-                job = JobSettings.of(leaves)
+                leaves = resolved(with_overrides(tree, values), self.given)
+                out, job = self._start(system), JobSettings.of(leaves)
                 job.passed |= {key: ("other settings name it", False) for key in referenced(tree)}
+                changes = any("trainer" not in str(each) for each in leaves.get("defaults") or ())
+                job.passed["defaults"] = ("files that are not read: the system's defaults are taken", changes)
                 translate(out, job)
                 return out
-        return self._trl_tree(leaves, Launch("TRL", "", ()))
+        return self._trl_tree(tree, Launch("TRL", "", ()))
 
-    def _trl_tree(self, leaves: dict[str, Any], launch: Launch) -> Translation:
+    def _trl_tree(self, tree: Tree, launch: Launch) -> Translation:
         """Translate a YAML of TRL's options. Raises UserError for one that has none of them."""
-        if not is_of_trl(leaves, flags(launch.arguments)):
+        if not is_of_trl(dict(flat(tree)), flags(launch.arguments)):
             raise self._unknown()
+        leaves = resolved(tree, self.given)
         trainer, others = self.given.get("trainer"), []
         path = self._near(launch.script) if launch.script and trainer is None else None
         if path is not None:

@@ -43,7 +43,7 @@ class Translation:
     lines:     dotted key → value and comment.
     left_out:  settings without a counterpart.
     notes:     sentences on assumptions.
-    sources:   keys of the settings that lines follow from.
+    sources:   dotted key → keys of the settings that its line follows from.
     """
 
     system: str
@@ -52,13 +52,13 @@ class Translation:
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    sources: set[str] = field(default_factory=set)
+    sources: dict[str, set[str]] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, *sources: Setting | str | None) -> None:
         """Write a setting of the YAML, with the settings that its value follows from in its comment."""
         parts = [self._source(source, value) for source in sources if source is not None]
         self.lines[key] = (value, ", ".join(dict.fromkeys(parts)))
-        self.sources |= {_bare(each.key) for each in sources if isinstance(each, Setting)}
+        self.sources[key] = {_bare(each.key) for each in sources if isinstance(each, Setting)}
 
     def has_model(self, role: str) -> bool:
         """Whether a model of a role is written."""
@@ -114,7 +114,7 @@ class Translation:
             for table in (without_effect, with_effect)
             for why, keys in table.items()
         ]
-        listed = self.sources | {_bare(each.setting.key) for each in self.left_out}
+        listed = set().union(*self.sources.values()) | {_bare(each.setting.key) for each in self.left_out}
         for key, setting in job.found.items():
             if _bare(setting.key) not in listed:
                 found = next(((why, matters) for keys, why, matters in reasons if keys.fullmatch(key)), None)
@@ -231,7 +231,8 @@ def written(value: Any) -> str:
         case str() if re.fullmatch(r"[A-Za-z_~./][\w.+/@-]*", value) and read_scalar(value) == value:
             return value
         case float():
-            return f"{value:.10g}"
+            short = f"{value:.10g}"
+            return short if float(short) == value else repr(value)
         case str() | list() | tuple() | dict():
             return printable(json.dumps(value, ensure_ascii=False))
     return yaml_text(value)

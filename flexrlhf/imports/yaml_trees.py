@@ -75,10 +75,10 @@ def read_tree(path: Path, known: dict[Path, Tree] | None = None, depth: int = 0)
         raise UserError(f"{path}: not a text file") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping at the top")
-    bases = tree.pop("defaults", None)
+    has_bases, bases = "defaults" in tree, tree.pop("defaults", None)
     named = [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []
     merged: Tree = {}
-    others = [base for base in named if base != "_self_"] if isinstance(bases, str | list) else bases
+    others = [base for base in named if base != "_self_"]
     for base in named:
         if isinstance(base, str) and base.endswith((".yaml", ".yml")):
             below = path.parent / base
@@ -88,7 +88,7 @@ def read_tree(path: Path, known: dict[Path, Tree] | None = None, depth: int = 0)
                 raise UserError(f"{path}: defaults: {base} is not there; copy it, too")
             merged = _over(merged, read_tree(below, known, depth + 1))
             others = [each for each in others if each != base]
-    known[place] = _over(merged, tree | ({"defaults": [str(each) for each in others]} if others else {}))
+    known[place] = _over(merged, tree | ({"defaults": [str(each) for each in others]} if has_bases else {}))
     return known[place]
 
 
@@ -129,7 +129,7 @@ def resolved(tree: Tree, given: Mapping[str, str]) -> dict[str, Any]:
     found = _Interpolations(conf, config, dict(flat(plain)))
     for key in found.texts:
         value = found.value(key)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             leaves |= {f"{key}.{inner}": each for inner, each in flat(value)}
         else:
             leaves[key] = value

@@ -242,6 +242,8 @@ def _placement(out: Translation, job: JobSettings) -> Setting | None:
     if everything is not None and (is_async is None or engines is None):
         put_cluster(out, [machine["actor"]], *sizes["actor"])
         out.put("placement", None, everything, "every model on all devices")
+        others = [f"{role}.num_{each}" for role in _ROLES[1:] for each in ("nodes", "gpus_per_node")]
+        job.pass_over("every model is on the actor's devices", *others)
         return engines
     penalised = bool(out.value("algorithm.kl.place")) or "algorithm.kl" not in out.lines
     roles = sorted(["actor", *other_roles(out, penalised)], key=("actor", "ref", "critic", "reward").index)
@@ -284,3 +286,4 @@ def _engine(out: Translation, job: JobSettings, role: str, tokens: int) -> None:
     put_lora(out, role, job.count("ds.lora.rank"), job.number("ds.lora.alpha"), job.listed("ds.lora.target_modules"))
     most = None if job.truth("train.dynamic_batch_enable") is None else job.count("train.max_tokens_per_gpu")
     put_micro_batch(out, job.count("train.micro_batch_size"), tokens, most)
+    job.pass_over("micro-batches are of tokens", "train.dynamic_batch_enable")

@@ -7,6 +7,8 @@ from typing import Any
 
 OF_LAUNCHER = ("zero_stage", "use_deepspeed", "offload_optimizer_device", "use_fsdp", "config_file")
 """Options of accelerate that are read."""
+OF_FILE = ("distributed_type", "num_processes")
+"""Settings of its file that are read."""
 
 
 def with_options(file: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:

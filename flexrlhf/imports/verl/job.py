@@ -227,7 +227,8 @@ def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> N
             out.drop(granularity, "activations of whole layers are computed again")
     else:
         out.put("models.all.engine", "torch", "FSDP")
-        reshards, shard = (job.get(f"{prefix}fsdp_config.{key}") for key in ("reshard_after_forward", "fsdp_size"))
+        reshards = job.get(f"{prefix}fsdp_config.reshard_after_forward")
+        shard = job.real(f"{prefix}fsdp_config.fsdp_size")
         stays = reshards is not None and not is_true(reshards.value)
         out.put("models.all.zero", 2 if stays else 3, reshards if stays else "FSDP shards parameters")
         _types(out, job, prefix)
@@ -311,6 +312,7 @@ def _other_roles(out: Translation, job: JobSettings, engine: str) -> None:
         for key, size in sizes.items() if is_there and engine == "megatron" else ():
             if size is not None and size.value != out.value(f"models.all.{key}"):
                 out.put(f"models.{role}.{key}", size.value, size)
+        job.pass_over("as of all models", *(f"{prefix}megatron.{own}" for own in _SPLITS.values()))
         if not is_there:
             job.pass_over(f"there is no {role}", prefix)
 
