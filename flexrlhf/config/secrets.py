@@ -60,7 +60,7 @@ _HEX = re.compile(r"(?<![\w/])[0-9a-f]{40}(?![\w/])")
 """A key of Weights & Biases, which has the form of a commit; parts of paths are no keys."""
 _AUTHORIZED = re.compile(r"\b(Bearer|bearer|Basic)\s+[\w.~+/=-]{6,}")
 _PAIR = re.compile(
-    r"(?<![\w.-])(?:([A-Za-z][\w.-]*+)(\\?[\"']?\s*[:=]\s*\\?[\"']?)([^\s\"'\\,;&}\]]+)"
+    r"(?<![\w.-])(?:([A-Za-z][\w.-]*+)(\\?[\"']?\s*(?:[!=]=|[:=])\s*\\?[\"']?)([^\s\"'\\,;&}\]]+)"
     r"|(--?[A-Za-z][\w.-]*+)(\s+)([^\s\"'-]\S*))"
 )
 """A name with its value, as assignments, mappings, queries and options have them."""
@@ -174,7 +174,7 @@ def _names_nothing(value: Any) -> bool:
     """Whether a value is no secret under any name: a number that counts, a switch, a variable."""
     if not isinstance(value, str):
         return True
-    is_variable = re.fullmatch(r"\$\{?\w+\}?|\0[^\0]*\0", value) is not None
+    is_variable = re.fullmatch(r"\$\{?\w+\}?|\0[\w.]+\0", value) is not None
     return is_variable or value.lower() in ("", "true", "false", "yes", "no", "none", "null", "on", "off", "0", "1")
 
 

@@ -107,6 +107,7 @@ def _launch(words: Sequence[str], place: int, word: str) -> Launch | None:
         found = re.fullmatch(pattern, word)
         if found is None:
             continue
+        script = word if word.endswith(".py") else ""
         program = name or next(filter(None, found.groups()), word)
         options = flags(arguments)
         if system == "OpenRLHF" and word.endswith(".py") and "pretrain" not in options:
@@ -115,13 +116,12 @@ def _launch(words: Sequence[str], place: int, word: str) -> Launch | None:
             is_chat = program == "main" and {"data_path", "actor_model_name_or_path", "zero_stage"} & set(options)
             if is_chat:
                 return Launch("DeepSpeed-Chat", program, arguments, before)
-            script = word if word.endswith(".py") else ""
             config = str(options["config"]).split()[0] if "config" in options else next(iter(arguments), "")
             if _is_yaml(config):
                 return Launch("config", program, arguments, before, script)
             if program not in TRL_TRAINERS and "model_name_or_path" not in options:
                 return None
-        return Launch(system, program, arguments, before)
+        return Launch(system, program, arguments, before, script)
     return None
 
 
@@ -166,12 +166,12 @@ def stray_words(launch: Launch) -> list[Setting]:
         if is_option:
             name = word.partition("=")[0] if "=" not in word else ""
             key, _, value = word.partition("=")
-            if not takes_options and key not in ("--config", "--config-name"):
+            if not takes_options and key not in ("--config", "--config-name", "--config-path"):
                 found.append(Setting(key, value or "true"))
         elif takes_options and not name and word != launch.config:
             found += [Setting("argument", word)] if "=" not in word or launch.system != "config" else []
-        elif not takes_options and _OVERRIDE.fullmatch(word) is None:
-            if name in ("", "--config", "--config-name") or not found:
+        elif not takes_options and word != launch.config and _OVERRIDE.fullmatch(word) is None:
+            if name in ("", "--config", "--config-name", "--config-path") or not found:
                 found += [] if name else [Setting("argument", word)]
             else:
                 found[-1] = Setting(found[-1].key, word)

@@ -33,7 +33,7 @@ class PythonFile:
             raise UserError(f"import {path}: not Python ({error})") from None
         except (RecursionError, MemoryError):
             raise UserError(f"import {path}: nested more deeply than Python reads") from None
-        self._text, self._read = text, 0
+        self._lines, self._read = text.splitlines(), 0
         self._constants, self._defaults = dict(self._assigned()), dict(self._options())
         self.docstrings = [
             node.value.value
@@ -99,7 +99,7 @@ class PythonFile:
         try:
             return _without_mark(ast.literal_eval(node))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            lines = self._text.splitlines()[node.lineno - 1 : node.end_lineno]
+            lines = self._lines[node.lineno - 1 : node.end_lineno]
             return f"{MARK}{' '.join(lines)[node.col_offset :][:LONGEST_EXPRESSION]}{MARK}"
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from flexrlhf.config.secrets import hidden, is_secret_name
 from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import UserError
 
 MARK = "\0"
 """Encloses, inside a text, the name of a part whose value the file does not have."""
@@ -18,6 +19,8 @@ LARGEST = 1e9
 """Numbers of settings are smaller."""
 LONGEST_NUMBER = 40
 """Characters of a number; longer ones are texts."""
+MAX_SETTINGS = 5_000
+"""Settings of a job."""
 LONGEST_VALUE = 4_000
 """Characters of a value that are kept."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -69,6 +72,12 @@ def read_scalar(text: str) -> Any:
     return word if isinstance(value, dict) or value is None else value
 
 
+def check_number(settings: int) -> None:
+    """Raise UserError for more settings than any job has."""
+    if settings > MAX_SETTINGS:
+        raise UserError(f"import: {settings} settings are more than a job has: at most {MAX_SETTINGS} (MAX_SETTINGS)")
+
+
 def _clean(value: Any, *names: str) -> Any:
     """Return a value without secrets and halves of surrogate pairs."""
     if isinstance(value, list | tuple):
@@ -98,7 +107,11 @@ class JobSettings:
     passed: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Hide secrets, which nothing may write, and half surrogate pairs, which nothing can write."""
+        """Hide secrets, which nothing may write, and half surrogate pairs, which nothing can write.
+
+        Raises UserError for more settings than any job has.
+        """
+        check_number(len(self.found))
         self.found = {key: Setting(each.key, _clean(each.value, key, each.key)) for key, each in self.found.items()}
 
     @classmethod

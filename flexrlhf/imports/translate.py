@@ -105,7 +105,7 @@ class JobFile:
             out.note(sentence)
         for name in stray_marks(launches[0].arguments):
             out.note(f"arguments in ${name} are not in the file")
-        for word in stray_words(launches[0]):
+        for word in stray_words(replace(launches[0], system=out.system)):
             out.drop(Setting(word.key, hidden(word.value, word.key)), "an argument that sets nothing")
         return out
 
@@ -124,15 +124,14 @@ class JobFile:
                 file = launch.config
                 tree = {} if file is None else resolved(read_tree(self._beside(file)), self.given)
                 return self._trl(tree, launch)
-            case "config":
-                tree = read_tree(self._beside(launch.config or ""))
-                if not any(is_of(tree) for is_of, *_ in _TREES):
-                    return self._trl_tree(tree, launch)
         if launch.config is None:
             raise UserError(
                 f"import {self.path}: {launch.system} is started without --config, which names its settings"
             )
-        return self._of_tree(read_tree(self._beside(launch.config)), overrides(launch.arguments))
+        tree = read_tree(self._beside(launch.config))
+        if not any(is_of(tree) for is_of, *_ in _TREES):
+            return self._trl_tree(tree, replace(launch, system="TRL"))
+        return self._of_tree(tree, overrides(launch.arguments))
 
     def _beside(self, name: str) -> Path:
         """Return the file that a script names, from its folder or one above. Raises UserError if it is not there."""
@@ -149,14 +148,25 @@ class JobFile:
         out = self._start("verl")
         found = {key: Setting(key, value) for key, value in overrides(launch.arguments).items()}
         for number, word in enumerate(launch.arguments):
-            if word.startswith("--config-name"):
+            if (option := re.match("--(config-(?:name|path))(?:=|$)", word)) is not None:
                 value = word.partition("=")[2] or "".join(launch.arguments[number + 1 : number + 2])
-                found["config-name"] = Setting("config-name", value)
+                found[option[1]] = Setting(option[1], value.strip("'\""))
         if any(key.startswith("worker.") for key in found):  # of EasyR1, which has verl's modules and others' settings
             raise self._unknown()
+        if (file := self._of_hydra(found)) is not None:
+            leaves = resolved(with_overrides(read_tree(file), overrides(launch.arguments)), self.given)
+            found |= {key: Setting(key, value) for key, value in leaves.items()}
+            out.note(f"overrides of the command come before the settings in {file.name} (config-name)")
         found |= {each.key: each for each in launch.devices() if each is not None}
         verl.translate(out, JobSettings(found), launch.program)
         return out
+
+    def _of_hydra(self, found: Mapping[str, Setting]) -> Path | None:
+        """Return the file that ``--config-name`` names, if it is there."""
+        name, folder = (str(found[key].value) if key in found else "" for key in ("config-name", "config-path"))
+        file = name if name.endswith(".yaml") else f"{name}.yaml"
+        places = (self._near(f"{each}/{file}".lstrip("/")) for each in (folder.strip("/"), "config", "."))
+        return next(filter(None, places), None) if name else None
 
     def _trl(self, found: Mapping[str, Any], launch: Launch) -> Translation:
         """Translate a job of TRL. ``found``: settings in addition to the command's arguments, which replace them."""

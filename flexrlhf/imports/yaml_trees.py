@@ -18,7 +18,7 @@ import yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.libraries import omega_conf
-from flexrlhf.imports.settings import MARK, flat
+from flexrlhf.imports.settings import MARK, check_number, flat
 
 Tree = dict[str, Any]
 MAX_BASES = 10
@@ -112,6 +112,7 @@ def with_overrides(tree: Tree, overrides: Mapping[str, Any]) -> Tree:
 
 def resolved(tree: Tree, given: Mapping[str, str]) -> dict[str, Any]:
     """Return the leaves by dotted key, with interpolations resolved. ``given``: variables of the environment."""
+    check_number(sum(1 for _ in flat(tree)))
     conf = omega_conf()
     from omegaconf.errors import OmegaConfBaseException
 

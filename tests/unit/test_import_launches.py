@@ -68,6 +68,7 @@ LAUNCHES = {
     f"uv run python scripts/grpo.py {OPTIONS}": (4, 0, "torch"),
     f"deepspeed --num_gpus=4 grpo.py {OPTIONS} --deepspeed ds_zero3.json": (16, 3, "deepspeed"),
     "python grpo.py recipe.yaml --learning_rate 1e-5 --beta 0.04": (4, 0, "torch"),
+    f"accelerate launch --config_file zero.yaml scripts/run_grpo.py {OPTIONS}": (16, 3, "deepspeed"),
 }
 
 
@@ -109,6 +110,15 @@ def test_files_of_other_systems_are_no_jobs(files: Path, text: str) -> None:
         read("dpo.yaml", text)
 
 
+def test_a_file_that_hydra_reads_is_read_under_the_overrides(files: Path) -> None:
+    Path("config").mkdir()
+    Path("config/mine.yaml").write_text("data: {train_batch_size: 64, max_prompt_length: 77}\n")
+    out = read("job.sh", f"{VERL} --config-name=mine")
+    assert (out.value("algorithm.prompts_per_step"), out.value("data.max_prompt_tokens")) == (128, 77)
+    out = read("job.sh", f"{VERL} --config-path=/c --config-name other")
+    assert {each.setting.key: each.matters for each in out.left_out}["config-name"]
+
+
 def test_arguments_that_set_nothing_are_listed(files: Path) -> None:
     out = read("job.sh", f"{VERL} stray ~actor_rollout_ref.actor.kl_loss_coef --config-dir=/c\n")
     listed = {(each.setting.key, each.setting.text) for each in out.left_out}
@@ -120,6 +130,7 @@ SECRETS = (
     f"{VERL} +trainer.hf_token=s3cret +reward.url=https://u:s3cret@h/x?api_key=s3cret",
     f"HF_TOKEN=s3cret {VERL} trainer.experiment_name=$HF_TOKEN",
     f"export WANDB_API_KEY=s3cret\nX=$WANDB_API_KEY\n{VERL} +a.b=$X",
+    f"""export X=s3cret\nif [[ $HF_TOKEN == s3cret || -f x ]]; then :; fi\n{VERL} +a.hf_token=$(get s3cret)""",
     f"{VERL.replace('/r/t', 'https://u:s3cret@h/t')}",
     f"{VERL.replace('Qwen/Qwen2.5-7B', 'https://u:s3cret@h/a-vl')}",
     f"""{VERL} '+a.b={{"env_vars": {{"WANDB_API_KEY": "s3cret"}}}}' --token s3cret""",
@@ -168,6 +179,7 @@ ENDLESS: dict[str, tuple[str, str]] = {
     "assignments": ("job.py", "".join(f"w{i} = {i}\n" for i in range(4_000)) + CALLS),
     "lists": ("job.py", "v0 = [1]\n" + "".join(f"v{i + 1} = [{f'v{i}, ' * 8}]\n" for i in range(9)) + CALLS),
     "commands": ("job.py", f'"""\n{"python x.py " * 1500}\n"""\n{CALLS}'),
+    "settings": ("job.yaml", NEMO + "".join(f"b{i}: {i}\n" for i in range(6_000))),
     "digits": ("job.sh", f"{VERL} data.max_response_length={'9' * 5000}"),
     "brackets": ("job.py", f"v9 = {'-' * 5000}1\n{CALLS}"),
 }

@@ -101,7 +101,9 @@ def translate(out: Translation, job: JobSettings, program: str) -> None:
         _supervised(out, job)
     else:
         _reinforced(out, job, program)
-    job.pass_over("what it names is the trainer's own", "config-name")
+    name = job.found.get("config-name")
+    is_own = name is not None and "trainer" not in str(name.value)
+    job.pass_over("the settings that it names are read if they are there", "config-name", "config-path", matters=is_own)
     drop_uses_of_rows(out, job)
     plain = {f"{_R}do_sample": True, f"{_R}ignore_eos": False, "algorithm.kl_ctrl.type": "fixed"}
     job.pass_over("as it is here", *(key for key, value in plain.items() if job.value(key) == value))
