@@ -100,6 +100,7 @@ class PythonFile:
             return _without_mark(ast.literal_eval(node))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             lines = self._lines[node.lineno - 1 : node.end_lineno]
+            lines[-1] = lines[-1][: node.end_col_offset]
             return f"{MARK}{' '.join(lines)[node.col_offset :][:LONGEST_EXPRESSION]}{MARK}"
 
 

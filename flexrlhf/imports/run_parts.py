@@ -57,7 +57,10 @@ def put_run_name(out: Translation, job: JobSettings, *keys: str) -> None:
 
 
 def _is_text(setting: Setting | None) -> bool:
-    return setting is not None and isinstance(setting.value, str) and not setting.missing
+    """Whether a setting is a text of the file, without control characters."""
+    return (
+        setting is not None and isinstance(setting.value, str) and setting.value.isprintable() and not setting.missing
+    )
 
 
 def put_seed(out: Translation, job: JobSettings, *keys: str) -> None:
@@ -129,6 +132,17 @@ def put_evaluation(
     out.put("eval.path", files[0], path)
     for name, setting in {"every": every, **settings}.items():
         out.put_same(f"eval.{name}", setting)
+
+
+def check_evaluation(out: Translation) -> None:
+    """Leave out an evaluation that would sample from a model that Megatron trains, which does not generate here."""
+    samples = out.value("algorithm.samples_per_prompt") is not None or out.value("rollout.engine") is not None
+    if samples and "eval.path" in out.lines and out.value("models.all.engine") == "megatron":
+        path, source = out.lines["eval.path"]
+        for key in [key for key in out.lines if key.startswith("eval.")]:
+            del out.lines[key]
+        why = "an evaluation samples from the trained copy, which Megatron does not here: eval with engine torch"
+        out.drop(Setting(source.partition(",")[0].partition("=")[0], path), why, matters=False)
 
 
 def put_checkpoints(out: Translation, every: Setting | None, keep: Setting | None) -> None:

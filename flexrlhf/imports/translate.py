@@ -28,6 +28,7 @@ from flexrlhf.imports.nemo_rl import job as nemo_rl
 from flexrlhf.imports.openrlhf import job as openrlhf
 from flexrlhf.imports.parts import check_families, check_warmup
 from flexrlhf.imports.python_calls import PythonFile
+from flexrlhf.imports.run_parts import check_evaluation
 from flexrlhf.imports.score_parts import references
 from flexrlhf.imports.settings import MARK, JobSettings, Setting, flat, read_scalar
 from flexrlhf.imports.shell_script import ShellScript
@@ -175,8 +176,6 @@ class JobFile:
             options.pop("config", None)
         found = {**found, **{name: read_scalar(value) for name, value in options.items()}}
         nodes, per_node = launch.devices()
-        if per_node is None and isinstance(found.get("num_processes"), int) and found["num_processes"] > 0:
-            per_node = Setting("num_processes", max(1, found["num_processes"] // (nodes.value if nodes else 1)))
         if "model_name_or_path" in self.given:
             found["model_name_or_path"] = self.given["model_name_or_path"]
         out = self._start("TRL")
@@ -218,7 +217,8 @@ class JobFile:
             found |= {"use_peft": True, **{names.get(key, key): value for key, value in arguments.items() if key}}
         for _, arguments in list(file.calls("load_dataset"))[:1]:
             own = {"dataset_name": "", "dataset_config": "name", "dataset_train_split": "split"}
-            found = {key: arguments[each] for key, each in own.items() if each in arguments} | found
+            known = {key: arguments[each] for key, each in own.items() if isinstance(arguments.get(each), str)}
+            found = {key: each for key, each in known.items() if key == "dataset_name" or MARK not in each} | found
         if "reward_funcs" in found:
             found["reward_funcs"] = references(self.path, self.text, found["reward_funcs"])
         others = [name for name, arguments in configs[1:] if arguments]
@@ -286,6 +286,7 @@ def translated(path: Path, device_class: str | None = None, given: Mapping[str, 
     """
     out = JobFile(path, device_class, given or {}).translated()
     check_warmup(out)
+    check_evaluation(out)
     check_families(out)
     fit_cache(out)
     return out

@@ -444,3 +444,12 @@ def test_the_preset_has_a_share_of_its_own(tmp_path: Path) -> None:
     for share, listed in ((0.03, False), (0.1, True)):
         out = job(tmp_path, "a.sh", f"{OPENRLHF}--num_episodes 2 --lr_warmup_ratio {share}")
         assert ("--lr_warmup_ratio" in {each.setting.key for each in out.left_out if each.matters}) is listed
+
+
+def test_megatron_has_no_evaluation_that_samples(tmp_path: Path) -> None:
+    evaluated = f"{VERL}data.val_files=v.parquet trainer.test_freq=5 trainer.total_training_steps=9"
+    assert job(tmp_path, "a.sh", evaluated).value("eval.every") == 5
+    out = job(tmp_path, "a.sh", f"{evaluated} actor_rollout_ref.actor.strategy=megatron")
+    assert not [key for key in out.lines if key.startswith("eval.")]
+    assert "which Megatron does not here" in out.report()
+    make_plan(parse_spec(out.tree(), "a.sh"))

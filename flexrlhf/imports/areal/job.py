@@ -208,6 +208,8 @@ def _sampled(out: Translation, job: JobSettings) -> str:
     out.put_real("algorithm.clip_high", high or low)
     own = {"dual_clip": "actor.c_clip", "reward_clip": "actor.reward_clip", "temperature": "gconfig.temperature"}
     put_reals(out, job, own)
+    if (least := job.real("gconfig.min_new_tokens")) is not None and least.value >= 0:
+        out.put("algorithm.min_response_tokens", int(least.value), least)
     if (decoupled := job.truth("actor.use_decoupled_loss")) is not None:
         out.put("algorithm.importance.level", "token", decoupled)
         job.pass_over("log-probs of the policy that trains are computed", "actor.recompute_logprob")

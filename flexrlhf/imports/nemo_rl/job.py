@@ -96,7 +96,13 @@ def translate(out: Translation, job: JobSettings) -> None:
 def _run(out: Translation, job: JobSettings, section: str) -> None:
     """Write the run's name, seed, loggers, evaluation and checkpoints."""
     put_run_name(out, job, "logger.wandb.name")
-    put_seed(out, job, f"{section}.seed", "data.seed")
+    put_seed(out, job, f"{section}.seed", "data.seed", "data.train.seed")
+    if job.truth(f"{section}.use_dynamic_sampling") is None:
+        job.pass_over("prompts are not sampled anew", f"{section}.dynamic_sampling_", f"{section}.batch_multiplier")
+    plain = {"loss_fn.positive_example_nll_weight": 0, f"{_P}megatron_cfg.mtp_num_layers": 0}
+    plain |= {f"{section}.batch_multiplier": 1, f"{section}.only_unmask_final": False}
+    job.pass_over("as it is here", *(key for key, value in plain.items() if job.value(key) == value))
+    job.pass_over("of another estimator", f"{section}.adv_estimator.minus_baseline")
     own = {"wandb": {"project": "project", "entity": "entity", "group": "group", "mode": "mode"}}
     keys = {name: {key: f"logger.{name}.{each}" for key, each in names.items()} for name, names in own.items()}
     keys["mlflow"] = {"experiment": "logger.mlflow.experiment_name", "tracking_uri": "logger.mlflow.tracking_uri"}
@@ -183,8 +189,13 @@ def _decay(out: Translation, job: JobSettings, role: str, prefix: str, scheduler
     """Write the end of Megatron's schedule."""
     style, end, peak = job.get(f"{scheduler}lr_decay_style"), job.number(f"{prefix}min_lr"), job.number(f"{prefix}lr")
     length = job.get(f"{scheduler}lr_decay_iters")
-    job.get(f"{scheduler}lr_warmup_init")
+    first = job.real(f"{scheduler}lr_warmup_init")
+    small = first is None or peak is None or abs(first.value) <= 0.1 * peak.value
+    out.drop(
+        first, "a warm-up begins at 0", matters=job.number(f"{scheduler}lr_warmup_iters") is not None and not small
+    )
     if style is None or style.value == "constant":
+        job.pass_over("the rate is constant", f"{prefix}min_lr", f"{scheduler}lr_decay_", f"{scheduler}lr_warmup_init")
         return
     out.drop(length, "a schedule ends at the last step of the run")
     if end is not None and peak is not None and end.value <= peak.value:

@@ -14,10 +14,10 @@ WITHOUT_EFFECT = {
         policy\.tokenizer\.(name|use_\w+|video) env\.(?!.*(nemo_gym|gym)).* .*data_plane.*
     """,
     "kernels and loading, which follow from the engine here": r"""
-        policy\.dtensor_cfg\.(_v2|env_vars.*|automodel_kwargs.*|custom_parallel_plan|clear_cache\w*|defer\w*)
+        policy\.dtensor_cfg\.(_v2|env_vars.*|automodel_kwargs.*|custom_parallel_plan|force_reconvert\w*|clear_cache\w*|defer\w*)
         policy\.(logprob_\w+|generation_batch_size|make_sequence_length\w*|(dynamic_batching|sequence_packing)\..*)
         policy\.(refit_\w+|offload_\w+|hf_config_overrides\.rope.*)
-        policy\.megatron_cfg\.(env_vars.*|checkpoint.*|empty_unused\w*|\w*fusion\w*|pipeline_dtype|converter_type)
+        policy\.megatron_cfg\.(force_reconvert\w*|env_vars.*|checkpoint.*|empty_unused\w*|\w*fusion\w*|pipeline_dtype|converter_type)
         policy\.megatron_cfg\.(distributed_data\w*.*|scheduler\.(start|end|weight)\w*)
         policy\.megatron_cfg\.optimizer\.(bf16|fp16|params_dtype|use_\w+|overlap\w*|optimizer|clip_grad|sgd\w*)
         policy\.megatron_cfg\.(use_gloo\w*|cuda_graph\w*|recompute_granularity|attention_backend|apply_rope\w*)

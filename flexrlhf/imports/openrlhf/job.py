@@ -171,6 +171,9 @@ def _reinforced(out: Translation, job: JobSettings) -> None:
     actor = put_needed_model(out, job, "actor", "actor.model_name_or_path")
     _scores(out, job)
     _clip_scores(out, job)
+    apart = [f"{role}.num_{each}" for role in _ROLES for each in ("nodes", "gpus_per_node")]
+    job.pass_over("models without devices of their own", "train.colocate_", *apart)
+    job.pass_over("what it says is written", "train.dynamic_batch_enable", "train.async_enable")
     if name == "ppo":
         critic = job.named("critic.model_name_or_path") or (None if out.has_model("reward") else actor)
         if critic is not None:

@@ -135,6 +135,8 @@ def translate(
         )
     job.read |= {"model_name_or_path", "model"}
     _put_model(out, job, role, model)
+    job.passed.setdefault("model", (f"{model.key} names it", False))
+    job.passed.setdefault("model_name_or_path", (f"{model.key} names it", False))
     tokens = _lengths(out, job, name)
     if name in ("grpo", "gspo", "rloo", "ppo"):
         put_reinforced(out, job, name)

@@ -151,7 +151,7 @@ def _optimizer(prefix: str) -> dict[str, tuple[str, ...]]:
 
 def _batch(out: Translation, job: JobSettings, program: str) -> int:
     """Write the prompts of a step and its mini-batches; return the prompts."""
-    size, prompts = job.count(f"{_A}ppo_mini_batch_size"), job.count("data.train_batch_size")
+    size = job.count(f"{_A}ppo_mini_batch_size")
     out.put_same("algorithm.epochs", job.count(f"{_A}ppo_epochs"))
     batches = job.count("async_training.require_batches")
     if "fully_async" in program and size is not None:
@@ -165,6 +165,7 @@ def _batch(out: Translation, job: JobSettings, program: str) -> int:
             "a trainer without steps of its own takes mini-batches", "data.train_batch_size", "data.gen_batch_size"
         )
         return int(size.value * number)
+    prompts = job.count("data.train_batch_size")
     if prompts is None:
         return int(DEFAULTS["data.train_batch_size"])
     out.put_same("algorithm.prompts_per_step", prompts)

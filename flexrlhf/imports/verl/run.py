@@ -30,7 +30,12 @@ _SEEDS = (
 
 def put_run(out: Translation, job: JobSettings, default: str) -> None:
     """Write the length of the run, and its name, seed, loggers, evaluation and checkpoints."""
-    put_length(out, job.count("trainer.total_training_steps"), job.number("trainer.total_epochs"), default)
+    put_length(
+        out,
+        job.count("trainer.total_training_steps"),
+        job.number("trainer.total_epochs", "rollout.total_epochs"),
+        default,
+    )
     put_run_name(out, job, "trainer.experiment_name")
     put_seed(out, job, *_SEEDS)
     loggers = named_loggers(out, job.listed("trainer.logger"))
@@ -41,7 +46,7 @@ def put_run(out: Translation, job: JobSettings, default: str) -> None:
 
 def _put_evaluation(out: Translation, job: JobSettings) -> None:
     """Write the evaluation, whose responses are greedy if the file does not say otherwise."""
-    every, samples = interval(job, "trainer.test_freq"), job.get(f"{_R}val_kwargs.do_sample")
+    every, samples = interval(job, "trainer.test_freq", "rollout.test_freq"), job.get(f"{_R}val_kwargs.do_sample")
     before = job.get("trainer.val_before_train")
     if every is None or not job.has("data.val_files"):
         return

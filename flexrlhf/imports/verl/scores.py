@@ -15,6 +15,9 @@ _MANAGERS = ("naive", "dapo", "batch", "prime")
 
 def put_scores(out: Translation, job: JobSettings) -> None:
     """Write where scores are from."""
+    switches = [key for key in job.found if key.endswith(("overlong_buffer_cfg.enable", "overlong_buffer.enable"))]
+    for key in switches:
+        job.passed.setdefault(key, ("what it says is written", False))
     enabled = job.truth("reward.reward_model.enable", "reward_model.enable")
     path = job.named("reward.reward_model.model_path") or job.named("reward_model.model.path")
     function, name = (
